@@ -1,0 +1,187 @@
+"""A step of `AllReduce` beside one of DistributedDataParallel, and one of a single process."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from orchestra.bench.models import SUBJECTS, Subject
+from orchestra.bench.turns import (
+    Blocks,
+    Progress,
+    check_stopped,
+    join_gloo,
+    median_ratio,
+    take_turns,
+    teller,
+)
+from orchestra.engines.processes.launch import launch
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.worker.runtime import Runtime
+from orchestra.worker.worker import Step, Worker
+
+BUCKET_MEGABYTES = (1, 5, 25, 100)
+PEER = "DistributedDataParallel, {} MB"
+OURS = (AllReduce("native"), AllReduce("ring"))
+ALONE = "one process, all cores"
+RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What the ranks are to measure; `threads` are those of one process with all cores."""
+
+    subject: Subject
+    rounds: int
+    store: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One contestant, with one model on one number of ranks.
+
+    `step_seconds` is the median over the rounds; `ratio` the median of the ratios to the block
+    of the best DistributedDataParallel (`best_peer`) in the same round.
+    """
+
+    model: str
+    ranks: int
+    contestant: str
+    step_seconds: float
+    ratio: float
+    samples_per_second: float
+    best_peer: bool
+
+
+def bench_step(
+    ranks: Sequence[int] = (2, 4),
+    rounds: int = 7,
+    subjects: Sequence[Subject] = SUBJECTS,
+    on_progress: Progress | None = None,
+) -> list[StepRow]:
+    """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
+
+    Raises KeyboardInterrupt where the user stopped it.
+    """
+    rows = []
+    for subject in subjects:
+        for count in ranks:
+            total = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
+            tell = teller(on_progress, f"{subject.name}, {count} ranks", total)
+            with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+                store = str(Path(folder) / "store")
+                contest = Contest(subject, rounds, store, torch.get_num_threads())
+                outcome = launch(measure, contest, count, on_event=tell)
+            check_stopped(outcome)
+            rows += rows_of(subject, count, outcome.results[0])
+    return rows
+
+
+def rows_of(subject: Subject, ranks: int, blocks: Blocks) -> list[StepRow]:
+    """The figures of each contestant; `blocks` holds seconds of `subject.steps` steps."""
+    medians = {name: statistics.median(seconds) for name, seconds in blocks.items()}
+    best = _best_peer(blocks)
+    samples = ranks * subject.batch_size * subject.steps
+    return [
+        StepRow(
+            subject.name,
+            ranks,
+            name,
+            medians[name] / subject.steps,
+            median_ratio(seconds, blocks[best]),
+            samples / medians[name],
+            name == best,
+        )
+        for name, seconds in blocks.items()
+    ]
+
+
+def _best_peer(blocks: Blocks) -> str:
+    """The bucket size that is fastest beside the others in the same rounds."""
+    peers = [PEER.format(size) for size in BUCKET_MEGABYTES]
+    rounds = list(map(statistics.mean, zip(*(blocks[name] for name in peers), strict=True)))
+    return min(peers, key=lambda name: median_ratio(blocks[name], rounds))
+
+
+def measure(runtime: Runtime, contest: Contest) -> Blocks:
+    """On each rank: the seconds of each contestant's blocks."""
+    subject = contest.subject
+    join_gloo(runtime, contest.store)
+    steps = {PEER.format(size): _peer(subject, size) for size in BUCKET_MEGABYTES}
+    steps |= {repr(strategy): _ours(runtime, subject, strategy) for strategy in OURS}
+    blocks = {name: _block(step, subject.steps) for name, step in steps.items()}
+    blocks[ALONE] = _alone(runtime, contest)
+    return take_turns(runtime, blocks, contest.rounds)
+
+
+def _block(step: Callable[[], None], steps: int) -> Callable[[], None]:
+    def block() -> None:
+        for _ in range(steps):
+            step()
+
+    return block
+
+
+def _peer(subject: Subject, bucket_megabytes: int) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
+    )
+    return _plain_step(subject, model, subject.batch_size)
+
+
+def _plain_step(subject: Subject, model: torch.nn.Module, samples: int) -> Callable[[], None]:
+    """As in a loop by hand; reads the loss, as every step of ours does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batch = subject.batch(samples)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = subject.loss(model, batch)
+        loss.backward()
+        loss.item()
+        optimizer.step()
+
+    return step
+
+
+def _alone(runtime: Runtime, contest: Contest) -> Callable[[], None]:
+    """The first rank takes the batch of all ranks and all cores; the others wait meanwhile."""
+    if runtime.rank != 0:
+        return lambda: None
+    subject = contest.subject
+    step = _plain_step(subject, subject.build(), subject.batch_size * runtime.ranks)
+    steps = _block(step, subject.steps)
+
+    def block() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(contest.threads)
+        steps()
+        torch.set_num_threads(threads)
+
+    return block
+
+
+def _ours(runtime: Runtime, subject: Subject, strategy: AllReduce) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = subject.build()
+    names = frozenset(name for name, _ in model.named_parameters())
+    spec = OptimizerSpec(torch.optim.SGD, {"lr": RATE}, ((names, {}),))
+    worker = Worker(runtime, model, spec, loss=subject.loss)
+    state = strategy.start(worker)
+    batch, samples = subject.batch(subject.batch_size), subject.batch_size
+
+    def step() -> None:
+        worker.begin_step(Step(samples, samples * runtime.ranks, rates=(RATE,)))
+        strategy.gradient(worker, state, batch)
+        strategy.update(worker, state)
+
+    return step

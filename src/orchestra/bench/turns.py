@@ -1,0 +1,100 @@
+"""Contestants that take turns in the same processes, block by block.
+
+Whatever else the machine does then falls on all of them alike, and a block is compared with the
+block of its own round only. Every other round runs in reverse, so that a machine that becomes
+slower or faster favours nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from orchestra.engines.processes.events import Beat, Event, Notice
+from orchestra.engines.processes.outcome import Outcome
+from orchestra.worker.runtime import Runtime
+
+Blocks = dict[str, list[float]]
+"""Seconds of each contestant's blocks, by round."""
+
+Progress = Callable[[str, float], None]
+"""Told what is being measured, and the part of it that is done."""
+
+
+def join_gloo(runtime: Runtime, store: str) -> None:
+    """torch.distributed's default group on gloo, on loopback, through the file `store`.
+
+    It is left to the end of the process. Destroying it can hang: that holds the interpreter and
+    joins gloo's threads, which may need the interpreter to let go of a tensor (torch 2.13).
+    """
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    files = FileStore(store, runtime.ranks)
+    dist.init_process_group("gloo", store=files, rank=runtime.rank, world_size=runtime.ranks)
+
+
+def take_turns(
+    runtime: Runtime, contestants: Mapping[str, Callable[[], None]], rounds: int
+) -> Blocks:
+    """Run a block of each contestant in each of `rounds` rounds, after one that warms up.
+
+    All ranks begin each block together. Ends early where the user asks for a stop.
+    """
+    blocks: Blocks = {name: [] for name in contestants}
+    done = 0
+    for number in range(rounds + 1):
+        for name in order(list(contestants), number):
+            if _somebody_stops(runtime):
+                return blocks
+            started = time.perf_counter()
+            contestants[name]()
+            if number:
+                blocks[name].append(time.perf_counter() - started)
+            done += 1
+            runtime.reporter.progress(step=done, samples=0)
+    return blocks
+
+
+def order(names: Sequence[str], number: int) -> Sequence[str]:
+    """The order in round `number`: every other one in reverse."""
+    return names if number % 2 else names[::-1]
+
+
+def _somebody_stops(runtime: Runtime) -> bool:
+    """Also the barrier before a block."""
+    wishes = torch.tensor([float(runtime.reporter.stop_requested())])
+    dist.all_reduce(wishes)
+    return bool(wishes)
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """The median over the rounds of the ratios within a round."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def teller(
+    on_progress: Progress | None, what: str, total: int
+) -> Callable[[Event | Notice], None] | None:
+    """What tells `on_progress` how many of `total` blocks rank 0 has done."""
+    if on_progress is None:
+        return None
+
+    def tell(event: Event | Notice) -> None:
+        if isinstance(event, Beat) and event.rank == 0:
+            on_progress(what, event.pulse.step / total)
+
+    return tell
+
+
+def check_stopped(outcome: Outcome) -> None:
+    """A benchmark that the user stopped has no result."""
+    if outcome.stopped:
+        raise KeyboardInterrupt

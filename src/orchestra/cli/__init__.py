@@ -1,0 +1,1 @@
+"""The command `orchestra`: parse, call, print."""

@@ -1,0 +1,40 @@
+"""argparse with errors of one line, and the nearest option for an unknown one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from orchestra.errors import InputError, nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser; raises `InputError` where argparse would exit."""
+
+    def __init__(self, command: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"orchestra {command}",
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The arguments of a command line.
+
+        Raises:
+            InputError: an unknown option or argument, a missing or refused value.
+        """
+        namespace, unknown = self.parse_known_args(arguments)
+        for argument in unknown:
+            option = argument.partition("=")[0]
+            if option.startswith("-"):
+                hint = nearest(option, self._option_string_actions)
+                raise InputError(f"{self.prog} has no option {option}; {hint}")
+            raise InputError(f"{argument!r} is one argument too many; see {self.prog} --help")
+        return namespace

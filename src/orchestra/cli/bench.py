@@ -1,0 +1,185 @@
+"""`orchestra bench`: speed on this machine, as ratios to peers measured in the same run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestra.cli.arguments import Parser
+from orchestra.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from orchestra.bench.turns import Progress
+
+HELP = """\
+usage: orchestra bench BENCHMARK [ARGUMENT ...]
+
+Measure speed on this machine. Every figure comes with that of a peer, measured in turn in the
+same run, and with their ratio: only the ratio means something on another machine.
+
+benchmarks:
+  step     a step of AllReduce beside torch's DistributedDataParallel, and beside one process
+  server   pushes and pulls of an asynchronous ParameterServer beside gloo's send and receive;
+           with --suspend the pace of its workers while one of them is suspended
+
+  orchestra bench BENCHMARK --help says more about each.
+
+examples:
+  orchestra bench step --ranks 2 --model lenet
+      half a minute: a small model on two processes
+
+  orchestra bench server --suspend --json suspend.json
+      the figures as a table, and with the machine's description as JSON
+"""
+
+STEP = """\
+Time a step of AllReduce and of DistributedDataParallel at several bucket sizes, in turn, in the
+same processes; and of one process with all cores and the batch of all ranks.
+"""
+
+SERVER = """\
+Count the pushes and pulls a second of an asynchronous ParameterServer with a model of 4 MB and
+1 to 3 workers, and of the same messages by gloo's send and receive, in turn, in the same
+processes.
+
+With --suspend: four workers and a dedicated server. Count the steps a second of three workers
+while the fourth runs, and while it is stopped by SIGSTOP.
+"""
+
+BENCHMARKS = ("step", "server")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one benchmark, and print its figures."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    name, *rest = arguments
+    if name not in BENCHMARKS:
+        raise InputError(f"unknown benchmark {name!r}; {nearest(name, BENCHMARKS)}")
+    return _step(rest) if name == "step" else _server(rest)
+
+
+def _step(arguments: Sequence[str]) -> int:
+    parser = _parser("step", STEP, rounds="7")
+    parser.add_argument(
+        "--ranks", default="2,4", metavar="N,...", help="numbers of processes (default: 2,4)"
+    )
+    parser.add_argument(
+        "--model", default="all", metavar="NAME", help="lenet, mlp25m or all (default: all)"
+    )
+    options = _read(parser, arguments)
+    ranks = _numbers(options.ranks)
+    from orchestra.bench.models import subjects_named
+    from orchestra.bench.step import bench_step
+    from orchestra.cli.bench_tables import print_steps
+
+    subjects = subjects_named(options.model)
+    with _progress_line() as tell:
+        rows = bench_step(ranks, options.rounds or 7, subjects, tell)
+    print_steps(rows)
+    _write(options.json, "step", rows)
+    return 0
+
+
+def _server(arguments: Sequence[str]) -> int:
+    parser = _parser("server", SERVER, rounds="7; with --suspend 5")
+    parser.add_argument(
+        "--suspend", action="store_true", help="the pace of three workers while one is suspended"
+    )
+    options = _read(parser, arguments)
+    return _suspend(options) if options.suspend else _rates(options)
+
+
+def _rates(options: Namespace) -> int:
+    from orchestra.bench.server import bench_server
+    from orchestra.cli.bench_tables import print_rates
+
+    with _progress_line() as tell:
+        rows = bench_server(rounds=options.rounds or 7, on_progress=tell)
+    print_rates(rows)
+    _write(options.json, "server", rows)
+    return 0
+
+
+def _suspend(options: Namespace) -> int:
+    from orchestra.bench.suspend import bench_suspend
+    from orchestra.cli.bench_tables import print_paces
+
+    with _progress_line() as tell:
+        rows = bench_suspend(options.rounds or 5, on_progress=tell)
+    print_paces(rows)
+    _write(options.json, "server --suspend", rows)
+    return 0
+
+
+def _parser(name: str, description: str, *, rounds: str) -> Parser:
+    parser = Parser(f"bench {name}", description)
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help=f"how often all take turns (default: {rounds})"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a new file")
+    return parser
+
+
+def _read(parser: Parser, arguments: Sequence[str]) -> Namespace:
+    """The options, checked before minutes are spent."""
+    options = parser.read(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        raise InputError(f"--rounds: {options.rounds} is below 1")
+    if options.json is not None and options.json.exists():
+        raise InputError(f"--json: {options.json} exists; name a new file")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise InputError(f"--json: there is no folder {options.json.parent}; make it first")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--ranks: {text!r} is not a list of numbers such as 2,4") from None
+    if min(numbers) < 2:
+        raise InputError(f"--ranks: {min(numbers)} is below 2: nothing would be exchanged")
+    return numbers
+
+
+def _write(path: Path | None, name: str, rows: Sequence[Any]) -> None:
+    if path is None:
+        return
+    from orchestra.records.environment import environment
+
+    document = {
+        "benchmark": name,
+        "environment": environment(),
+        "rows": [asdict(row) for row in rows],
+    }
+    try:
+        path.write_text(json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"--json: {path} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def _progress_line() -> Iterator[Progress | None]:
+    """What shows progress on standard error, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task("starting", total=1.0)
+
+        def tell(what: str, part: float) -> None:
+            line.update(task, description=what, completed=part)
+
+        yield tell

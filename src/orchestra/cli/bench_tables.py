@@ -1,0 +1,86 @@
+"""The figures of the benchmarks as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestra.bench.server import ServerRow
+from orchestra.bench.step import StepRow
+from orchestra.bench.suspend import SuspendRow
+from orchestra.records.environment import environment
+
+
+def print_steps(rows: Iterable[StepRow]) -> None:
+    """One table for each model and number of ranks."""
+    for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
+        lines = [
+            (
+                row.contestant,
+                f"{row.step_seconds * 1e3:.2f}",
+                f"{row.samples_per_second:,.0f}",
+                f"{row.ratio:.2f}" + " (best)" * row.best_peer,
+            )
+            for row in group
+        ]
+        headings = ("", "ms a step", "samples/s", "step / best DDP's")
+        _print(f"{model}, {ranks} ranks", headings, lines)
+    _print_remarks("Ratios below 1: faster than DistributedDataParallel at its best bucket size.")
+
+
+def print_rates(rows: Iterable[ServerRow]) -> None:
+    """One line for each number of workers."""
+    lines = [
+        (
+            str(row.workers),
+            f"{row.ours_per_second:.0f}",
+            f"{row.peer_per_second:.0f}",
+            f"{row.ratio:.2f}",
+        )
+        for row in rows
+    ]
+    headings = ("workers", "ParameterServer", "gloo", "ratio")
+    _print("pushes with pulls a second, 4 MB each way, asynchronous server", headings, lines)
+    _print_remarks("Ratios above 1: faster than gloo's send and receive.")
+
+
+def print_paces(rows: Sequence[SuspendRow]) -> None:
+    """One line for each load."""
+    lines = [
+        (
+            row.load,
+            f"{row.before_per_second:.1f}",
+            f"{row.suspended_per_second:.1f}",
+            f"{row.ratio:.0%}",
+            f"{min(row.ratios):.0%} to {max(row.ratios):.0%}",
+            f"{row.busy_cores:.1f} of {row.cores}",
+        )
+        for row in rows
+    ]
+    headings = ("a step", "before", "suspended", "pace kept", "of the pairs", "busy cores")
+    _print("steps a second of the others while one of four is suspended", headings, lines)
+    _print_remarks(
+        f"Required: {rows[0].required:.0%} of the pace, median of the pairs. Where a step computes "
+        "and the cores are busy, the suspended worker leaves its share to the others."
+    )
+
+
+def _print(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console = Console(highlight=False)
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table)
+    console.print()
+
+
+def _print_remarks(text: str) -> None:
+    about = environment()
+    machine = f"{about['cores']} cores, {about['processor']}, torch {about['packages']['torch']}"
+    Console(highlight=False).print(f"{text}\n{machine}.", soft_wrap=True, markup=False)

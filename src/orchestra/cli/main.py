@@ -1,0 +1,96 @@
+"""The command `orchestra`: choose the command, and turn errors into one line and a status.
+
+Exit status: 0 all well, 1 a run failed or was stopped, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestra import __version__
+from orchestra.errors import InputError, RunFailed, nearest
+
+HELP = """\
+usage: orchestra COMMAND [ARGUMENT ...]
+
+Orchestra trains a PyTorch model on several processes under any distribution strategy, by
+naming the strategy: a task says what to train, a strategy when the processes exchange what.
+
+commands:
+  train    train a task under one strategy, and write the record of the run
+  bench    measure speed on this machine, beside peers measured in the same run
+  list     show strategies, tasks and schedules, or the settings of one of them
+
+  orchestra COMMAND --help says more about each. --version shows the version.
+
+examples:
+  orchestra train --task digits --strategy 'AllReduce("ring")'
+      four processes, a small CNN on handwritten digits, gradients averaged round a ring
+
+  orchestra train experiment.yaml --ranks 2 --set optimizer.lr=0.05 --out runs/first
+      what the file says, with two changes; the same command again resumes it
+
+  orchestra list ParameterServer
+      what a parameter server is here, and each of its settings
+"""
+
+COMMANDS = {
+    "bench": "orchestra.cli.bench",
+    "list": "orchestra.cli.list",
+    "train": "orchestra.cli.train",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process); its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except InputError as error:
+        return _complain(error, 2)
+    except RunFailed as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return _complain("stopped", 1)
+    except SystemExit as exit:  # argparse, after --help
+        return int(exit.code or 0)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _complain(f"{error.filename}: {error.strerror}", 1)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    command, *rest = arguments
+    if command == "--version":
+        print(f"orchestra {__version__}")
+        return 0
+    if command not in COMMANDS:
+        kind = "option" if command.startswith("-") else "command"
+        raise InputError(f"unknown {kind} {command!r}; {nearest(command, COMMANDS)}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # for package.module:function, as `python -m` does
+    status = importlib.import_module(COMMANDS[command]).main(rest)
+    assert isinstance(status, int)
+    sys.stdout.flush()
+    return status
+
+
+def _complain(message: object, status: int) -> int:
+    print(f"orchestra: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

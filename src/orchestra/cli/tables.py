@@ -1,0 +1,79 @@
+"""Records and settings as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestra.records.record import RunRecord
+from orchestra.settings import Described
+from orchestra.strategies.switch import Switch
+from orchestra.trainer.settings import Run
+
+
+def print_record(record: RunRecord, run: Run) -> None:
+    """The figures of a run, and where its record lies."""
+    table = Table(title=record.strategy, title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in _figures(record, run):
+        table.add_row(name, value)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"record: {record.folder}", soft_wrap=True, markup=False)
+
+
+def print_names(titles: dict[str, list[tuple[str, str]]]) -> None:
+    """Under each title, names with one line of meaning."""
+    console = Console(highlight=False)
+    width = max(len(name) for rows in titles.values() for name, _ in rows)
+    for title, rows in titles.items():
+        console.print(f"[bold]{title}[/bold]")
+        for name, meaning in rows:
+            console.print(f"  {name:{width}}  {meaning}", markup=False, soft_wrap=True)
+        console.print()
+
+
+def print_settings(rows: Sequence[Described]) -> None:
+    """Each setting's values, default and meaning."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("setting", "values", "default", "meaning"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
+    for row in rows:
+        values = f"{row.type}, {row.range}" if row.range else row.type
+        table.add_row(*map(_literally, (row.name, values, row.default, row.meaning)))
+    Console(highlight=False).print(table)
+
+
+def _literally(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
+    yield "status", record.status
+    yield "ranks", f"{record.ranks} ({record.workers} workers, {record.servers} servers)"
+    yield "length", f"{record.steps} steps, {record.samples} samples"
+    if record.train_seconds is not None:
+        yield "time", f"{record.train_seconds:.2f} s, and {record.setup_seconds or 0:.2f} s set-up"
+    if record.samples_per_second is not None:
+        yield "speed", f"{record.samples_per_second:.0f} samples/s"
+    if record.final_loss is not None:
+        yield "loss", f"{record.final_loss:.4g}"
+    for name, value in record.metrics.items():
+        yield name, f"{value:.4g}"
+    if run.training.target is not None:
+        reached = record.time_to_target_seconds
+        yield "target", "not reached" if reached is None else f"reached after {reached:.2f} s"
+    yield "sent", f"{record.bytes_sent / 1e6:.3f} MB" + " (estimated)" * record.bytes_estimated
+    if record.seconds:
+        yield "a worker's time", ", ".join(f"{k} {v:.2f} s" for k, v in record.seconds.items())
+    if record.staleness is not None:
+        mean, most = record.staleness["mean"], record.staleness["max"]
+        yield "staleness", f"{mean:.2f} updates in the mean, at most {most:.0f}"
+    if isinstance(run.strategy, Switch):
+        step = record.switched_at_step
+        yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
+    for rank, reason in record.left_out.items():
+        yield f"without rank {rank}", reason

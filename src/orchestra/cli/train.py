@@ -1,0 +1,179 @@
+"""`orchestra train`: one task under one strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.cli.arguments import Parser
+from orchestra.engines.processes.environment import Launched, detect
+from orchestra.errors import InputError, RunFailed
+from orchestra.experiments import (
+    Entry,
+    Experiment,
+    claim,
+    finished,
+    fresh_folder,
+    load,
+    release,
+    runs,
+)
+from orchestra.settings import read
+from orchestra.settings.notation import bound
+from orchestra.tasks.registry import TASKS
+
+if TYPE_CHECKING:
+    from orchestra.records.record import RunRecord
+    from orchestra.trainer.settings import Run
+
+DESCRIPTION = """\
+Train one task under one strategy, and write the record of the run into a folder.
+
+The experiment is a YAML file; its keys are those of `orchestra list experiment`. It may be left
+out where --task and --strategy are given.
+"""
+
+EPILOG = """\
+examples:
+  orchestra train --task digits --strategy 'ParameterServer(consistency="asynchronous")'
+  orchestra train --task my_package.tasks:speech --strategy Single --set batch_size=64
+  orchestra train experiment.yaml --set strategies.ring.algorithm=parallel --out runs/parallel
+"""
+
+PARENT = Path("runs")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train as the command line says; 0 if the run was completed."""
+    options = _parser().read(arguments)
+    launched = detect(os.environ)
+    experiment = resolve(options, launched)
+    _check_task(experiment.task)
+    (run,) = runs(experiment)
+    if launched is not None and launched.rank > 0:
+        from orchestra.engines.processes.training import take_part
+
+        take_part(run, options.out, launched)
+        return 0
+    folder = options.out or fresh_folder(PARENT, _folder_name(experiment))
+    resumed = claim(folder, experiment)
+    records = finished(folder) if resumed else []
+    if records:
+        print(f"{folder}: this run was completed before; its record:")
+    elif resumed:
+        print(f"{folder}: going on with this run")
+    try:
+        record = _train(run, folder, experiment.name, launched, *records)
+    except InputError:
+        if not resumed:
+            release(folder)
+        raise
+    from orchestra.cli.tables import print_record
+
+    print_record(record, run)
+    return 0 if record.status == "completed" else 1
+
+
+def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
+    """The experiment of one strategy and one seed that the command line asks for."""
+    if options.experiment is None and not (options.task and options.strategy):
+        raise InputError(
+            "give an experiment file, or both --task and --strategy; see orchestra train --help"
+        )
+    if launched is not None:
+        if options.out is None:
+            raise InputError(
+                f"under {launched.launcher} give --out DIR: every rank has to know the folder"
+            )
+        options.ranks = launched.ranks if options.ranks is None else options.ranks
+    experiment = load(options.experiment, options.set, _given(options))
+    if len(experiment.strategies) > 1:
+        labels = ", ".join(experiment.strategies)
+        raise InputError(
+            f"{options.experiment}: holds {len(experiment.strategies)} strategies ({labels}); "
+            "train takes one: name it with --strategy"
+        )
+    return replace(experiment, seeds=experiment.seeds[:1])
+
+
+def _parser() -> Parser:
+    parser = Parser("train", DESCRIPTION, EPILOG)
+    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
+    parser.add_argument("--task", metavar="TASK", help="digits, or package.module:function")
+    parser.add_argument(
+        "--strategy", metavar="EXPRESSION", help="in place of the file's: 'AllReduce(\"ring\")'"
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, servers included")
+    parser.add_argument("--seed", type=int, metavar="N", help="in place of the file's first one")
+    parser.add_argument(
+        "--engine", choices=["processes"], default="processes", help="what carries the ranks"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the record's folder (default: a new one in runs/); one of the same run is resumed",
+    )
+    return parser
+
+
+def _given(options: Namespace) -> dict[str, Entry]:
+    """What options say in place of the file."""
+    given = {}
+    if options.task is not None:
+        given["task"] = Entry(options.task, "--task")
+    if options.strategy is not None:
+        label = read(options.strategy, where="--strategy").name.rpartition(":")[2]
+        given["strategies"] = Entry({label: options.strategy}, "--strategy")
+    if options.ranks is not None:
+        given["ranks"] = Entry(options.ranks, "--ranks")
+    if options.seed is not None:
+        given["seeds"] = Entry([options.seed], "--seed")
+    return given
+
+
+def _check_task(text: str) -> None:
+    """Import a task of the user's own, and check its arguments, before anything is started."""
+    bound(read(text, where="task"), TASKS, where="task")
+
+
+def _folder_name(experiment: Experiment) -> str:
+    (label,) = experiment.strategies
+    return f"{experiment.name}-{label}"
+
+
+def _train(
+    run: Run,
+    folder: Path,
+    experiment: str,
+    launched: Launched | None,
+    completed: RunRecord | None = None,
+) -> RunRecord:
+    """The record of `run`, after it; `summary.json` tells of a failed one, too."""
+    from orchestra.engines.processes.training import failed_record, take_part, train_run
+    from orchestra.records.record import write_summary
+
+    try:
+        if launched is not None:
+            record = take_part(run, folder, launched, completed=completed)
+            assert record is not None  # on rank 0
+        else:
+            record = completed or train_run(run, folder)
+    except RunFailed as failure:
+        with contextlib.suppress(OSError):  # on a full disk that is the failure
+            write_summary(folder, experiment, [failed_record(run, folder, failure)])
+        raise
+    write_summary(folder, experiment, [record])
+    return record

@@ -1,0 +1,124 @@
+"""What a rank reads: samples by their place in the global stream, and batches by their step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from orchestra.data.order import GlobalOrder
+from orchestra.data.plan import Plan
+from orchestra.errors import InputError
+
+T = TypeVar("T")
+Collate = Callable[[Any], Any]
+
+
+class Samples(Protocol):
+    """One endless stream of samples, equal on every rank."""
+
+    def read(self, start: int, stop: int) -> Any:
+        """The batch of the samples at positions `start` to `stop`; at least one."""
+        ...
+
+
+class MapSamples:
+    """A map-style dataset in its global order. Any place can be read at any time."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate) -> None:
+        self._dataset: Any = dataset
+        self._collate = collate
+        self._order = GlobalOrder(epoch_samples(dataset), seed)
+
+    def read(self, start: int, stop: int) -> Any:
+        """Draws no random numbers but those of the dataset itself."""
+        indices = self._order.indices(start, stop).tolist()
+        if getattr(self._dataset, "__getitems__", None):
+            return self._collate(self._dataset.__getitems__(indices))
+        return self._collate([self._dataset[index] for index in indices])
+
+
+class IterableSamples:
+    """An `IterableDataset`, iterated again and again; places are read in rising order only.
+
+    Every rank iterates a copy of its own and skips what others read, so the dataset has to give
+    the same samples in the same order everywhere: an order at random needs a generator of its
+    own, and is told the epoch by `set_epoch`, if the dataset has that. Skipping leaves torch's
+    global generator as it was; so a resumed run, which skips to its place, goes on exactly.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._stream = _epochs(dataset)
+        self._position = 0
+
+    def read(self, start: int, stop: int) -> Any:
+        assert start >= self._position, "an IterableDataset cannot go back"
+        if start > self._position:
+            with torch.random.fork_rng(devices=[]):
+                next(islice(self._stream, start - self._position - 1, None))
+        self._position = stop
+        return self._collate(list(islice(self._stream, stop - start)))
+
+
+def _epochs(dataset: IterableDataset[T]) -> Iterator[T]:
+    epoch = 0
+    while True:
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        empty = True
+        for sample in dataset:
+            empty = False
+            yield sample
+        if empty:
+            raise InputError(
+                f"{type(dataset).__name__} gave no samples in epoch {epoch}; "
+                "its __iter__ has to begin anew on each call"
+            )
+        epoch += 1
+
+
+def open_samples(dataset: Dataset[Any], seed: int, collate: Collate | None) -> Samples:
+    """The stream of `dataset`; `seed` shuffles a map-style one. `collate`: torch's by default."""
+    collate = collate or default_collate
+    if isinstance(dataset, IterableDataset):
+        return IterableSamples(dataset, collate)
+    return MapSamples(dataset, seed, collate)
+
+
+def epoch_samples(dataset: Dataset[Any]) -> int:
+    """The samples of an epoch, for a budget in epochs.
+
+    Raises:
+        InputError: the dataset does not know its length.
+    """
+    sized: Any = dataset
+    try:
+        return len(sized)
+    except TypeError:
+        raise InputError(
+            f"{type(dataset).__name__} has no __len__, so its epochs cannot be counted; "
+            "give the budget in steps"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The batches of one rank. At a switch, a new feed of the same `samples` takes over."""
+
+    samples: Samples
+    plan: Plan
+    rank: int
+
+    def next(self, step: int) -> tuple[Any, int]:
+        """The batch of `step` and how many samples it holds; (None, 0) if there are none.
+
+        Steps may begin anywhere (a run is resumed), and then rise.
+        """
+        start, stop = self.plan.part(step, self.rank)
+        return (self.samples.read(start, stop) if stop > start else None), stop - start

@@ -1,0 +1,210 @@
+"""A user's own DataLoader, dealt out to workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from orchestra.data.order import GlobalOrder
+from orchestra.data.plan import Plan
+from orchestra.errors import InputError
+from orchestra.worker.batches import batch_samples
+
+
+class Part(NamedTuple):
+    """One worker's part of a global batch."""
+
+    batch: Any
+    samples: int  # behind `batch`; 0: a repeated batch, which must not count
+    total: int | None  # of all workers in this step; None: each worker knows only its own
+
+
+class ShardedLoader(Protocol):
+    """The parts of one worker, epoch by epoch."""
+
+    def __iter__(self) -> Iterator[Part]: ...
+
+    def __len__(self) -> int: ...
+
+
+def shard_loader(loader: DataLoader[Any], workers: int, index: int, seed: int) -> ShardedLoader:
+    """Worker `index`'s part of each epoch of `loader`, whose batch size is that of one worker.
+
+    - One worker: `loader` itself, the random numbers that it draws included.
+    - A map-style dataset, shuffled or in sequence, in batches: each epoch is one permutation,
+      equal on all workers. Every worker gets equally many batches. In the last global batch,
+      which may be smaller, a worker without samples repeats those of worker 0, and they count 0.
+    - Any other loader (a sampler of the user's, an `IterableDataset`): every `workers`-th batch.
+      It has to give the same batches on every worker. Where they run out in mid-turn, a worker
+      without one repeats that of worker 0, and it counts 0.
+
+    Args:
+        loader: its workers, collate function, pinning and other settings are kept.
+        workers: how many ranks have data.
+        index: which of them this one is, from 0.
+        seed: of the permutations; equal on all workers.
+
+    Raises:
+        InputError: `loader` is distributed already.
+    """
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise InputError(
+            "the loader has a DistributedSampler, so its samples would be dealt out twice; "
+            "remove the sampler and say shuffle=True"
+        )
+    if workers == 1:
+        return _Whole(loader)
+    if _is_standard(loader):
+        return _Dealt(loader, workers, index, seed)
+    return _EveryNth(loader, workers, index)
+
+
+def _is_standard(loader: DataLoader[Any]) -> bool:
+    """Whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and len(sampler) == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
+
+
+class _Whole:
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Part]:
+        for batch in self._loader:
+            samples = batch_samples(batch)
+            yield Part(batch, samples, samples)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _Dealt:
+    def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
+        self._parts = _Parts(loader, workers, index, seed)
+        self._loader = _with_batches(loader, self._parts)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next epoch, from which its permutation follows; set it to resume."""
+        return self._parts.epoch
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._parts.epoch = number
+
+    def __iter__(self) -> Iterator[Part]:
+        plan, index = self._parts.plan, self._parts.index
+        for step, batch in enumerate(self._loader):
+            counts = plan.counts(step)
+            yield Part(batch, counts[index], sum(counts))
+
+    def __len__(self) -> int:
+        return self._parts.plan.steps
+
+
+class _Parts:
+    """A batch sampler: the indices of one worker's part of each step of an epoch."""
+
+    def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
+        samples = len(loader.sampler)  # type: ignore[arg-type]
+        batch_size = loader.batch_size
+        assert batch_size is not None
+        global_batch = batch_size * workers
+        stop = samples - samples % global_batch if loader.drop_last else samples
+        self.plan = Plan(0, stop, batch_size, (1.0,) * workers)
+        self.index = index
+        self.epoch = 0
+        shuffled = isinstance(loader.sampler, RandomSampler)
+        self._order = GlobalOrder(samples, seed) if shuffled else None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.epoch * self._order.samples if self._order else 0
+        self.epoch += 1
+        for step in range(self.plan.steps):
+            start, stop = self.plan.part(step, self.index)
+            if start == stop:
+                start, stop = self.plan.part(step, 0)
+            if self._order:
+                yield self._order.indices(first + start, first + stop).tolist()
+            else:
+                yield list(range(start, stop))
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+
+class _EveryNth:
+    def __init__(self, loader: DataLoader[Any], workers: int, index: int) -> None:
+        self._batches: _Strided | DataLoader[Any]
+        if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+            self._batches = self._strided = _Strided(loader, workers, index)
+        else:  # the sampler alone is read whole, and the samples of others are never loaded
+            self._strided = _Strided(loader.batch_sampler, workers, index)
+            self._batches = _with_batches(loader, self._strided)
+
+    def __iter__(self) -> Iterator[Part]:
+        for batch in self._batches:
+            repeated = self._strided.repeated.popleft()
+            yield Part(batch, 0 if repeated else batch_samples(batch), None)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class _Strided:
+    """Item `index` of each `step` items; the first of them where there are not so many left.
+
+    `repeated` tells of each item that was given whether it is such a first one.
+    """
+
+    def __init__(self, items: Any, step: int, index: int) -> None:
+        self.repeated: deque[bool] = deque()
+        self._items = items
+        self._step = step
+        self._index = index
+
+    def __iter__(self) -> Iterator[Any]:
+        self.repeated.clear()
+        items = iter(self._items)
+        wanted = {0, self._index}
+        while turn := [item for n, item in enumerate(islice(items, self._step)) if n in wanted]:
+            self.repeated.append(len(turn) < len(wanted))
+            yield turn[-1]
+
+    def __len__(self) -> int:
+        return -(-len(self._items) // self._step)
+
+
+def _with_batches(loader: DataLoader[Any], batches: _Parts | _Strided) -> DataLoader[Any]:
+    """A loader like `loader`, over other lists of indices."""
+    kept = (
+        "dataset",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+        "prefetch_factor",
+        "persistent_workers",
+        "pin_memory_device",
+        "in_order",
+    )
+    return DataLoader(batch_sampler=batches, **{name: getattr(loader, name) for name in kept})

@@ -1,0 +1,85 @@
+"""The plan: which part of the global order each rank reads in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Positions `start` to `stop` of the global order, dealt out in global batches.
+
+    A global batch is `batch_size` samples for each worker (a rank with a share above 0). Its
+    parts are disjoint, lie in the order of the ranks, and cover it exactly. The last one may be
+    smaller; it is spread as evenly as the shares say, so that some workers may get nothing. The
+    plan is pure: every rank computes the same one.
+
+    Args:
+        start: the first position of the stream to read.
+        stop: the end of the budget; epochs do not matter here.
+        batch_size: samples a step of one worker, in the mean of the workers.
+        shares: the weight of each rank; 0 is a rank without data.
+    """
+
+    start: int
+    stop: int
+    batch_size: int
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start <= self.stop, "the budget ends before it begins"
+        assert self.batch_size > 0
+        assert min(self.shares) >= 0
+        assert max(self.shares) > 0, "no rank has data"
+
+    @property
+    def workers(self) -> int:
+        """How many ranks have data."""
+        return sum(share > 0 for share in self.shares)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a full step of all workers."""
+        return self.batch_size * self.workers
+
+    @property
+    def steps(self) -> int:
+        """Steps until the budget is used up, the smaller last one included."""
+        return -(-(self.stop - self.start) // self.global_batch)
+
+    def position(self, step: int) -> int:
+        """Where in the stream `step` begins, and all that is before it has been consumed."""
+        return min(self.start + step * self.global_batch, self.stop)
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        """The samples of each rank in `step`."""
+        return apportion(self.position(step + 1) - self.position(step), self.shares)
+
+    def part(self, step: int, rank: int) -> tuple[int, int]:
+        """The positions (start, stop) of the stream that `rank` reads in `step`."""
+        counts = self.counts(step)
+        start = self.position(step) + sum(counts[:rank])
+        return start, start + counts[rank]
+
+    def from_position(self, position: int, shares: Sequence[float]) -> Plan:
+        """The plan of what is left from `position` of the stream, with other roles."""
+        return replace(self, start=position, shares=tuple(shares))
+
+
+@lru_cache(maxsize=256)
+def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Split `total` in proportion to `shares`, by the largest remainder; ties to the first.
+
+    Each count is the exact proportion rounded down or up; equal shares differ by one at most.
+    """
+    weights = [Fraction(share) for share in shares]
+    whole = sum(weights)
+    exact = [total * weight / whole for weight in weights]
+    counts = [int(quota) for quota in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: counts[rank] - exact[rank])
+    for rank in by_remainder[: total - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)

@@ -1,0 +1,298 @@
+"""A rank's end of its control connection: beats go up, orders come down."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from orchestra.engines.processes.events import Failure, Pulse
+from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
+from orchestra.errors import RunAborted, RunFailed
+
+BEAT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Signs of life of a running program, asked for at each beat.
+
+    `progress` changes whenever something moved; `waits_for` and `what` say what the rank is
+    blocked on.
+    """
+
+    progress: Hashable
+    waits_for: tuple[int, ...] = ()
+    what: str = ""
+
+
+class Control:
+    """Keeps the watcher informed from a thread of its own, and obeys it.
+
+    When the connection ends, the watcher is gone: this process then leaves at once, whatever its
+    program is doing. It is also the `Reporter` of the rank's program.
+
+    Args:
+        seat: this rank's place in the run.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._connection = _connect(seat)
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._roster: Message | None = None
+        self._cause: str | None = None
+        self._dismissed = False
+        self._stop = False
+        self._attached = self._failing = False
+        self._leave_at = math.inf
+        self._heard_at = time.monotonic()
+        self._parent = os.getppid()
+        self._pulse = Pulse()
+        self._waits = Signs(0)
+        self._activity = 0
+        self._last_news: Hashable = None
+        self._probe: Callable[[], Signs] = lambda: Signs(None)
+        self._on_abort: Callable[[RunAborted], None] = lambda _: None
+        self._on_disconnect: Callable[[int, str], None] = lambda *_: None
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    # The way into the run
+
+    def hello(self, **about: Any) -> None:
+        """Introduce this rank, and begin to beat."""
+        self._send({"kind": "hello", "rank": self._seat.rank, "token": self._seat.token, **about})
+        self._thread.start()
+
+    def roster(self) -> list[tuple[str, int]]:
+        """Block until all ranks have joined; the data addresses of all, by rank.
+
+        Raises `RunAborted` if the run ends before.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._roster is not None or self._cause is not None)
+            if self._roster is None:
+                raise RunAborted(self._cause)
+            return [(host, port) for host, port in self._roster["addresses"]]
+
+    def attach(
+        self,
+        probe: Callable[[], Signs],
+        on_abort: Callable[[RunAborted], None],
+        on_disconnect: Callable[[int, str], None],
+    ) -> None:
+        """This rank is connected: from now on orders reach its transport."""
+        with self._changed:
+            self._probe, self._on_abort, self._on_disconnect = probe, on_abort, on_disconnect
+            self._attached = True
+            if self._cause is not None:
+                on_abort(RunAborted(self._cause))
+        self._send({"kind": "connected"})
+
+    # The way out
+
+    def finish(self, result: bytes) -> None:
+        """Deliver the pickled result; returns when the watcher has it.
+
+        Raises `RunFailed` if the run has ended for another rank's failure meanwhile.
+        """
+        self._send({"kind": "result"}, result)
+        with self._changed:
+            self._changed.wait_for(lambda: self._dismissed or self._cause is not None)
+            cause = self._cause
+        self._close()
+        if cause is not None:
+            raise RunFailed(cause)
+
+    def fail(self, failure: Failure) -> str:
+        """Report why the program ended; the first cause of the run's end."""
+        self._failing = True
+        self._send({"kind": "failure", **asdict(failure)})
+        with self._changed:
+            self._changed.wait_for(lambda: self._cause is not None)
+            assert self._cause is not None
+            cause = self._cause
+        self._close()
+        return cause
+
+    def _close(self) -> None:
+        self._dismissed = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._connection.close()
+
+    # Reporter
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        self._pulse = replace(self._pulse, step=step, samples=samples, loss=loss, fraction=fraction)
+
+    def phase(self, name: str) -> None:
+        self._pulse = replace(self._pulse, phase=name)
+        self._beat()
+
+    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
+        count = self._waits.progress
+        assert isinstance(count, int)
+        self._waits = Signs(count + 1, for_ranks, what)
+
+    def expendable(self, yes: bool) -> None:
+        self._pulse = replace(self._pulse, expendable=yes)
+        self._beat()
+
+    def notice(self, text: str) -> None:
+        self._send({"kind": "notice", "text": text})
+
+    def stop_requested(self) -> bool:
+        return self._stop
+
+    # The thread
+
+    def _run(self) -> None:
+        frames = Frames(self._connection)
+        next_beat = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ)
+            while not self._dismissed:
+                now = time.monotonic()
+                if now >= next_beat:
+                    self._beat()
+                    next_beat = now + BEAT_SECONDS
+                self._check_parent()
+                if now >= self._leave_at:
+                    self._leave(self._cause or "")
+                timeout = min(next_beat, self._leave_at) - now
+                if not selector.select(max(0.0, timeout)):
+                    self._check_watcher()
+                elif not self._take_in(frames):
+                    self._connection_ended()
+                    return
+
+    def _take_in(self, frames: Frames) -> bool:
+        self._heard_at = time.monotonic()
+        open_still = self._read(frames)
+        try:
+            for message, _ in frames.complete():
+                self._obey(message)
+        except BadFrame:
+            return False
+        return open_still
+
+    def _read(self, frames: Frames) -> bool:
+        if self._seat.tls is None:
+            return frames.read()
+        with self._sending:  # two threads must not use one TLS connection at a time
+            self._connection.settimeout(0.0)
+            open_still = frames.read()
+            self._connection.settimeout(None)
+        return open_still
+
+    def _obey(self, order: Message) -> None:
+        with self._changed:
+            match order["kind"]:
+                case "roster":
+                    self._roster = order
+                case "dismissed":
+                    self._dismissed = True
+                case "stop":
+                    self._stop = True
+                case "disconnect":
+                    self._on_disconnect(order["rank"], order["reason"])
+                case "abort":
+                    self._abort(order["cause"])
+            self._changed.notify_all()
+
+    def _abort(self, cause: str) -> None:
+        """End the program: by an error in its transport, or with the process where it is stuck."""
+        self._cause = cause
+        self._on_abort(RunAborted(cause.split("\n", 1)[0]))
+        limits = self._seat.limits
+        seconds = limits.unwinding
+        if self._seat.holds_watcher:
+            seconds += limits.leaving  # the watcher sees the others off first
+        elif not self._attached and not self._failing:
+            seconds = 0.0  # nothing to save, and connecting cannot be interrupted
+        self._leave_at = time.monotonic() + seconds
+
+    def _connection_ended(self) -> None:
+        if not self._dismissed:
+            self._leave(self._cause or "rank 0, which watches over the run, is gone")
+
+    def _check_watcher(self) -> None:
+        """A host that loses its power or its network does not close its connections."""
+        patience = self._seat.limits.patience
+        if not self._seat.local and time.monotonic() - self._heard_at > patience:
+            self._leave(f"rank 0, which watches over the run, is silent for {patience:g} s")
+
+    def _check_parent(self) -> None:
+        if self._seat.supervised and os.getppid() != self._parent:
+            self._leave("the launcher of this rank is gone")
+
+    def _leave(self, reason: str) -> None:
+        if not self._seat.local:
+            first_line = reason.split("\n", 1)[0]
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), f"orchestra: {first_line}\n".encode())
+        os._exit(1)
+
+    def _beat(self) -> None:
+        signs = self._probe()
+        waits = self._waits if self._waits.waits_for else signs
+        with self._sending:
+            pulse = self._pulse
+            news = (signs.progress, self._waits.progress, pulse.step, pulse.samples, pulse.phase)
+            self._activity += news != self._last_news
+            self._last_news = news
+            self._send_locked(
+                {
+                    "kind": "beat",
+                    **asdict(pulse),
+                    "activity": self._activity,
+                    "waits_for": waits.waits_for,
+                    "waits_what": waits.what,
+                }
+            )
+
+    def _send(self, message: Message, payload: bytes = b"") -> None:
+        with self._sending:
+            self._send_locked(message, payload)
+
+    def _send_locked(self, message: Message, payload: bytes = b"") -> None:
+        # Where the connection has ended the thread finds out, and acts.
+        with contextlib.suppress(OSError):
+            self._connection.sendall(pack(message, payload))
+
+
+def _connect(seat: Seat) -> socket.socket:
+    host, port = seat.watcher
+    try:
+        connection = socket.create_connection((host, port), timeout=seat.limits.joining)
+        if seat.tls is not None:
+            connection = seat.tls.wrap(connection, server_side=False)
+    except OSError as error:
+        raise RunFailed(
+            f"rank {seat.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "
+            "host gives itself an address that others cannot reach, name another for it"
+        ) from error
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A data loader's worker must not keep the connection of its dead rank open.
+    os.register_at_fork(after_in_child=connection.close)
+    return connection

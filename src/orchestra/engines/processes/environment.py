@@ -1,0 +1,197 @@
+"""Which rank this process is, as told by whoever launched it: torchrun, Slurm, Open MPI,
+Kubernetes' PyTorchJob. Imports without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orchestra.errors import InputError
+
+_FIRST_PORT = 15000  # below the ports that systems hand out by themselves
+_PORTS = 15000
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process's place in a run that another launcher started.
+
+    Attributes:
+        launcher: its name, for messages.
+        rank: which of the `ranks`.
+        local_rank: its index among the `local_ranks` on its node.
+        address: host name or address where rank 0, or the launcher, waits for all.
+        port: the TCP port of that place.
+        hosted: whether the launcher already holds a store there.
+        supervised: whether the launcher stays the parent of this process to its end.
+    """
+
+    launcher: str
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    address: str
+    port: int
+    hosted: bool = False
+    supervised: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise InputError(f"{self.launcher} says rank {self.rank} of {self.ranks}")
+        if not 0 <= self.local_rank < self.local_ranks <= self.ranks:
+            raise InputError(
+                f"{self.launcher} says local rank {self.local_rank} of {self.local_ranks}, "
+                f"with {self.ranks} ranks in all"
+            )
+        if not 0 < self.port < 65536:
+            raise InputError(f"{self.launcher} says port {self.port}: it has to be 1 to 65535")
+
+
+def detect(environ: Mapping[str, str]) -> Launched | None:
+    """The place that the environment variables give to this process; None if they give none.
+
+    Raises `InputError` if they are incomplete, or contradict each other.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _torch(_Variables(environ, "the environment"))
+    if "PET_NODE_RANK" in environ:
+        return _pytorch_job(_Variables(environ, "PyTorchJob"))
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _open_mpi(_Variables(environ, "Open MPI"))
+    # A batch script has the variables of its job, but only a step has processes with ranks.
+    if "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
+        return _slurm(_Variables(environ, "Slurm"))
+    return None
+
+
+class _Variables:
+    """Environment variables that have to be there, and to be whole numbers where they should."""
+
+    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
+        self.environ = environ
+        self.launcher = launcher
+
+    def text(self, *names: str, remedy: str = "") -> str:
+        for name in names:
+            if self.environ.get(name):
+                return self.environ[name]
+        raise InputError(
+            f"{self.launcher} set some of its variables, but not {' or '.join(names)}"
+            + (f": {remedy}" if remedy else ": start all ranks with one launcher")
+        )
+
+    def number(self, *names: str, remedy: str = "") -> int:
+        text = self.text(*names, remedy=remedy)
+        try:
+            return int(text)
+        except ValueError:
+            raise InputError(f"{' or '.join(names)} is {text!r}, not a whole number") from None
+
+    def default(self, name: str, value: int) -> int:
+        return self.number(name) if self.environ.get(name) else value
+
+
+def _torch(variables: _Variables) -> Launched:
+    """torchrun's variables; without LOCAL_RANK those of a PyTorchJob, one process a pod."""
+    environ = variables.environ
+    if "LOCAL_RANK" not in environ:
+        _refuse_several_a_pod(variables)
+    return Launched(
+        launcher="torchrun" if "LOCAL_RANK" in environ else "PyTorchJob",
+        rank=variables.number("RANK"),
+        ranks=variables.number("WORLD_SIZE"),
+        local_rank=variables.default("LOCAL_RANK", 0),
+        local_ranks=_local_ranks(variables),
+        address=variables.text("MASTER_ADDR"),
+        port=variables.number("MASTER_PORT"),
+        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        supervised="TORCHELASTIC_RUN_ID" in environ,
+    )
+
+
+def _local_ranks(variables: _Variables) -> int:
+    """LOCAL_WORLD_SIZE, or the least that LOCAL_RANK allows where it is not set."""
+    return variables.default("LOCAL_WORLD_SIZE", variables.default("LOCAL_RANK", 0) + 1)
+
+
+def _pytorch_job(variables: _Variables) -> Launched:
+    """The variables that configure torchrun in a pod, used without it: one process a pod."""
+    _refuse_several_a_pod(variables)
+    return Launched(
+        launcher="PyTorchJob",
+        rank=variables.number("PET_NODE_RANK"),
+        ranks=variables.number("PET_NNODES"),
+        local_rank=0,
+        local_ranks=1,
+        address=variables.text("PET_MASTER_ADDR", "MASTER_ADDR"),
+        port=variables.number("PET_MASTER_PORT", "MASTER_PORT"),
+    )
+
+
+def _refuse_several_a_pod(variables: _Variables) -> None:
+    processes = variables.environ.get("PET_NPROC_PER_NODE") or "1"
+    if processes != "1":
+        raise InputError(
+            f"PET_NPROC_PER_NODE is {processes!r}, and this process was not started by torchrun: "
+            "let the job's command begin with torchrun"
+        )
+
+
+def _open_mpi(variables: _Variables) -> Launched:
+    remedy = "give both to all ranks, as mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<n>"
+    return Launched(
+        launcher="Open MPI",
+        rank=variables.number("OMPI_COMM_WORLD_RANK"),
+        ranks=variables.number("OMPI_COMM_WORLD_SIZE"),
+        local_rank=variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_ranks=variables.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        address=variables.text("MASTER_ADDR", remedy=remedy),
+        port=variables.number("MASTER_PORT", remedy=remedy),
+    )
+
+
+def _slurm(variables: _Variables) -> Launched:
+    environ = variables.environ
+    if environ.get("MASTER_ADDR"):
+        address = environ["MASTER_ADDR"]
+    else:
+        nodes = variables.text(
+            "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR"
+        )
+        address = first_host(nodes)
+    local_rank = variables.number("SLURM_LOCALID")
+    job = variables.number("SLURM_JOB_ID", "SLURM_JOBID")
+    return Launched(
+        launcher="Slurm",
+        rank=variables.number("SLURM_PROCID"),
+        ranks=variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        local_rank=local_rank,
+        local_ranks=_slurm_local_ranks(variables, local_rank),
+        address=address,
+        port=variables.default("MASTER_PORT", _FIRST_PORT + job % _PORTS),
+    )
+
+
+def _slurm_local_ranks(variables: _Variables, local_rank: int) -> int:
+    """The tasks of this node in a list such as "2(x3),1"; the least possible without one."""
+    tasks = variables.environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if not tasks:
+        return variables.default("SLURM_NTASKS_PER_NODE", local_rank + 1)
+    counts: list[int] = []
+    for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(repeated or 1)
+    node = variables.default("SLURM_NODEID", 0)
+    if node >= len(counts):
+        raise InputError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE is {tasks!r}")
+    return counts[node]
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm list of nodes such as `gpu[03-07,12],cpu1`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
+    if match is None:
+        raise InputError(f"the list of nodes {nodes!r} names none")
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + suffix

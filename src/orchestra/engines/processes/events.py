@@ -1,0 +1,132 @@
+"""What happens in a run, and what the watcher does about it: the words of the verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a beat says of its rank. `activity` changes whenever anything progressed."""
+
+    step: int = 0
+    samples: int = 0
+    loss: float | None = None
+    fraction: float | None = None
+    phase: str = "set-up"
+    activity: int = 0
+    waits_for: tuple[int, ...] = ()
+    waits_what: str = ""
+    expendable: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that ended a rank's program.
+
+    `lost` is the rank whose loss the exception reports; `aborted` says that it reports the end
+    of the run. Either makes it an echo: a consequence, seldom the cause. `bad_input` says that
+    what the user asked for cannot be done; the message is then all that there is to say.
+    """
+
+    type: str
+    message: str
+    traceback: str = ""
+    lost: int | None = None
+    aborted: bool = False
+    bad_input: bool = False
+
+    @property
+    def headline(self) -> str:
+        first_line = self.message.strip().split("\n", 1)[0]
+        return ": ".join(part for part in (self.type, first_line) if part)
+
+
+# Events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank has opened its control connection."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Beat:
+    rank: int
+    pulse: Pulse
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A rank has delivered its result."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    rank: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The control connection of a rank has ended."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A child process has ended; `status` is negative for a signal."""
+
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The user pressed Ctrl-C."""
+
+
+Event = Joined | Beat | Finished | Failed | Disconnected | Exited | Interrupted
+
+# Instructions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Tell every rank that the run ends for `cause`."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """Tell the others that `rank` is gone for good."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    rank: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ask every rank for an orderly stop."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One line for the user."""
+
+    text: str
+
+
+Instruction = Abort | Disconnect | Kill | Stop | Notice

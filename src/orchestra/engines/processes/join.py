@@ -1,0 +1,193 @@
+"""Take part in a run whose processes another launcher has started, on one machine or on many."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from orchestra.engines.processes.addresses import numeric, towards
+from orchestra.engines.processes.environment import Launched
+from orchestra.engines.processes.events import Event, Notice
+from orchestra.engines.processes.launch import outcome, printing
+from orchestra.engines.processes.outcome import Outcome
+from orchestra.engines.processes.rank import Program, occupy
+from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.verdicts import Limits
+from orchestra.engines.processes.watcher import Watcher
+from orchestra.errors import InputError, RunFailed
+from orchestra.transports.tls import TLS, from_environment
+
+HOST_VARIABLE = "ORCHESTRA_HOST"
+TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sent already
+
+
+def join(
+    program: Program,
+    argument: Any,
+    launched: Launched,
+    *,
+    patience: float = 60.0,
+    host: str | None = None,
+    tls: TLS | None = None,
+    on_event: Callable[[Event | Notice], None] | None = None,
+    quiet: bool = True,
+) -> Outcome:
+    """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
+
+    Every process of the run calls this. Rank 0 also holds the watcher, in a thread.
+
+    Args:
+        host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
+            the interface that reaches the master.
+        tls: by default what the variables `ORCHESTRA_TLS_CERTIFICATE`, `ORCHESTRA_TLS_KEY` and
+            `ORCHESTRA_TLS_AUTHORITY` name; unencrypted without them.
+        patience: see `launch`, as the other arguments. `on_event` and `quiet` matter on rank 0.
+
+    Returns:
+        On rank 0 the outcome of the whole run, on every other rank one with its own result.
+
+    Raises:
+        InputError: for an address that is not one of this machine.
+        RunFailed: on every rank, with the first cause. A rank whose program does not react to the
+            end of the run prints the cause, and leaves its process with status 1.
+    """
+    limits = Limits(patience=patience)
+    tls = tls or from_environment(os.environ)
+    chosen = host or os.environ.get(HOST_VARIABLE)
+    address = numeric(chosen) if chosen else towards(launched.address, launched.port)
+    store = _connect_store(launched, limits, chosen)
+    with contextlib.ExitStack() as closing:
+        watcher = None
+        if launched.rank == 0:
+            token = secrets.token_hex(32)
+            watcher = Watcher(
+                launched.ranks,
+                limits,
+                host=address,
+                token=token,
+                children=False,
+                tls=tls,
+                on_event=on_event if quiet else printing(on_event),
+            )
+            watcher.start()
+            closing.callback(watcher.abandon)
+            _publish(store, watcher, token)
+        closing.enter_context(_interrupts(watcher))
+        seat = _seat(launched, store, address, limits, tls)
+        result = _take_part(seat, program, argument, store, watcher)
+        if watcher is None:
+            own = [None] * launched.ranks
+            own[launched.rank] = result
+            return Outcome(tuple(own), {}, stopped=False, notices=(), setup_seconds=0.0)
+        watcher.join()
+        return outcome(watcher, range(launched.ranks))
+
+
+def _take_part(
+    seat: Seat, program: Program, argument: Any, store: Store, watcher: Watcher | None
+) -> Any:
+    try:
+        return occupy(seat, lambda: (program, argument), lambda: PrefixStore("native", store))
+    except RunFailed as failed:
+        if watcher is None:
+            raise
+        watcher.join()  # the others are told, and given time to leave
+        if watcher.verdicts.bad_input is not None:
+            raise InputError(watcher.verdicts.bad_input) from failed
+        raise RunFailed(watcher.verdicts.cause or str(failed)) from failed
+
+
+def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Store:
+    """The store at the master's address; rank 0 opens it where the launcher has not."""
+    opens = launched.rank == 0 and not launched.hosted
+    listener = _listen(launched, host) if opens else None
+    try:
+        store = TCPStore(
+            launched.address,
+            launched.port,
+            launched.ranks,
+            is_master=opens,
+            timeout=timedelta(seconds=limits.joining),
+            wait_for_workers=False,
+            # An own socket, since the store itself would listen on every interface.
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except RuntimeError as error:
+        raise RunFailed(
+            f"rank {launched.rank} cannot reach the store of {launched.launcher} at "
+            f"{launched.address}:{launched.port}: {str(error).splitlines()[0]}"
+        ) from error
+    return PrefixStore(f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _listen(launched: Launched, host: str | None) -> socket.socket:
+    address = numeric(host or launched.address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, launched.port), family=family)
+    except OSError as error:
+        raise InputError(
+            f"rank 0 cannot listen on {launched.address}:{launched.port}: {error.strerror}; the "
+            f"master address has to be one of rank 0's machine (or name one in {HOST_VARIABLE}), "
+            "and its port free"
+        ) from error
+
+
+def _publish(store: Store, watcher: Watcher, token: str) -> None:
+    store.set("watcher", json.dumps({"address": watcher.address, "token": token}))
+
+
+def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> Seat:
+    try:
+        published = json.loads(store.get("watcher"))
+    except RuntimeError as error:
+        raise RunFailed(
+            f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
+        ) from error
+    watcher_host, watcher_port = published["address"]
+    return Seat(
+        launched.rank,
+        launched.ranks,
+        launched.local_rank,
+        (watcher_host, watcher_port),
+        host,
+        published["token"],
+        limits,
+        local=False,
+        supervised=launched.supervised,
+        tls=tls,
+    )
+
+
+@contextmanager
+def _interrupts(watcher: Watcher | None) -> Iterator[None]:
+    """While inside, Ctrl-C is a matter of rank 0; only a main thread can arrange that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed_at = -math.inf
+
+    def interrupt(*_: object) -> None:
+        nonlocal pressed_at
+        again, pressed_at = time.monotonic() - pressed_at, time.monotonic()
+        if watcher is not None and again > TWICE_SECONDS:
+            watcher.interrupt()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,222 @@
+"""Start the ranks of a run on this machine, and watch over them. Imports without torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import current_process, forkserver, get_context, spawn
+from multiprocessing.context import ForkServerContext
+from typing import TYPE_CHECKING, Any
+
+from orchestra.engines.processes.addresses import numeric
+from orchestra.engines.processes.entry import Errand, enter, inside_a_rank
+from orchestra.engines.processes.events import Event, Notice
+from orchestra.engines.processes.outcome import Outcome
+from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.verdicts import Limits
+from orchestra.engines.processes.watcher import Watcher
+from orchestra.errors import InputError, RunFailed
+
+if TYPE_CHECKING:
+    from orchestra.transports.tls import TLS
+    from orchestra.worker.runtime import Runtime
+
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "orchestra.engines.processes.rank"]
+
+_starting = threading.Lock()
+
+
+def launch(
+    program: Callable[[Runtime, Any], Any],
+    argument: Any,
+    ranks: int,
+    *,
+    patience: float = 60.0,
+    host: str = "127.0.0.1",
+    tls: TLS | None = None,
+    on_event: Callable[[Event | Notice], None] | None = None,
+    quiet: bool = True,
+) -> Outcome:
+    """Run `program(runtime, argument)` on `ranks` processes of this machine.
+
+    Both are pickled by reference: the program is a function of a module. In the main thread,
+    Ctrl-C asks all ranks for an orderly stop, and a second one ends them.
+
+    Args:
+        patience: seconds without progress after which a rank counts as hung (three times as long
+            before its first step), and without a sign of life as unresponsive.
+        host: the address on which the ranks listen.
+        tls: encrypts what the ranks and the watcher send to each other.
+        on_event: called from another thread with every event and notice.
+        quiet: do not print the notices to standard error.
+
+    Raises:
+        InputError: for a program that cannot be sent to a rank, or one that a rank's program
+            raised in its phase "set-up".
+        RunFailed: names the first cause in its first line; the failing rank's traceback follows.
+    """
+    if inside_a_rank():
+        raise InputError(
+            "a run was started while a rank imports the script that starts it: put the call under "
+            "if __name__ == '__main__':"
+        )
+    if ranks < 1:
+        raise InputError(f"ranks is {ranks}: a run needs at least one")
+    payload = _pickled(program, argument)
+    token = secrets.token_hex(32)
+    limits = Limits(patience=patience)
+    address = numeric(host)
+    watcher = Watcher(
+        ranks,
+        limits,
+        host=address,
+        token=token,
+        children=True,
+        tls=tls,
+        on_event=on_event if quiet else printing(on_event),
+    )
+    with _store_path() as store_path, _interrupts_to(watcher.interrupt):
+        errand = Errand(payload, _main_module(payload), dict(os.environ), store_path)
+        watcher.start()
+        try:
+            for rank in range(ranks):
+                seat = Seat(rank, ranks, rank, watcher.address, address, token, limits, tls=tls)
+                _start(watcher, seat, errand)
+            watcher.join()
+        except BaseException:
+            watcher.abandon()
+            raise
+    return outcome(watcher, range(ranks))
+
+
+def outcome(watcher: Watcher, ranks: range) -> Outcome:
+    """What a watcher whose ranks are gone has to tell; raises if the run failed."""
+    verdicts = watcher.verdicts
+    if verdicts.bad_input is not None:
+        raise InputError(verdicts.bad_input)
+    if verdicts.cause is not None:
+        raise RunFailed(verdicts.cause)
+    results = watcher.results
+    return Outcome(
+        results=tuple(pickle.loads(results[r]) if r in results else None for r in ranks),
+        left_out=verdicts.left_out,
+        stopped=verdicts.stopped,
+        notices=tuple(verdicts.notices),
+        setup_seconds=watcher.setup_seconds,
+    )
+
+
+def _pickled(program: Callable[..., Any], argument: Any) -> bytes:
+    try:
+        return pickle.dumps((program, argument))
+    except Exception as error:
+        name = getattr(program, "__qualname__", repr(program))
+        raise InputError(
+            f"{name} and its argument cannot be sent to the ranks: {error}; the program has to be "
+            "a function of a module, and the argument plain data or objects of importable classes"
+        ) from error
+
+
+def _main_module(payload: bytes) -> dict[str, str]:
+    """Where a rank finds the launcher's main module; nothing if it does not need it."""
+    if b"__main__" not in payload:
+        return {}
+    data = spawn.get_preparation_data("rank")
+    return {key: value for key, value in data.items() if key.startswith("init_main_from")}
+
+
+def _start(watcher: Watcher, seat: Seat, errand: Errand) -> None:
+    context = get_context("forkserver")
+    with _starting, _without_main():
+        context.set_forkserver_preload(PRELOADED)
+        if sys.platform == "linux":
+            _start_fork_server()
+        process = _process(context, seat, errand)
+        process.start()
+    watcher.adopt(seat.rank, process)
+
+
+def _start_fork_server() -> None:
+    """Without a file in the temporary folder, which a killed launcher would leave there.
+
+    The server's socket is reached through an open descriptor instead of its name (Linux).
+    """
+    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
+    before = config.get("tempdir")
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder:  # such names are limited to 107 bytes
+        config["tempdir"] = folder
+        try:
+            forkserver.ensure_running()
+        finally:
+            config["tempdir"] = before
+        server: Any = forkserver._forkserver
+        if server._forkserver_address.startswith(folder):
+            socket = os.open(server._forkserver_address, os.O_PATH)
+            server._forkserver_address = f"/proc/self/fd/{socket}"
+
+
+def _process(context: ForkServerContext, seat: Seat, errand: Errand) -> Any:
+    return context.Process(target=enter, args=(seat, errand), name=f"rank {seat.rank}")
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the main module in each rank.
+
+    The rank does that itself, where it is needed, and reports what goes wrong in it.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def _store_path() -> Iterator[str]:
+    """A file for the rendezvous of process groups that leaves nothing behind, come what may."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("orchestra-store")
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="orchestra-") as folder:
+            yield f"{folder}/store"
+
+
+@contextmanager
+def _interrupts_to(interrupt: Callable[[], None]) -> Iterator[None]:
+    """While inside, Ctrl-C calls `interrupt`; only a main thread can arrange that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: interrupt())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+def printing(
+    on_event: Callable[[Event | Notice], None] | None,
+) -> Callable[[Event | Notice], None]:
+    """`on_event`, with the notices printed to standard error as well."""
+
+    def tell(event: Event | Notice) -> None:
+        if isinstance(event, Notice):
+            print(f"orchestra: {event.text}", file=sys.stderr, flush=True)
+        if on_event is not None:
+            on_event(event)
+
+    return tell

@@ -1,0 +1,122 @@
+"""A wrapper of a transport that knows what its flow is blocked on, for the watcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import Tensor
+
+from orchestra.engines.processes.control import Signs
+from orchestra.transports.protocol import Handle, Task, Traffic, Transport
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Moved:
+    """Operations that any flow of this rank has completed."""
+
+    operations: int = 0
+
+
+@dataclass
+class ObservedTransport:
+    """Passes everything on to `inner`, and notes what the flow waits for."""
+
+    inner: Transport
+    moved: _Moved = field(default_factory=_Moved)
+    waits: Callable[[], Signs] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.inner.traffic
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.inner.bytes_sent
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
+        return ObservedHandle(self.inner.send(tensor, to, tag), self, to, tag, "to send")
+
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
+        handle = self.inner.receive(source, tag, into)
+        return ObservedHandle(handle, self, source, tag, "to receive")
+
+    def now(self) -> float:
+        return self.inner.now()
+
+    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
+        flow = ObservedTransport(self.inner, self.moved)
+
+        def observed(transport: Transport) -> T:
+            flow.inner = transport
+            return function(flow)
+
+        return ObservedTask(self.inner.spawn(observed), self, flow)
+
+    def lost(self) -> frozenset[int]:
+        return self.inner.lost()
+
+    def signs(self) -> Signs:
+        """What this flow waits for now, and how much has moved."""
+        waits = self.waits
+        return Signs(self.moved.operations) if waits is None else waits()
+
+    def others(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+
+@dataclass
+class ObservedHandle:
+    inner: Handle
+    flow: ObservedTransport
+    peer: int | None
+    tag: int
+    verb: str
+
+    @property
+    def source(self) -> int:
+        return self.inner.source
+
+    def wait(self) -> Tensor:
+        self.flow.waits = self._signs
+        try:
+            return self.inner.wait()
+        finally:
+            self.flow.waits = None
+            self.flow.moved.operations += 1
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+    def _signs(self) -> Signs:
+        peers = self.flow.others() if self.peer is None else (self.peer,)
+        return Signs(self.flow.moved.operations, peers, f"{self.verb}, tag {self.tag}")
+
+
+@dataclass
+class ObservedTask(Task[T]):
+    inner: Task[T]
+    spawner: ObservedTransport
+    flow: ObservedTransport
+
+    def wait(self) -> T:
+        self.spawner.waits = self.flow.signs
+        try:
+            return self.inner.wait()
+        finally:
+            self.spawner.waits = None
+            self.spawner.moved.operations += 1
+
+    def done(self) -> bool:
+        return self.inner.done()

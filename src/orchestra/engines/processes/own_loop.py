@@ -1,0 +1,210 @@
+"""Distribute a loop of the user's own, in processes that torchrun or another launcher started."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader
+
+from orchestra.engines.processes.environment import Launched, detect
+from orchestra.engines.processes.join import join
+from orchestra.engines.processes.rank import TimedCompute
+from orchestra.engines.processes.rank import seed as begin_streams
+from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed
+from orchestra.settings import parse
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.own_loop import Batches, OwnLoop
+from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.native import Native
+from orchestra.worker.runtime import Runtime
+
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+def distribute(
+    model: Model,
+    optimizer: Optimizer,
+    batches: DataLoader[Any],
+    strategy: Strategy[Any] | str,
+    *,
+    accumulation: int = 1,
+    seed: int = 0,
+    bucket_megabytes: float = 25.0,
+    overlap: bool = True,
+    patience: float = 60.0,
+    host: str | None = None,
+) -> tuple[Model, Optimizer, Batches]:
+    """Train `model` in your own loop under `strategy`, on all processes that were started.
+
+    `loss.backward()` and `optimizer.step()` stay as they are. Under all-reduce the gradients that
+    a finished `backward()` leaves are the average over all workers, so that clipping means what
+    it means under DistributedDataParallel. Under a parameter server they are this worker's own,
+    and `step()` pushes them, with the learning rates that stand in `optimizer.param_groups`.
+
+    Iterate the returned batches once an epoch; the batch size of the loader is that of one
+    worker. When an epoch ends, every rank's model holds the agreed parameters.
+
+    Args:
+        batches: the loader of the whole data set, as for a single machine; do not shard it.
+        strategy: an object such as `AllReduce("ring")`, or its notation as text.
+        accumulation: calls of `backward()` for one `step()`; only the last one exchanges.
+        seed: of the order of the samples, where there are several workers.
+        bucket_megabytes: gradients exchanged at a time, by strategies that exchange them.
+        overlap: exchange them while the backward pass goes on.
+        patience: seconds without progress until a rank counts as hung.
+        host: the local address that the other ranks are to use (default: found out).
+
+    Returns:
+        The same model and optimizer, and the loader to iterate in place of `batches`.
+
+    Raises:
+        InputError: what was asked for cannot be done.
+        RunFailed: the ranks did not come together.
+    """
+    if isinstance(strategy, str):
+        strategy = parse(strategy, STRATEGIES, where="strategy")
+    if not isinstance(strategy, Strategy):
+        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    launched = detect(os.environ)
+    if launched is None:
+        runtime, host_thread = _alone(), None
+    else:
+        host_thread = _Host(launched, patience, host)
+        runtime = host_thread.runtime
+    loop = OwnLoop(
+        runtime,
+        model,
+        optimizer,
+        batches,
+        strategy,
+        accumulation=accumulation,
+        seed=seed,
+        bucket_megabytes=bucket_megabytes,
+        overlap=overlap,
+    )
+    _Ending(loop, host_thread).register()
+    return model, optimizer, loop.batches
+
+
+class _Quiet:
+    """The reporter of a process that nobody watches."""
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None: ...
+
+    def phase(self, name: str) -> None: ...
+
+    def waiting(self, for_ranks: Sequence[int], what: str) -> None: ...
+
+    def expendable(self, yes: bool) -> None: ...
+
+    def notice(self, text: str) -> None:
+        print(f"orchestra: {text}", file=sys.stderr)
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+def _alone() -> Runtime:
+    """One process that nobody launched: no watcher, no threads, no seeds touched."""
+    listener = Listener()
+    transport = connect_mesh(0, [listener.address], listener, b"alone", timeout=1.0)
+    native = Native(HashStore, 0, 1, host="127.0.0.1", device=0, timeout=60.0)
+    return Runtime(0, 1, transport, TimedCompute(), _Quiet(), begin_streams, native=lambda: native)
+
+
+class _Host:
+    """Takes this process's rank in a thread, and lends its runtime to the user's script."""
+
+    def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
+        if launched.ranks > 1:
+            torch.set_num_threads(1)
+        self._runtimes: queue.SimpleQueue[Runtime | BaseException] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(launched, patience, host), name="orchestra", daemon=True
+        )
+        self._thread.start()
+        first = self._runtimes.get()
+        if isinstance(first, BaseException):
+            raise first
+        self.runtime = first
+
+    def _run(self, launched: Launched, patience: float, host: str | None) -> None:
+        try:
+            join(self._lend, None, launched, patience=patience, host=host, quiet=False)
+        except BaseException as error:
+            self.failure = error
+            self._runtimes.put(error)
+
+    def _lend(self, runtime: Runtime, _: None) -> None:
+        self._runtimes.put(runtime)
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: BaseException | None) -> None:
+        """The script is over, well or with `error`; returns when the run is."""
+        self._error = error
+        self._over.set()
+        self._thread.join()
+
+
+class _Ending:
+    """At the end of the script the run ends with it, in order or with the script's error."""
+
+    def __init__(self, loop: OwnLoop, host: _Host | None) -> None:
+        self._loop = loop
+        self._host = host
+        self._error: BaseException | None = None
+
+    def register(self) -> None:
+        """From now on."""
+        if self._host is not None:
+            self._hook = sys.excepthook
+            sys.excepthook = self._note
+        atexit.register(self._end)
+
+    def _note(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._error = error
+        if not isinstance(error, (PeerLost, RunAborted)):
+            self._hook(kind, error, traceback)
+
+    def _end(self) -> None:
+        if self._error is None:
+            try:
+                self._loop.finish()
+            except BaseException as error:
+                self._error = error
+        if self._host is None:
+            return
+        self._host.end(self._error)
+        failure = self._host.failure
+        if isinstance(failure, RunFailed):
+            print(f"orchestra: {str(failure).splitlines()[0]}", file=sys.stderr, flush=True)
+            os._exit(1)  # an exit status cannot be changed otherwise any more

@@ -1,0 +1,182 @@
+"""One rank: join the run, connect with the others, run the program, deliver what it returns."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from orchestra.engines.processes.control import Control, Signs
+from orchestra.engines.processes.events import Failure
+from orchestra.engines.processes.observed import ObservedTransport
+from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.system import machine
+from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed
+from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.native import Native
+from orchestra.worker.runtime import Runtime, Work
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+Program = Callable[[Runtime, Any], Any]
+
+
+def seed(number: int) -> None:
+    """Begin the global random streams of this process anew."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+@dataclass
+class TimedCompute:
+    """Computation takes the time that it takes."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        try:
+            return function()
+        finally:
+            self.seconds += time.perf_counter() - started
+            self.calls += 1
+
+
+def occupy(
+    seat: Seat, load: Callable[[], tuple[Program, Any]], make_store: Callable[[], Store]
+) -> Any:
+    """Take `seat` in its run until the program has ended; what the program returned.
+
+    Args:
+        seat: which rank this process is, and where the others are to be found.
+        load: gives the program and its argument; its errors count as the program's.
+        make_store: where the ranks of a process group of torch.distributed find each other.
+
+    Raises:
+        RunFailed: with the first cause, wherever it lies.
+    """
+    if seat.ranks > 1:
+        torch.set_num_threads(1)
+    with ExitStack() as resources:
+        listener = resources.enter_context(Listener(seat.host))
+        control = Control(seat)
+        control.hello(
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            machine=machine(),
+            address=listener.address,
+        )
+        try:
+            result = _run(seat, control, listener, load, make_store, resources)
+            delivery = _pickled(result)
+        except BaseException as error:
+            cause = control.fail(describe(error))
+            raise RunFailed(cause) from error
+        control.finish(delivery)
+        return result
+
+
+def _run(
+    seat: Seat,
+    control: Control,
+    listener: Listener,
+    load: Callable[[], tuple[Program, Any]],
+    make_store: Callable[[], Store],
+    resources: ExitStack,
+) -> Any:
+    program, argument = load()
+    transport = connect_mesh(
+        seat.rank,
+        control.roster(),
+        listener,
+        seat.token.encode(),
+        tls=seat.tls,
+        timeout=seat.limits.joining,
+        on_flow_start=_flow_starter(seat),
+    )
+    resources.callback(transport.close)
+    observed = ObservedTransport(transport)
+    compute = TimedCompute()
+    native = Native(
+        make_store,
+        seat.rank,
+        seat.ranks,
+        host=seat.host,
+        device=seat.local_rank,
+        timeout=4 * seat.limits.patience,  # the watcher judges first
+    )
+    resources.callback(native.close)
+
+    def probe() -> Signs:
+        signs = observed.signs()
+        if native.waiting:
+            signs = Signs(signs.progress, observed.others(), "in a native collective")
+        moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
+        progress = (signs.progress, native.calls, compute.calls, moved)
+        return Signs(progress, signs.waits_for, signs.what)
+
+    control.attach(probe, transport.abort, transport.disconnect)
+    runtime = Runtime(
+        seat.rank,
+        seat.ranks,
+        observed,
+        compute,
+        control,
+        seed,
+        local_rank=seat.local_rank,
+        native=lambda: native,
+    )
+    result = program(runtime, argument)
+    control.phase("leaving")
+    transport.close(timeout=seat.limits.patience)
+    return result
+
+
+def _flow_starter(seat: Seat) -> Callable[[], None] | None:
+    """Threads have intra-op thread counts of their own."""
+    return (lambda: torch.set_num_threads(1)) if seat.ranks > 1 else None
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"the result of the program cannot be pickled: {error}") from None
+
+
+def describe(error: BaseException) -> Failure:
+    """`error` for the watcher: what it is, and of what it may be a consequence."""
+    behind = error
+    while not isinstance(behind, PeerLost | RunAborted) and _reason(behind) is not None:
+        behind = _reason(behind) or behind
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = traceback.format_exception(type(error), error, frames)
+    clear = isinstance(error, RunFailed)  # its message says all
+    return Failure(
+        type="" if clear else type(error).__name__,
+        message=str(error),
+        traceback="" if clear else "".join(lines),
+        lost=behind.rank if isinstance(behind, PeerLost) else None,
+        aborted=isinstance(behind, RunAborted),
+        bad_input=isinstance(error, InputError),
+    )
+
+
+def _reason(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)

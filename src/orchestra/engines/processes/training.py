@@ -1,0 +1,152 @@
+"""A training run on processes: from its settings to its record. Imports without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from orchestra.engines.processes.display import Display
+from orchestra.engines.processes.launch import launch
+from orchestra.engines.processes.outcome import Outcome
+from orchestra.errors import InputError, RunFailed
+from orchestra.records.environment import environment
+from orchestra.records.record import RunRecord, combine, write_atomically, write_curve
+from orchestra.records.report import RankReport
+from orchestra.strategies.base import Roles, Strategy
+from orchestra.trainer.settings import Run
+from orchestra.transports.tags import Tag
+
+if TYPE_CHECKING:
+    from orchestra.engines.processes.environment import Launched
+    from orchestra.worker.runtime import Runtime
+
+ENGINE = "processes"
+
+
+def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
+    """What each rank runs; here, so that a launcher can name it without importing torch."""
+    from orchestra.trainer.program import train
+
+    return train(runtime, assignment)
+
+
+def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
+    """Train `run` on processes of this machine; its records go into `folder`.
+
+    Raises:
+        InputError: the strategy cannot run on that many ranks.
+        RunFailed: names the first cause; what was measured until then stays in `folder`.
+    """
+    roles = _strategy(run).roles(run.training.ranks)
+    _write_environment(folder)
+    with Display(run, roles, quiet=quiet) as display:
+        outcome = launch(
+            program,
+            (run, folder.absolute()),
+            len(roles.shares),
+            patience=run.training.patience,
+            on_event=display.on_event,
+        )
+    return record_of(run, roles, outcome, folder)
+
+
+def take_part(
+    run: Run,
+    folder: Path,
+    launched: Launched,
+    *,
+    completed: RunRecord | None = None,
+    quiet: bool = False,
+) -> RunRecord | None:
+    """Train `run` as one of the processes that torchrun or another launcher started.
+
+    Every rank writes its steps into `folder`; checkpoints need one that all ranks share. The
+    record is rank 0's; other ranks return None. Where rank 0 gives the record of this run, which
+    was `completed` before, all ranks leave at once.
+
+    Raises:
+        InputError: as many processes were started as the strategy cannot use.
+        RunFailed: on every rank, with the first cause.
+    """
+    from orchestra.engines.processes.join import join
+
+    roles = _strategy(run).roles(run.training.ranks)
+    if len(roles.shares) != launched.ranks:
+        raise InputError(
+            f"{launched.launcher} started {launched.ranks} processes, but {run.strategy!r} on "
+            f"{run.training.ranks} ranks runs on {len(roles.shares)}: start as many"
+        )
+    first = launched.rank == 0
+    if first and completed is None:
+        _write_environment(folder)
+    with Display(run, roles, quiet=quiet or not first) as display:
+        outcome = join(
+            program_unless_completed,
+            (run, folder.absolute(), completed is not None),
+            launched,
+            patience=run.training.patience,
+            on_event=display.on_event,
+        )
+    if completed is not None or not first:
+        return completed
+    return record_of(run, roles, outcome, folder)
+
+
+def program_unless_completed(
+    runtime: Runtime, assignment: tuple[Run, Path, bool]
+) -> RankReport | None:
+    """`program`, unless rank 0 knows that this was done before."""
+    import torch
+
+    from orchestra.collectives import Group, broadcast
+
+    run, folder, completed = assignment
+    known = torch.tensor([float(completed)])
+    broadcast(runtime.transport, known, 0, Group(tuple(range(runtime.ranks))), Tag.COMPLETED)
+    return None if bool(known) else program(runtime, (run, folder))
+
+
+def _strategy(run: Run) -> Strategy[Any]:
+    assert isinstance(run.strategy, Strategy)
+    return run.strategy
+
+
+def _write_environment(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "environment.json", json.dumps(environment(), indent=2) + "\n")
+
+
+def record_of(run: Run, roles: Roles, outcome: Outcome, folder: Path) -> RunRecord:
+    """The record of a run that ended well, written into `folder` too."""
+    reports = [cast("RankReport", result) for result in outcome.results if result is not None]
+    record = combine(
+        reports,
+        **_identity(run, roles, folder),
+        setup_seconds=outcome.setup_seconds + max(report.setup_seconds for report in reports),
+        left_out={str(rank): reason for rank, reason in outcome.left_out.items()},
+        notices=outcome.notices,
+    )
+    chief = next(report.chief for report in reports if report.chief is not None)
+    write_curve(folder, chief.curve)
+    return record
+
+
+def failed_record(run: Run, folder: Path, failure: RunFailed) -> RunRecord:
+    """The record of a run that failed."""
+    roles = _strategy(run).roles(run.training.ranks)
+    return RunRecord(status="failed", failure=str(failure), **_identity(run, roles, folder))
+
+
+def _identity(run: Run, roles: Roles, folder: Path) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "strategy": repr(run.strategy),
+        "engine": ENGINE,
+        "ranks": run.training.ranks,
+        "workers": len(roles.workers),
+        "servers": len(roles.servers),
+        "seed": run.seed,
+        "global_batch": round(run.training.batch_size * sum(roles.shares)),
+        "folder": folder,
+    }

@@ -1,0 +1,399 @@
+"""Who is dead, stopped or hung, and what follows from it.
+
+Pure decisions: events with their time go in, instructions come out; there is no clock, no
+process and no socket here. `orchestra.engines.processes.watcher` feeds it and carries out what
+it says.
+
+The rules:
+
+- A rank whose process ended, or whose control connection closed, is dead at once.
+- A rank that sends no beat for `silence` seconds is suspected. It is stopped if its kernel says
+  so, and unresponsive after `patience` (native code may hold the interpreter for seconds).
+- A rank that computes for longer than `patience` without a sign of progress is hung; before its
+  first step it has three times as long. Ranks that wait for each other, or for nobody alive,
+  are hung together.
+- A failure that is the consequence of another one waits a moment for the true cause.
+- An expendable rank is left out; any other ends the run.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from orchestra.engines.processes.deadlock import stuck, tell
+from orchestra.engines.processes.events import (
+    Abort,
+    Beat,
+    Disconnect,
+    Disconnected,
+    Event,
+    Exited,
+    Failed,
+    Failure,
+    Finished,
+    Instruction,
+    Interrupted,
+    Joined,
+    Kill,
+    Notice,
+    Pulse,
+    Stop,
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait for what, in seconds."""
+
+    patience: float = 60.0
+    joining: float = 300.0  # from the start until every rank has joined
+    silence: float = 3.0  # without a beat: suspected
+    echo: float = 3.0  # for the true cause behind a consequence
+    status: float = 2.0  # from the end of a connection until the exit status is known
+    unwinding: float = 3.0  # for a program to end once its rank was told to leave
+    leaving: float = 5.0  # for the process of such a rank, or of one that delivered its result
+
+
+class State(enum.Enum):
+    ABSENT = "has not joined"
+    RUNNING = "is running"
+    STOPPED = "is stopped"  # expendable, and the run goes on meanwhile
+    DONE = "has finished"
+    FAILED = "has failed"
+    LEFT_OUT = "was left out"
+
+
+ALIVE = (State.RUNNING, State.STOPPED)
+
+
+@dataclass
+class Member:
+    """What is known of one rank."""
+
+    rank: int
+    seen_at: float  # its last sign of life
+    active_at: float  # its last sign of progress
+    state: State = State.ABSENT
+    host: str = ""
+    pulse: Pulse = field(default_factory=Pulse)
+    connected: bool = False
+    disconnected_at: float | None = None
+    gone: bool = False  # its process, or its connection where it is nobody's child
+    settled_at: float | None = None  # when it finished, failed or was left out
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+    @property
+    def leaving(self) -> bool:
+        return self.state not in ALIVE or self.pulse.phase == "leaving"
+
+    @property
+    def has_no_work_left(self) -> bool:
+        """Whether it only waits for others: it leaves, or serves those that still work."""
+        return self.leaving or self.pulse.phase == "serving"
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A consequence that waits for its cause until `deadline`."""
+
+    rank: int
+    failure: Failure
+    deadline: float
+
+
+class Verdicts:
+    """The mind of the watcher.
+
+    Args:
+        ranks: how many ranks the run has.
+        limits: how long to wait for what.
+        start: the time at which the run was started.
+        children: whether the ranks are child processes whose exit status will be reported.
+            Otherwise the end of its connection is all that is known of a rank's end.
+    """
+
+    def __init__(self, ranks: int, limits: Limits, *, start: float, children: bool) -> None:
+        self.limits = limits
+        self.cause: str | None = None
+        self.bad_input: str | None = None  # the cause, where nothing had begun but set-up
+        self.left_out: dict[int, str] = {}
+        self.notices: list[str] = []
+        self.stopped = False
+        self._children = children
+        self._started_at = self._ticked_at = start
+        self._failed_at: float | None = None
+        self._echoes: list[Echo] = []
+        self._killed: set[int] = set()
+        self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return all(member.gone for member in self._members.values())
+
+    def suspects(self, now: float) -> list[int]:
+        """The ranks of which the watcher should ask the kernel whether they are stopped."""
+        silent = now - self.limits.silence
+        return [m.rank for m in self._members.values() if m.state in ALIVE and m.seen_at < silent]
+
+    def observe(self, now: float, event: Event) -> list[Instruction]:
+        """Take in one event; what is to be done now."""
+        if isinstance(event, Interrupted):
+            return self._kept(self._interrupted(now))
+        member = self._members[event.rank]
+        member.seen_at = now
+        match event:
+            case Joined(host=host):
+                member.state, member.host, member.active_at = State.RUNNING, host, now
+                return []
+            case Beat(pulse=pulse):
+                return self._kept(self._beat(now, member, pulse))
+            case Finished():
+                self._settle(now, member, State.DONE)
+                return []
+            case Failed(failure=failure):
+                return self._kept(self._failed(now, member, failure))
+            case Disconnected():
+                return self._kept(self._disconnected(now, member))
+            case Exited(status=status):
+                member.gone = True
+                return self._kept(self._dead(now, member, describe_exit(status)))
+
+    def tick(self, now: float, stopped: Collection[int] = ()) -> list[Instruction]:
+        """Let time pass; `stopped` are the suspects that their kernel holds stopped."""
+        self._forgive_own_absence(now)
+        if self.cause is not None:
+            return self._kept(self._clear_out(now))
+        instructions: list[Instruction] = []
+        for rule in (self._late, self._unknown_ends, self._silences, self._echoes_due, self._hangs):
+            if self.cause is None:
+                instructions += rule(now, stopped)
+        if self.cause is None:
+            instructions += self._only_stopped_missing(now)
+            instructions += self._overstayed(now)
+        return self._kept(instructions)
+
+    # What events mean
+
+    def _interrupted(self, now: float) -> Iterable[Instruction]:
+        if not self.stopped:
+            self.stopped = True
+            return [Stop(), Notice("stopping in good order; press Ctrl-C again to end at once")]
+        ending = self._fail(now, "interrupted")
+        return [*ending, *self._kill(m for m in self._members.values() if not m.gone)]
+
+    def _beat(self, now: float, member: Member, pulse: Pulse) -> Iterable[Instruction]:
+        back = member.state is State.STOPPED
+        if pulse.activity != member.pulse.activity or back:
+            member.active_at = now
+        member.pulse = pulse
+        if not back:
+            return []
+        member.state = State.RUNNING
+        return [Notice(f"{member.name} is back")]
+
+    def _failed(self, now: float, member: Member, failure: Failure) -> Iterable[Instruction]:
+        if member.state is State.LEFT_OUT:
+            return []
+        self._settle(now, member, State.FAILED)
+        if self.cause is not None:
+            return []
+        if failure.lost is None and not failure.aborted:
+            if failure.bad_input and member.pulse.phase == "set-up":
+                self.bad_input = failure.message
+            return self._fail(now, _failed_text(member, failure))
+        if failure.lost in self.left_out:
+            return self._fail(now, self._echo_text(member, failure))
+        self._echoes.append(Echo(member.rank, failure, now + self.limits.echo))
+        return []
+
+    def _disconnected(self, now: float, member: Member) -> Iterable[Instruction]:
+        member.disconnected_at = now
+        if self._children:
+            return []  # the exit status says more, and comes in a moment
+        member.gone = True
+        return self._dead(now, member, "is gone: its control connection closed")
+
+    def _dead(self, now: float, member: Member, how: str) -> Iterable[Instruction]:
+        if member.state in (State.DONE, State.FAILED, State.LEFT_OUT) or self.cause is not None:
+            return []
+        return self._lose(now, member, how)
+
+    def _lose(self, now: float, member: Member, how: str) -> Iterable[Instruction]:
+        """A rank is lost for good: go on without it where it is expendable."""
+        if self.cause is not None:
+            return []
+        if not member.pulse.expendable:
+            return [*self._fail(now, f"{member.name} {how}"), *self._kill([member])]
+        self._settle(now, member, State.LEFT_OUT)
+        self.left_out[member.rank] = how
+        for other in self._members.values():  # whoever waited for it has a new start
+            other.active_at = now
+        notice = Notice(f"{member.name} {how}; going on without it")
+        return [Disconnect(member.rank, how), notice, *self._kill([member])]
+
+    # What time means
+
+    def _forgive_own_absence(self, now: float) -> None:
+        """Nobody is late because the watcher itself was stopped, or starved of processor time."""
+        absence = now - self._ticked_at
+        self._ticked_at = now
+        if absence < self.limits.silence / 2:
+            return
+        for member in self._members.values():
+            member.seen_at = min(member.seen_at + absence, now)
+            member.active_at = min(member.active_at + absence, now)
+
+    def _late(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
+        absent = [m for m in self._members.values() if m.state is State.ABSENT]
+        if not absent or now - self._started_at < self.limits.joining:
+            return []
+        names = ", ".join(m.name for m in absent)
+        return self._fail(now, f"{names} did not join within {self.limits.joining:g} s")
+
+    def _unknown_ends(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
+        for member in self._members.values():
+            ended = member.disconnected_at
+            if ended is not None and not member.gone and now - ended > self.limits.status:
+                yield from self._dead(now, member, "closed its control connection")
+
+    def _silences(self, now: float, stopped: Collection[int]) -> Iterable[Instruction]:
+        for rank in self.suspects(now):
+            member = self._members[rank]
+            if rank in stopped:
+                yield from self._held(now, member)
+            elif now - member.seen_at > self.limits.patience:
+                how = f"does not respond: no sign of life for {self.limits.patience:g} s"
+                yield from self._lose(now, member, how)
+
+    def _held(self, now: float, member: Member) -> Iterable[Instruction]:
+        if not member.pulse.expendable:
+            yield from self._lose(now, member, "is stopped (by SIGSTOP or its terminal)")
+            return
+        # Once it runs again its silence counts from here, not from its last beat; it stays a
+        # suspect, so that it is asked for again.
+        member.seen_at = now - self.limits.silence
+        if member.state is State.RUNNING:
+            member.state = State.STOPPED
+            yield Notice(f"{member.name} is stopped; going on without it")
+
+    def _echoes_due(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
+        due = [echo for echo in self._echoes if echo.deadline <= now]
+        if not due:
+            return []
+        return self._fail(now, self._echo_text(self._members[due[0].rank], due[0].failure))
+
+    def _hangs(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
+        patience = self.limits.patience
+        beating = [
+            m
+            for m in self._members.values()
+            if m.state is State.RUNNING and m.seen_at >= now - self.limits.silence
+        ]
+        under_way = any(m.pulse.step > 0 for m in self._members.values())
+        waiting: dict[int, tuple[int, ...]] = {}
+        for member in beating:
+            idle = now - member.active_at
+            if member.pulse.waits_for:
+                if idle > patience * (1 if under_way else 3):
+                    waiting[member.rank] = member.pulse.waits_for
+            elif idle > patience * (1 if member.pulse.step > 0 else 3) and self._is_awaited(member):
+                yield from self._lose(now, member, self._idle_text(member, idle))
+        alive = {m.rank for m in self._members.values() if m.state in ALIVE}
+        deadlocked = stuck(waiting, alive)
+        if deadlocked and self.cause is None:
+            whats = {rank: self._members[rank].pulse.waits_what for rank in deadlocked}
+            states = {m.rank: m.state.value for m in self._members.values()}
+            yield from self._fail(now, f"the run hangs: {tell(deadlocked, whats, states)}")
+            return
+        held = [m for m in self._members.values() if m.state is State.STOPPED]
+        if held and stuck(waiting, alive - {m.rank for m in held}):  # at a checkpoint, say
+            for member in held:
+                yield from self._lose(now, member, "is stopped, and all others wait for it")
+
+    def _echo_text(self, member: Member, failure: Failure) -> str:
+        if failure.lost not in self.left_out:
+            return _failed_text(member, failure)
+        lost = self._members[failure.lost]
+        consequence = _failed_text(member, failure, "could not go on")
+        return f"{lost.name} {self.left_out[lost.rank]}; {consequence}"
+
+    def _is_awaited(self, member: Member) -> bool:
+        """A rank that leaves may well wait for the slowest: it hangs once all are leaving."""
+        return member.pulse.phase != "leaving" or all(m.leaving for m in self._members.values())
+
+    def _idle_text(self, member: Member, idle: float) -> str:
+        pulse = member.pulse
+        waiters = [m.rank for m in self._members.values() if member.rank in m.pulse.waits_for]
+        text = f"hangs: no progress for {idle:.0f} s (step {pulse.step}, {pulse.phase})"
+        if not waiters:
+            return text
+        who = "rank " + str(waiters[0]) if len(waiters) == 1 else f"ranks {waiters}"
+        return f"{text}; {who} waiting for it"
+
+    def _only_stopped_missing(self, now: float) -> Iterable[Instruction]:
+        held = [m for m in self._members.values() if m.state is State.STOPPED]
+        others = [m for m in self._members.values() if m.state is not State.STOPPED]
+        waiting = all(m.has_no_work_left and m.state is not State.ABSENT for m in others)
+        if held and waiting and any(m.leaving for m in others):
+            for member in held:
+                yield from self._lose(now, member, "was still stopped at the end")
+
+    def _overstayed(self, now: float) -> Iterable[Instruction]:
+        limit = self.limits.leaving
+        return self._kill(
+            m
+            for m in self._members.values()
+            if not m.gone and m.settled_at is not None and now - m.settled_at > limit
+            if m.state is not State.FAILED  # it waits to be told the cause
+        )
+
+    def _clear_out(self, now: float) -> Iterable[Instruction]:
+        assert self._failed_at is not None
+        if now - self._failed_at < self.limits.leaving:
+            return []
+        return self._kill(m for m in self._members.values() if not m.gone)
+
+    # Shared by all
+
+    def _fail(self, now: float, cause: str) -> Iterable[Instruction]:
+        if self.cause is not None:
+            return []
+        self.cause, self._failed_at = cause, now
+        return [Abort(cause)]
+
+    def _kill(self, members: Iterable[Member]) -> list[Instruction]:
+        ranks = [m.rank for m in members if not m.gone and m.rank not in self._killed]
+        self._killed.update(ranks)
+        return [Kill(rank) for rank in ranks]
+
+    @staticmethod
+    def _settle(now: float, member: Member, state: State) -> None:
+        member.state, member.settled_at = state, now
+
+    def _kept(self, instructions: Iterable[Instruction]) -> list[Instruction]:
+        listed = list(instructions)
+        self.notices += [item.text for item in listed if isinstance(item, Notice)]
+        return listed
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended that had not delivered a result, after "rank 2 ..."."""
+    if status >= 0:
+        return f"exited with status {status} without a result"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def _failed_text(member: Member, failure: Failure, verb: str = "failed") -> str:
+    """One line that names rank, host and error; the traceback follows it."""
+    text = f"{member.name} {verb}: {failure.headline}"
+    return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text

@@ -1,0 +1,334 @@
+"""The watcher: holds a control connection to each rank, and carries out the verdicts."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from orchestra.engines.processes.events import (
+    Abort,
+    Beat,
+    Disconnect,
+    Disconnected,
+    Event,
+    Exited,
+    Failed,
+    Failure,
+    Finished,
+    Instruction,
+    Interrupted,
+    Joined,
+    Kill,
+    Notice,
+    Pulse,
+    Stop,
+)
+from orchestra.engines.processes.system import is_stopped, machine
+from orchestra.engines.processes.verdicts import Limits, Verdicts
+from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
+from orchestra.transports.tls import TLS
+
+TICK_SECONDS = 0.25
+BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
+SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
+STRANGERS_BYTES = 1 << 16  # the largest frame before a rank has shown the token
+
+
+@dataclass
+class _Link:
+    """One control connection; `rank` is None until it has shown the token."""
+
+    connection: socket.socket
+    frames: Frames
+    rank: int | None = None
+    pid: int = 0
+    same_machine: bool = False
+    address: tuple[str, int] = ("", 0)
+
+    def send(self, message: Message) -> None:
+        # A rank that is gone or stuck is found out by its silence, not here.
+        with contextlib.suppress(OSError):
+            self.connection.sendall(pack(message))
+
+
+class Watcher:
+    """Runs in a thread from `start` until every rank is gone, which `join` waits for.
+
+    Args:
+        ranks: how many ranks the run has.
+        limits: how long to wait for what.
+        host: the address to listen on.
+        token: the secret that a rank has to show.
+        children: whether the ranks are child processes, each given to `adopt` once started.
+        tls: encrypts the control connections.
+        on_event: called from the thread with each event, and each notice.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        limits: Limits,
+        *,
+        host: str,
+        token: str,
+        children: bool,
+        tls: TLS | None = None,
+        on_event: Callable[[Event | Notice], None] | None = None,
+    ) -> None:
+        self.results: dict[int, bytes] = {}
+        self.setup_seconds = 0.0
+        self._ranks = ranks
+        self._token = token
+        self._tls = None if tls is None else tls.context(server_side=True)
+        self._on_event = on_event or (lambda _: None)
+        self._children: dict[int, BaseProcess] = {}
+        self._links: dict[int, _Link] = {}
+        self._connected: set[int] = set()
+        self._orders: list[Callable[[], None]] = []
+        self._abandoned = False
+        self._heartbeat_at = -math.inf
+        self._crash: BaseException | None = None
+        self._machine = machine()
+        self._selector = selectors.DefaultSelector()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=ranks)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._started_at = time.monotonic()
+        self.verdicts = Verdicts(ranks, limits, start=self._started_at, children=children)
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the ranks reach the watcher."""
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    # From other threads
+
+    def start(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._take_orders)
+        self._thread.start()
+
+    def adopt(self, rank: int, process: BaseProcess) -> None:
+        """Watch this child process."""
+
+        def watch() -> None:
+            self._children[rank] = process
+            self._selector.register(
+                process.sentinel, selectors.EVENT_READ, lambda: self._reap(rank)
+            )
+
+        self._order(watch)
+
+    def abandon(self) -> None:
+        """Kill all ranks; returns when they are gone."""
+        self._abandoned = True
+        self._order(lambda: None)
+        self._thread.join()
+
+    def interrupt(self) -> None:
+        """The user pressed Ctrl-C. Safe in a signal handler."""
+        self._order(lambda: self._observe(Interrupted()))
+
+    def join(self) -> None:
+        """Block until all ranks are gone. Raises what the thread raised, if anything."""
+        self._thread.join()
+        if self._crash is not None:
+            raise self._crash
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._wake_out.send(b"\0")
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self.verdicts.over and not self._abandoned:
+                for key, _ in self._selector.select(TICK_SECONDS):
+                    key.data()
+                self._tick()
+        except BaseException as error:
+            self._crash = error
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for process in self._children.values():
+            process.kill()
+            process.join()
+            process.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._wake_out.close()
+        self._selector.close()
+
+    def _take_orders(self) -> None:
+        self._wake_in.recv(1024)
+        while self._orders:
+            self._orders.pop(0)()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
+        held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
+        self._carry_out(self.verdicts.tick(now, [rank for rank in held if rank is not None]))
+        if now - self._heartbeat_at > BEAT_SECONDS:
+            self._heartbeat_at = now
+            self._broadcast({"kind": "watching"})
+
+    def _observe(self, event: Event) -> None:
+        self._on_event(event)
+        self._carry_out(self.verdicts.observe(time.monotonic(), event))
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Abort(cause=cause):
+                    self._broadcast({"kind": "abort", "cause": cause})
+                case Disconnect(rank=rank, reason=reason):
+                    self._broadcast({"kind": "disconnect", "rank": rank, "reason": reason})
+                case Stop():
+                    self._broadcast({"kind": "stop"})
+                case Kill(rank=rank):
+                    self._kill(rank)
+                case Notice():
+                    self._on_event(instruction)
+
+    def _broadcast(self, message: Message) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    def _kill(self, rank: int) -> None:
+        if rank in self._children:
+            self._children[rank].kill()
+            return
+        link = self._links.get(rank)
+        if link is None:
+            self._observe(Disconnected(rank))  # it never came
+            return
+        if link.pid == os.getpid() and link.same_machine:
+            return  # this very process: its control thread ends it, a little later
+        if link.same_machine:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(link.pid, signal.SIGKILL)
+        self._hang_up(link)
+
+    # Processes
+
+    def _reap(self, rank: int) -> None:
+        process = self._children[rank]
+        self._selector.unregister(process.sentinel)
+        process.join()
+        link = self._links.get(rank)
+        if link is not None:
+            self._drain(link)  # what it said before it ended comes first
+        status = process.exitcode
+        assert status is not None
+        self._observe(Exited(rank, status))
+
+    def _drain(self, link: _Link) -> None:
+        while link.connection.fileno() >= 0:
+            link.connection.setblocking(False)
+            before = link.frames.received
+            self._read(link)
+            if link.frames.received == before:
+                return
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it went again
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)  # a stranger may be slow
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        link = _Link(connection, Frames(connection, STRANGERS_BYTES))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
+
+    def _read(self, link: _Link) -> None:
+        open_still = link.frames.read()
+        try:
+            for message, payload in link.frames.complete():
+                self._heard(link, message, payload)
+        except (BadFrame, KeyError, TypeError, ValueError):
+            open_still = False
+        if not open_still:
+            self._hang_up(link)
+
+    def _hang_up(self, link: _Link) -> None:
+        if link.connection.fileno() < 0:
+            return
+        self._selector.unregister(link.connection)
+        link.connection.close()
+        if link.rank is not None:
+            self._observe(Disconnected(link.rank))
+
+    def _heard(self, link: _Link, message: Message, payload: bytes) -> None:
+        rank, kind = link.rank, message["kind"]
+        if rank is None:
+            self._admit(link, message)
+        elif kind == "beat":
+            self._observe(Beat(rank, _pulse(message)))
+        elif kind == "notice":
+            notice = Notice(str(message["text"]))
+            self.verdicts.notices.append(notice.text)
+            self._on_event(notice)
+        elif kind == "connected":
+            self._connected.add(rank)
+            if len(self._connected) == self._ranks:
+                self.setup_seconds = time.monotonic() - self._started_at
+        elif kind == "result":
+            self.results[rank] = payload
+            link.send({"kind": "dismissed"})
+            self._observe(Finished(rank))
+        elif kind == "failure":
+            self._observe(Failed(rank, Failure(**_named(Failure, message))))
+
+    def _admit(self, link: _Link, message: Message) -> None:
+        rank, token = message["rank"], str(message["token"])
+        known = hmac.compare_digest(token.encode(), self._token.encode())
+        if not known or rank not in range(self._ranks) or rank in self._links:
+            raise BadFrame("a stranger")
+        link.connection.settimeout(SEND_SECONDS)
+        link.frames.largest = None
+        link.rank, link.pid = rank, message["pid"]
+        link.address = tuple(message["address"])
+        link.same_machine = bool(self._machine) and message["machine"] == self._machine
+        self._links[rank] = link
+        self._observe(Joined(rank, message["host"]))
+        if self.verdicts.cause is not None:
+            link.send({"kind": "abort", "cause": self.verdicts.cause})  # it came late for that
+        if len(self._links) == self._ranks:
+            addresses = [self._links[r].address for r in range(self._ranks)]
+            self._broadcast({"kind": "roster", "addresses": addresses})
+            if self.verdicts.stopped:
+                self._broadcast({"kind": "stop"})
+
+
+def _pulse(message: Message) -> Pulse:
+    named = _named(Pulse, message)
+    return Pulse(**{**named, "waits_for": tuple(named["waits_for"])})
+
+
+def _named(kind: type, message: Message) -> dict[str, Any]:
+    return {field.name: message[field.name] for field in fields(kind)}

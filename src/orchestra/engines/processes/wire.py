@@ -1,0 +1,68 @@
+"""Frames of the control connection: a JSON object, and raw bytes beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+Message = dict[str, Any]
+
+_LENGTHS = struct.Struct("!IQ")  # of the JSON text, of the bytes beside it
+_CHUNK = 1 << 20
+
+
+class BadFrame(Exception):
+    """The other end does not speak this protocol."""
+
+
+def pack(message: Message, payload: bytes = b"") -> bytes:
+    text = json.dumps(message).encode()
+    return _LENGTHS.pack(len(text), len(payload)) + text + payload
+
+
+class Frames:
+    """The frames that arrive at one end of a connection.
+
+    `largest` bounds the bytes of one frame: a stranger must not fill the memory.
+    """
+
+    def __init__(self, connection: socket.socket, largest: int | None = None) -> None:
+        self.largest = largest
+        self.received = 0  # bytes
+        self._connection = connection
+        self._buffer = bytearray()
+
+    def read(self) -> bool:
+        """Take in what has arrived; False at the end of the connection."""
+        try:
+            data = self._connection.recv(_CHUNK)
+        except (BlockingIOError, TimeoutError, InterruptedError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            return False
+        self._buffer += data
+        self.received += len(data)
+        return bool(data)
+
+    def complete(self) -> Iterator[tuple[Message, bytes]]:
+        """The frames that have arrived as a whole."""
+        while len(self._buffer) >= _LENGTHS.size:
+            text, payload = _LENGTHS.unpack_from(self._buffer)
+            if self.largest is not None and text + payload > self.largest:
+                raise BadFrame(f"a frame of {text + payload} bytes")
+            end = _LENGTHS.size + text + payload
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTHS.size : end])
+            del self._buffer[:end]
+            try:
+                message = json.loads(body[:text])
+            except ValueError as error:
+                raise BadFrame("not JSON") from error
+            if not isinstance(message, dict):
+                raise BadFrame("not a JSON object")
+            yield message, body[text:]

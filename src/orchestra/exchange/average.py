@@ -1,0 +1,218 @@
+"""The sample-weighted average of the gradient over the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestra.collectives import Group, all_reduce, broadcast
+from orchestra.optimizers.moments import Moments, export_moments
+from orchestra.transports.native import NativeWork
+from orchestra.transports.protocol import Task, Transport
+from orchestra.transports.tags import Tag
+from orchestra.worker.worker import Worker
+
+END = -1
+
+
+class GradientAverage:
+    """Replaces the gradient on every worker by its sample-weighted mean over `worker.workers`.
+
+    The flat gradient is cut into buckets; each is summed as soon as backward has filled it, by a
+    background flow, while backward goes on. The loss of every worker, the wish to stop, and
+    which tensors were used travel with the last bucket. `algorithm` names a schedule, or
+    "native" for torch.distributed's own all-reduce.
+    """
+
+    def __init__(self, worker: Worker, algorithm: str) -> None:
+        self._worker = worker
+        self._algorithm = algorithm
+        self._buckets = cut_into_buckets(worker)
+        self._ready = [0] * len(self._buckets)  # slots of each that have their gradient
+        self._next = 0  # the first bucket that was not handed over yet
+        self._works: list[NativeWork] = []
+        self._flow: Task[None] | None = None
+        if len(worker.workers) > 1 and len(self._buckets) > 1:
+            worker.gradients.when_ready(self._slot_is_ready)
+            if algorithm != "native":
+                self._flow = worker.transport.spawn(self._sum_in_background)
+
+    def finish(self) -> None:
+        """After backward: hand over what is left, and wait for all of it."""
+        worker, gradients, step = self._worker, self._worker.gradients, self._worker.step
+        gradients.collect_rest(step.weight)
+        gradients.fill_tail(worker.rank, step.weight, step.loss, step.stop)
+        if len(worker.workers) > 1:
+            while self._next < len(self._buckets):
+                self._hand_over()
+            self._wait()
+            self._ready = [0] * len(self._buckets)
+            self._next = 0
+        gradients.publish()
+        step.loss, step.losses, step.stop = gradients.read_tail()
+        step.agreed = True
+
+    def close(self) -> None:
+        """End the background flow."""
+        self._worker.gradients.when_ready(None)
+        if self._flow is not None:
+            self._signal(END)
+            self._flow.wait()
+            self._flow = None
+
+    def _slot_is_ready(self, slot: int) -> None:
+        """In backward: collect it, and hand over the buckets that are complete, in their order."""
+        self._worker.gradients.collect(slot, self._worker.step.weight)
+        bucket = next(i for i, bucket in enumerate(self._buckets) if slot < bucket.last_slot)
+        self._ready[bucket] += 1
+        last = len(self._buckets) - 1  # waits for what travels with it
+        while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        bucket = self._buckets[self._next]
+        if self._algorithm == "native":
+            self._count_native(bucket.values)
+            self._works.append(self._worker.native.start_all_reduce(bucket.values))
+        elif self._flow is not None:
+            self._signal(self._next)
+        else:
+            self._sum(self._worker.transport, bucket.values)
+        self._next += 1
+
+    def _wait(self) -> None:
+        started = self._worker.transport.now()
+        for work in self._works:
+            work.wait()
+        if self._works:
+            self._worker.measures.native_seconds += self._worker.transport.now() - started
+            self._works.clear()
+        elif self._flow is not None:
+            self._receive_done(self._flow)
+
+    def _sum(self, transport: Transport, values: Tensor) -> None:
+        workers, measures = self._worker.workers, self._worker.measures
+        buffer = all_reduce(transport, values, self._algorithm, workers, Tag.GRADIENTS)
+        measures.peak_buffer_bytes = max(measures.peak_buffer_bytes, buffer)
+
+    def _count_native(self, values: Tensor) -> None:
+        ranks = len(self._worker.workers)
+        self._worker.measures.native_bytes += 2 * (ranks - 1) * values.nbytes // ranks
+
+    # Between the flows of this rank: messages to itself, so that every engine sees them
+
+    def _signal(self, bucket: int) -> None:
+        self._worker.transport.send(torch.tensor([bucket]), self._worker.rank, Tag.BUCKET)
+
+    def _receive_done(self, flow: Task[None]) -> None:
+        for _ in self._buckets:
+            done = self._worker.transport.receive(self._worker.rank, Tag.DONE).wait()
+            if int(done) == END:
+                flow.wait()
+
+    def _sum_in_background(self, transport: Transport) -> None:
+        try:
+            while (index := int(transport.receive(transport.rank, Tag.BUCKET).wait())) != END:
+                self._sum(transport, self._buckets[index].values)
+                transport.send(torch.tensor([index]), transport.rank, Tag.DONE)
+        except BaseException:
+            transport.send(torch.tensor([END]), transport.rank, Tag.DONE)
+            raise
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A run of slots that is summed at once; `last_slot` is the end of the run."""
+
+    values: Tensor
+    slots: int
+    last_slot: int
+
+
+def cut_into_buckets(worker: Worker) -> list[Bucket]:
+    """The flat gradient in buckets of about `worker.bucket_bytes`; the tail is in the last."""
+    storage, layout = worker.gradients.storage, worker.layout
+    ends = []
+    if worker.overlap:
+        filled_to = 0
+        for index, slot in enumerate(layout.slots[1:], start=1):
+            if (slot.offset - filled_to) * storage.element_size() >= worker.bucket_bytes:
+                ends.append((index, slot.offset))
+                filled_to = slot.offset
+    ends.append((len(layout.slots), storage.numel()))
+    starts = [(0, 0), *ends]
+    return [
+        Bucket(storage[start:end], last - first, last)
+        for (first, start), (last, end) in zip(starts, ends, strict=False)
+    ]
+
+
+def agree_on_parameters(worker: Worker) -> None:
+    """Everyone takes the parameters and buffers of the first rank that is there."""
+    root = worker.everyone.ranks[0]
+    broadcast(worker.transport, worker.parameters, root, worker.everyone, Tag.AGREE)
+    broadcast_buffers(worker, worker.everyone)
+
+
+def broadcast_buffers(worker: Worker, group: Group) -> None:
+    """Everyone in `group` takes the buffers of its first rank, as DistributedDataParallel does."""
+    if len(group) == 1 or worker.rank not in group.ranks:
+        return
+    for vector in pack(worker.buffers):
+        broadcast(worker.transport, vector.values, group.ranks[0], group, Tag.BUFFERS)
+        vector.unpack()
+
+
+class Packed:
+    """Tensors of one dtype, copied end to end into `values`."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.values = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+    def unpack(self) -> None:
+        """Copy `values` back into the tensors."""
+        offset = 0
+        with torch.no_grad():
+            for tensor in self.tensors:
+                part = self.values[offset : offset + tensor.numel()]
+                tensor.copy_(part.view(tensor.shape))
+                offset += tensor.numel()
+
+
+def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
+    """One `Packed` for each dtype, in the order of first appearance."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for _, tensor in named:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return [Packed(tensors) for tensors in by_dtype.values()]
+
+
+def hand_over_moments(
+    worker: Worker, optimizer: torch.optim.Optimizer | None, *, averaged: bool
+) -> None:
+    """Let the optimizers that this rank builds next inherit the moments of `optimizer`.
+
+    Without one here (the servers kept it, in slices) there is nothing to inherit.
+    """
+    worker.inherited = {}
+    if optimizer is None:
+        return
+    moments = export_moments(optimizer, worker.named_parameters())
+    worker.inherited = _averaged(worker, moments) if averaged else moments
+
+
+def _averaged(worker: Worker, moments: Moments) -> Moments:
+    """The moments averaged over `worker.workers`; numbers stay as they are."""
+    averaged: Moments = {}
+    for name in sorted(moments):
+        averaged[name] = dict(moments[name])
+        for key, value in moments[name].items():
+            if isinstance(value, Tensor) and value.dim():
+                flat = value.detach().reshape(-1) / len(worker.workers)
+                if len(worker.workers) > 1:
+                    all_reduce(worker.transport, flat, "ring", worker.workers, Tag.AGREE)
+                averaged[name][key] = flat.view(value.shape)
+    return averaged

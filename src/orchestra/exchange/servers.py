@@ -1,0 +1,151 @@
+"""Between a worker and the parameter servers: who owns what, pushing, pulling, collecting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from orchestra.collectives import Group, all_reduce
+from orchestra.errors import PeerLost
+from orchestra.optimizers.moments import install_moments
+from orchestra.parameter_server.client import Client, Home
+from orchestra.parameter_server.placement import Slice, place
+from orchestra.parameter_server.server import Server
+from orchestra.parameter_server.state import Asynchronous, Consistency, ServerState, Synchronous
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
+from orchestra.worker.runtime import Work
+from orchestra.worker.worker import Worker
+
+CONSISTENCY: dict[str, Callable[[], Consistency]] = {
+    "synchronous": Synchronous,
+    "asynchronous": Asynchronous,
+}
+
+
+def homes_of(worker: Worker, servers: Sequence[int], *, updates: bool) -> list[Home]:
+    """Cut the parameters over the ranks in `servers`, balanced by bytes.
+
+    Where the servers update, a tensor is cut only if the optimizer works element by element.
+    """
+    spans = [(slot.offset, slot.size) for slot in worker.layout.slots]
+    divisible = worker.optimizer.elementwise or not updates
+    slices = place(spans, worker.layout.size, len(servers), divisible=divisible)
+    return [Home(rank, part) for rank, part in zip(servers, slices, strict=True)]
+
+
+def make_server(
+    worker: Worker,
+    homes: Sequence[Home],
+    workers: Sequence[int],
+    consistency: str,
+    *,
+    updates: bool,
+) -> Server:
+    """The server that lives on this rank, with the moments that `worker` inherited, if any."""
+    part = next(home.slice for home in homes if home.rank == worker.rank)
+    values = worker.parameters[part.first : part.end].clone()
+    tensors = _tensors_of(worker, part, values)
+    optimizer = None
+    if updates:
+        optimizer = worker.optimizer.build({name: tensor for name, (tensor, _) in tensors.items()})
+        install_moments(optimizer, tensors, worker.inherited)
+    servers = Group(tuple(home.rank for home in homes))
+    clips = updates and consistency == "synchronous"
+
+    def offer(consumed: int, now: Tensor) -> None:
+        worker.snapshots.offer(consumed, now, offset=part.first)
+
+    return Server(
+        ServerState(CONSISTENCY[consistency](), set(workers), consumed=worker.step.consumed),
+        values,
+        [
+            (tensor, piece.first - part.first)
+            for (tensor, _), piece in zip(tensors.values(), part.pieces, strict=True)
+        ],
+        optimizer,
+        lambda kind, amount, function: worker.compute.run(Work(kind, amount), function),
+        clip=_clip_together(worker.clip_norm, servers) if clips else None,
+        on_update=offer if updates else None,
+    )
+
+
+def _tensors_of(worker: Worker, part: Slice, values: Tensor) -> dict[str, tuple[Tensor, int]]:
+    """By name, the parts of parameters in a slice and the element at which each begins.
+
+    A parameter that is there whole has its shape; a cut one is flat.
+    """
+    tensors = {}
+    for piece in part.pieces:
+        slot = worker.layout.slots[piece.tensor]
+        tensor = values[piece.first - part.first : piece.end - part.first]
+        if piece.end - piece.first == slot.size:
+            tensor = tensor.view(slot.shape)
+        tensors[slot.name] = (tensor, piece.first - slot.offset)
+    return tensors
+
+
+def _clip_together(
+    limit: float | None, servers: Group
+) -> Callable[[Transport, Tensor], None] | None:
+    """Clip by the norm of the whole gradient: each server knows the square of its part."""
+    if limit is None:
+        return None
+
+    def clip(transport: Transport, average: Tensor) -> None:
+        square = average.double().square().sum().reshape(1)
+        if len(servers) > 1:
+            all_reduce(transport, square, "reduce_to_one", servers, Tag.NORM)
+        average.mul_(min(1.0, limit / (float(square.sqrt()) + 1e-6)))
+
+    return clip
+
+
+def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: bool) -> None:
+    """Push this step's gradient; pull flat `into`; note what the servers say of the step."""
+    step, gradients = worker.step, worker.gradients
+    answers = client.push(
+        gradients.vector,
+        into,
+        samples=step.samples,
+        loss=step.loss,
+        stop=step.stop,
+        rates=step.rates,
+        used=gradients.used,
+    )
+    if synchronous:
+        step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)
+        step.agreed = True
+    else:
+        step.consumed = max(answer.consumed for answer in answers)
+        step.staleness = tuple(answer.staleness for answer in answers)
+        worker.measures.staleness.extend(step.staleness)
+    for home, answer in zip(client.homes, answers, strict=True):
+        for piece, used in zip(home.slice.pieces, answer.used, strict=True):
+            gradients.used[piece.tensor] = used
+
+
+def collect_slices(worker: Worker, homes: Sequence[Home], server: Server | None) -> None:
+    """Every rank that is still there gets the servers' values into its parameters."""
+    for home in homes:
+        mine = worker.parameters[home.slice.first : home.slice.end]
+        if home.rank != worker.rank:
+            worker.transport.receive(home.rank, Tag.COLLECT, mine).wait()
+            continue
+        assert server is not None
+        with torch.no_grad():
+            mine.copy_(server.values)
+        handles = [
+            (worker.transport.send(mine, rank, Tag.COLLECT))
+            for rank in worker.everyone.ranks
+            if rank != worker.rank
+        ]
+        for handle in handles:
+            try:
+                handle.wait()
+            except PeerLost as lost:
+                if not server.state.consistency.tolerates_loss:
+                    raise
+                worker.reporter.notice(f"rank {lost.rank} left before the end")

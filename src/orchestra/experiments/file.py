@@ -1,0 +1,247 @@
+"""An experiment: one task, trained under each of several strategies, with each of several seeds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import InputError, nearest
+from orchestra.experiments.document import Entry, read_document
+from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
+from orchestra.settings import REQUIRED, Settings, parse, replace_setting, setting, write
+from orchestra.settings.base import checked, require_setting, settings_of, type_hints
+from orchestra.settings.yaml_text import yaml_text, yaml_value
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.tasks.registry import replace_task_setting, task_name, task_text
+from orchestra.trainer.settings import Run, Target, Training
+
+_HEAD = ("name", "task", "strategies", "seeds")
+_LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
+
+
+@dataclass(frozen=True, repr=False)
+class Experiment(Settings):
+    """What an experiment file says. There, the settings of `training` are keys of the file."""
+
+    name: str = setting(REQUIRED, "of the experiment, and of its folders")
+    task: str = setting(REQUIRED, "notation of the task, such as digits(channels=8)")
+    strategies: Mapping[str, Strategy[Any]] = setting(REQUIRED, "a strategy for each label")
+    seeds: tuple[int, ...] = setting((0,), "one run a strategy for each", low=0)
+    training: Training = setting(Training(), "everything else")
+
+    def check(self) -> None:
+        for label in (self.name, *self.strategies):
+            if not _LABEL.fullmatch(label):
+                raise InputError(f"{label!r} cannot be a name: it has to name a folder, too")
+        if not self.strategies:
+            raise InputError("strategies: there is none; give a label and a strategy")
+        if not self.seeds:
+            raise InputError("seeds: there is none")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise InputError(f"seeds: {list(self.seeds)} holds a seed twice")
+        for label, strategy in self.strategies.items():
+            try:
+                strategy.roles(self.training.ranks)
+            except InputError as error:
+                raise InputError(f"strategies.{label}: {error}") from None
+
+
+def runs(experiment: Experiment) -> list[Run]:
+    """The runs of `experiment`: all strategies with the first seed, then with the next one."""
+    return [
+        Run(label, experiment.task, strategy, seed, experiment.training)
+        for seed in experiment.seeds
+        for label, strategy in experiment.strategies.items()
+    ]
+
+
+def load(
+    path: Path | None, overrides: Sequence[str] = (), given: Mapping[str, Entry] | None = None
+) -> Experiment:
+    """The experiment in the file `path`, with changes from a command line.
+
+    Args:
+        path: a YAML file; None where `given` says enough.
+        overrides: "key=value" each; a dotted key reaches inside ("optimizer.lr=0.1"). Keys
+            without a dot come first, then the dotted ones, each in their order.
+        given: whole keys that replace the file's.
+
+    Raises:
+        InputError: one line with the place, what is wrong, and the nearest known key.
+    """
+    document = read_document(path) if path else {}
+    document = _replaced(document, given or {})
+    pairs = [_pair(text) for text in overrides]
+    for key, text, where in pairs:
+        if "." not in key:
+            document = _replaced(document, {key: Entry(yaml_value(text), where)})
+    experiment = _experiment(document, path)
+    for key, text, where in pairs:
+        if "." in key:
+            experiment = _changed(experiment, key, text, where)
+    return experiment
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """The file that says `experiment` in full; `load` gives an equal one back."""
+    training = experiment.training
+    document: dict[str, object] = {
+        "name": experiment.name,
+        "task": experiment.task,
+        "strategies": {
+            label: write(strategy, STRATEGIES) for label, strategy in experiment.strategies.items()
+        },
+        "seeds": list(experiment.seeds),
+    }
+    for field in settings_of(Training):
+        document[field.name] = getattr(training, field.name)
+    document["optimizer"] = repr(training.optimizer)
+    document["parameter_groups"] = [
+        {"match": group.match, **group.arguments} for group in training.optimizer.groups
+    ]
+    document["schedule"] = write(training.schedule, SCHEDULES)
+    if training.target is not None:
+        document["target"] = {
+            field.name: getattr(training.target, field.name) for field in settings_of(Target)
+        }
+    return yaml_text(document)
+
+
+def _pair(text: str) -> tuple[str, str, str]:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise InputError(f"--set {text}: has to be key=value")
+    return key, value.strip(), f"--set {key}"
+
+
+def _replaced(document: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict[str, Entry]:
+    """`document` with the keys of `given` replaced; `steps` displaces `epochs`, and the reverse."""
+    rivals = {"steps": "epochs", "epochs": "steps"}
+    displaced = {rivals[key] for key, entry in given.items() if key in rivals and entry.value}
+    return {key: entry for key, entry in document.items() if key not in displaced} | dict(given)
+
+
+def _experiment(document: Mapping[str, Entry], path: Path | None) -> Experiment:
+    source = str(path) if path else "command line"
+    _check_keys(document, source)
+    values = {key: _value(key, entry) for key, entry in document.items()}
+    groups = values.pop("parameter_groups", None) or ()
+    head: dict[str, Any] = {"name": path.stem if path else task_name(values["task"])}
+    head |= {key: values.pop(key) for key in _HEAD if key in values}
+    try:
+        training = Training(**values)
+        optimizer = replace(training.optimizer, groups=groups)
+        return Experiment(**head, training=training.with_setting("optimizer", optimizer))
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+
+
+def _check_keys(document: Mapping[str, Entry], source: str) -> None:
+    known = _known_keys()
+    for key, entry in document.items():
+        if key not in known:
+            raise InputError(f"{entry.where}: unknown key {key!r}; {nearest(key, known)}")
+    for key, example in (("task", "task: digits"), ("strategies", "strategies: {ring: AllReduce}")):
+        if key not in document:
+            raise InputError(f"{source}: {key} is missing; add one, such as {example!r}")
+
+
+def _known_keys() -> list[str]:
+    return [*_HEAD, *(field.name for field in settings_of(Training)), "parameter_groups"]
+
+
+def _value(key: str, entry: Entry) -> Any:
+    """The value of a key as its setting wants it; messages begin with where it stands."""
+    read = _READERS.get(key)
+    value = read(entry) if read and entry.value is not None else entry.value
+    if key == "parameter_groups":
+        return value
+    cls = Experiment if key in _HEAD else Training
+    field = next(field for field in settings_of(cls) if field.name == key)
+    try:
+        return checked(cls, field, value, type_hints(cls)[key])
+    except InputError as error:
+        reason = str(error).removeprefix(f"{cls.__name__}.{key}: ")
+        raise InputError(f"{_at(entry, key)}: {reason}") from None
+
+
+def _at(entry: Entry, key: str) -> str:
+    """Where `entry` stands, with its key unless that is an option's or `--set`'s anyway."""
+    return entry.where if entry.where.startswith("--") else f"{entry.where} {key}"
+
+
+def _strategies(entry: Entry) -> dict[str, object]:
+    if not isinstance(entry.value, Mapping):
+        raise InputError(f"{entry.where}: strategies has to map labels to strategies")
+    if not entry.value:
+        raise InputError(f"{entry.where}: strategies is empty; give a label and a strategy")
+    strategies = {}
+    for label, text in entry.value.items():
+        where = _at(Entry(text, entry.places.get(label, entry.where)), f"strategies.{label}")
+        strategies[str(label)] = parse(text, STRATEGIES, where=where)
+    return strategies
+
+
+def _target(entry: Entry) -> Target:
+    if not isinstance(entry.value, Mapping):
+        example = "{metric: accuracy, at_least: 0.9}"
+        raise InputError(f"{entry.where}: target has to be a mapping such as {example}")
+    for key in entry.value:
+        try:
+            require_setting(Target, str(key))
+        except InputError as error:
+            raise InputError(f"{entry.places.get(key, entry.where)}: {error}") from None
+    if "metric" not in entry.value:
+        raise InputError(f"{entry.where}: target lacks a metric")
+    try:
+        return Target(**entry.value)
+    except InputError as error:
+        raise InputError(f"{entry.where}: {error}") from None
+
+
+def _groups(entry: Entry) -> tuple[Group, ...]:
+    groups = []
+    for item in entry.value if isinstance(entry.value, list) else [None]:
+        if not isinstance(item, Mapping) or "match" not in item:
+            example = "[{match: bias, weight_decay: 0.0}]"
+            raise InputError(f"{entry.where}: parameter_groups has to be a list such as {example}")
+        arguments = {str(key): value for key, value in item.items() if key != "match"}
+        try:
+            groups.append(Group(item["match"], arguments=arguments))
+        except InputError as error:
+            raise InputError(f"{entry.where}: {error}") from None
+    return tuple(groups)
+
+
+_READERS: dict[str, Callable[[Entry], Any]] = {
+    "task": lambda entry: task_text(entry.value, where=_at(entry, "task")),
+    "strategies": _strategies,
+    "optimizer": lambda entry: Optimizer.parse(entry.value, where=_at(entry, "optimizer")),
+    "schedule": lambda entry: parse(entry.value, SCHEDULES, where=_at(entry, "schedule")),
+    "target": _target,
+    "parameter_groups": _groups,
+}
+
+
+def _changed(experiment: Experiment, key: str, text: str, where: str) -> Experiment:
+    """`experiment` with what lies behind the dotted `key` replaced."""
+    head, _, rest = key.partition(".")
+    if head not in _known_keys():
+        raise InputError(f"{where}: unknown key {head!r}; {nearest(head, _known_keys())}")
+    if head == "task":
+        return experiment.with_setting(
+            "task", replace_task_setting(experiment.task, rest, text, where=where)
+        )
+    if head == "parameter_groups":
+        raise InputError(
+            f"{where}: give parameter_groups as a whole, --set 'parameter_groups=[...]'"
+        )
+    inside = key if head in _HEAD else f"training.{key}"
+    changed = replace_setting(experiment, inside, text, STRATEGIES, where=where)
+    assert isinstance(changed, Experiment)
+    return changed

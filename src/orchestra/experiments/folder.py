@@ -1,0 +1,94 @@
+"""The folder of a run or a comparison: which one, and whose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import count
+from pathlib import Path
+
+from orchestra.errors import InputError
+from orchestra.experiments.file import Experiment, to_yaml
+from orchestra.records.record import RunRecord, write_atomically
+from orchestra.settings.yaml_text import yaml_value
+
+RESOLVED = "experiment.yaml"
+SUMMARY = "summary.json"
+
+
+def fresh_folder(parent: Path, name: str) -> Path:
+    """A new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
+    for number in count(1):
+        folder = parent / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise InputError(f"{parent}: is not a folder; choose another --out") from None
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+        else:
+            return folder
+    raise AssertionError("count() ends nowhere")
+
+
+def claim(folder: Path, experiment: Experiment) -> bool:
+    """Make `folder` that of `experiment`, which is written into it; whether it was so before.
+
+    Raises:
+        InputError: it belongs to a different experiment, holds other files, or cannot be written.
+    """
+    path = folder / RESOLVED
+    text = to_yaml(experiment)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _require_same(path, path.read_text(encoding="utf-8"), text)
+            return True
+        if any(folder.iterdir()):
+            raise InputError(f"{folder}: holds files, but no {RESOLVED}; choose another --out")
+        write_atomically(path, text)
+    except FileExistsError:
+        raise InputError(f"{folder}: is not a folder; choose another --out") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{folder}: cannot be used: {_reason(error)}") from None
+    return False
+
+
+def release(folder: Path) -> None:
+    """Remove a folder that was just claimed, with all in it: nothing could be run."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def finished(folder: Path) -> list[RunRecord]:
+    """The completed runs that `summary.json` in `folder` tells of; none where there is none yet.
+
+    Raises:
+        InputError: it is there, but damaged.
+    """
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        records = [RunRecord(**entry, folder=folder) for entry in summary["runs"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: is damaged ({error}); choose another --out") from None
+    return [record for record in records if record.status == "completed"]
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _require_same(path: Path, old_text: str, new_text: str) -> None:
+    if old_text == new_text:
+        return
+    old, new = yaml_value(old_text), yaml_value(new_text)
+    keys = ""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = ", ".join(key for key in {**new, **old} if new.get(key) != old.get(key))
+    raise InputError(
+        f"{path.parent}: holds a different experiment (in {keys or 'its form'}); "
+        "choose another --out, or none for a new folder"
+    )

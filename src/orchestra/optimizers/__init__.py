@@ -1,0 +1,18 @@
+"""Optimizers as specs that can be rebuilt wherever the update happens; their state as data.
+
+Names are imported when first used: strategies, which are settings too, load without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from orchestra.settings.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from orchestra.optimizers.state import capture, restore
+
+    __all__ = ["capture", "restore", "TRANSIENT"]
+else:
+    __getattr__ = lazy_names(__name__, {"capture": "state", "restore": "state"})
+
+TRANSIENT = {"transient": True}
+"""Metadata of a dataclass field that checkpoints leave out: `start` makes it anew."""

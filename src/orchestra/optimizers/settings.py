@@ -1,0 +1,159 @@
+"""Optimizers by name, parameter groups, and learning-rate schedules; imports no torch.
+
+Which optimizers and arguments exist is torch's to say, so here only their form is checked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from types import NoneType
+from typing import Protocol, Self, runtime_checkable
+
+from orchestra.errors import InputError
+from orchestra.settings import Call, Registry, Settings, read, setting
+from orchestra.settings.notation import calls_in
+
+
+def _require_literals(arguments: Mapping[str, object], name: str) -> None:
+    """Only what a file can say may stand here; a word without quotes was read as a `Call`."""
+    for key, value in arguments.items():
+        for call in calls_in(value):
+            raise InputError(f"{name}.{key}: {call.name} is not a literal; quote it: {call.name!r}")
+        items = value if isinstance(value, list | tuple) else (value,)
+        for item in items:
+            if type(item) not in (int, float, bool, str, NoneType):
+                raise InputError(f"{name}.{key}: {item!r} is not a number, a text, true or false")
+
+
+@dataclass(frozen=True, repr=False)
+class Group(Settings):
+    """The parameters whose name matches a pattern, with arguments of their own.
+
+    A parameter belongs to the first group that matches it.
+    """
+
+    match: str = setting("", "regular expression, searched for in the names of parameters")
+    _: KW_ONLY
+    arguments: Mapping[str, object] = setting({}, "the optimizer's arguments for this group")
+
+    def check(self) -> None:
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            message = f"Group.match: {self.match!r} is not a regular expression: {error}"
+            raise InputError(message) from None
+        _require_literals(self.arguments, "Group")
+        # YAML has lists only: what is written as a tuple has to compare equal when it comes back.
+        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in self.arguments.items()}
+        object.__setattr__(self, "arguments", tuples)
+
+
+@dataclass(frozen=True, repr=False)
+class Optimizer(Settings):
+    """A class of torch.optim with its arguments: its repr is the call, SGD(lr=0.1)."""
+
+    name: str = setting("SGD", "a class of torch.optim")
+    arguments: Mapping[str, object] = setting({}, "its arguments, by name")
+    groups: tuple[Group, ...] = setting((), "parameters with arguments of their own")
+
+    def check(self) -> None:
+        if not self.name.isidentifier():
+            raise InputError(f"Optimizer.name: {self.name!r} is not the name of a class")
+        _require_literals(self.arguments, self.name)
+
+    def with_setting(self, name: str, value: object) -> Self:
+        """A copy with the optimizer's argument `name` set."""
+        return type(self)(self.name, {**self.arguments, name: value}, self.groups)
+
+    @classmethod
+    def parse(cls, text: str, *, where: str) -> Self:
+        """The optimizer that `text`, such as "SGD(lr=0.1, momentum=0.9)", names.
+
+        Raises:
+            InputError: not such a call; `where` opens the message.
+        """
+        call = read(text, where=where)
+        if call.positional:
+            raise InputError(f"{where}: name the arguments of {call.name}: {call.name}(lr=0.1)")
+        try:
+            return cls(call.name, call.keywords)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+    def __repr__(self) -> str:
+        return str(Call(self.name, (), self.arguments))
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """The learning rate as a function of the samples that the whole cluster has consumed."""
+
+    def factor(self, fraction: float) -> float:
+        """What to multiply the learning rate by.
+
+        Args:
+            fraction: samples consumed by the cluster / samples of the whole run, 0 to 1.
+        """
+        ...
+
+
+def _warm(fraction: float, warmup: float) -> float:
+    """The linear warm-up's factor: from 0 at the start to 1 at `warmup`, and 1 from there on."""
+    return fraction / warmup if fraction < warmup else 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class Constant(Settings):
+    """The same learning rate throughout, after the warm-up."""
+
+    _: KW_ONLY
+    warmup: float = setting(0.0, "fraction of the run that warms up linearly", low=0, high=1)
+
+    def factor(self, fraction: float) -> float:
+        return _warm(fraction, self.warmup)
+
+
+@dataclass(frozen=True, repr=False)
+class StepDecay(Settings):
+    """The learning rate falls by a factor at given points of the run."""
+
+    at: tuple[float, ...] = setting((0.5, 0.75), "fractions of the run", low=0, high=1)
+    by: float = setting(0.1, "what the rate is multiplied by at each of them", above=0)
+    _: KW_ONLY
+    warmup: float = setting(0.0, "fraction of the run that warms up linearly", low=0, high=1)
+
+    def factor(self, fraction: float) -> float:
+        passed = sum(fraction >= point for point in self.at)
+        return _warm(fraction, self.warmup) * self.by**passed
+
+
+@dataclass(frozen=True, repr=False)
+class Cosine(Settings):
+    """Half a cosine from the end of the warm-up to the end of the run (Loshchilov, Hutter 2016).
+
+    https://arxiv.org/abs/1608.03983, without restarts.
+    """
+
+    final: float = setting(0.0, "the factor at the end of the run", low=0, high=1)
+    _: KW_ONLY
+    warmup: float = setting(0.0, "fraction of the run that warms up linearly", low=0, high=1)
+
+    def factor(self, fraction: float) -> float:
+        if fraction < self.warmup:
+            return _warm(fraction, self.warmup)
+        left = 1.0 - self.warmup
+        progress = min((fraction - self.warmup) / left, 1.0) if left else 1.0
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+SCHEDULES = Registry(
+    "schedule",
+    {
+        "Constant": "orchestra.optimizers.settings:Constant",
+        "Cosine": "orchestra.optimizers.settings:Cosine",
+        "StepDecay": "orchestra.optimizers.settings:StepDecay",
+    },
+)

@@ -1,0 +1,156 @@
+"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where the update is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import InputError, nearest
+from orchestra.optimizers.settings import Optimizer as OptimizerSettings
+
+_OPTIM = torch.optim
+ELEMENTWISE = frozenset(
+    {
+        _OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.Adamax, _OPTIM.NAdam, _OPTIM.RAdam,
+        _OPTIM.RMSprop, _OPTIM.Adagrad, _OPTIM.Adadelta, _OPTIM.ASGD, _OPTIM.Rprop,
+    }
+)  # fmt: skip
+"""Each element's update depends on that element alone: a tensor may be cut between servers."""
+
+REFUSED: Mapping[type[torch.optim.Optimizer], str] = {
+    _OPTIM.LBFGS: "it evaluates the loss several times a step, through a closure",
+    _OPTIM.SparseAdam: "it needs sparse gradients, which do not travel here",
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """How to make the optimizer of some parameters, by name.
+
+    `groups` holds for each parameter group the names of its parameters and the arguments that
+    differ from `arguments`. Hooks and anything else attached to an instance do not travel.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    groups: tuple[tuple[frozenset[str], Mapping[str, Any]], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for refused, reason in REFUSED.items():
+            if issubclass(self.cls, refused):
+                raise InputError(f"optimizer {self.cls.__name__} cannot be distributed: {reason}")
+
+    @staticmethod
+    def from_settings(settings: OptimizerSettings, names: Sequence[str]) -> OptimizerSpec:
+        """The spec that an experiment's `optimizer` and `parameter_groups` mean for `names`.
+
+        A parameter belongs to the first group whose pattern is found in its name.
+        """
+        cls = _torch_class(settings.name)
+        remaining = list(names)
+        groups = []
+        for group in settings.groups:
+            matched = frozenset(name for name in remaining if re.search(group.match, name))
+            if not matched:
+                raise InputError(
+                    f"parameter_groups: {group.match!r} matches no parameter that an earlier group "
+                    f"left over; the model has {', '.join(names)}"
+                )
+            remaining = [name for name in remaining if name not in matched]
+            groups.append((matched, dict(group.arguments)))
+        if remaining:
+            groups.insert(0, (frozenset(remaining), {}))
+        spec = OptimizerSpec(cls, dict(settings.arguments), tuple(groups))
+        spec.check()
+        return spec
+
+    @staticmethod
+    def from_instance(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
+        """The spec of a user's optimizer; `names` maps id(parameter) to the parameter's name."""
+        groups = []
+        for group in optimizer.param_groups:
+            members = frozenset(names[id(p)] for p in group["params"] if id(p) in names)
+            overrides = {key: value for key, value in group.items() if key in optimizer.defaults}
+            groups.append((members, overrides))
+        arguments = _arguments_among(type(optimizer), optimizer.defaults)
+        return OptimizerSpec(type(optimizer), arguments, tuple(groups))
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether a tensor may be cut and its parts updated apart."""
+        return self.cls in ELEMENTWISE
+
+    @property
+    def base_rates(self) -> tuple[float, ...]:
+        """The learning rate of each group before any schedule."""
+        default = self.arguments.get("lr")
+        rates = []
+        for _, overrides in self.groups:
+            rate = overrides.get("lr", default)
+            if rate is None:
+                return get_rates(self._probe())
+            rates.append(float(rate))
+        return tuple(rates)
+
+    def check(self) -> None:
+        """Fail early, and clearly, where the class refuses its arguments."""
+        self._probe()
+
+    def build(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        """An optimizer of `parameters` (any subset, or parts, of the model's), groups kept.
+
+        A group none of whose parameters is here stays, empty, so that groups keep their numbers.
+        """
+        groups = [
+            {"params": [parameters[name] for name in parameters if name in members], **overrides}
+            for members, overrides in self.groups
+        ]
+        try:
+            return self.cls(groups, **self.arguments)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"optimizer {self.cls.__name__}: {error}") from error
+
+    def _probe(self) -> torch.optim.Optimizer:
+        """An optimizer of one matrix for each parameter: every class takes matrices."""
+        names = sorted(name for members, _ in self.groups for name in members)
+        return self.build({name: torch.zeros(1, 1) for name in names})
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
+    """Give each parameter group its learning rate for the next update."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """The learning rate of each parameter group."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def _arguments_among(
+    cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of an optimizer's `defaults` that its constructor takes; the groups hold the rest."""
+    known = inspect.signature(cls).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return dict(defaults)
+    return {name: value for name, value in defaults.items() if name in known}
+
+
+def _torch_class(name: str) -> type[torch.optim.Optimizer]:
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    }
+    if name not in known:
+        raise InputError(f"optimizer {name!r} is not in torch.optim; {nearest(name, known)}")
+    return known[name]

@@ -1,0 +1,61 @@
+"""State as plain data: one pair of functions flattens and restores whatever a run keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def capture(value: Any) -> Any:
+    """`value` as nested dicts and lists of tensors, numbers and text.
+
+    Takes dataclasses (without their transient fields), optimizers, anything with a
+    `state_dict()`, mappings, sequences, tensors and plain values. Tensors are not copied.
+    """
+    if value is None or isinstance(value, (Tensor, bool, int, float, str)):
+        return value
+    if isinstance(value, torch.optim.Optimizer):
+        return capture(value.state_dict()["state"])
+    if hasattr(value, "state_dict"):
+        return capture(value.state_dict())
+    if is_dataclass(value):
+        return {
+            item.name: capture(getattr(value, item.name))
+            for item in fields(value)
+            if not item.metadata.get("transient")
+        }
+    if isinstance(value, Mapping):
+        return {str(key): capture(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [capture(item) for item in value]
+    raise AssertionError(f"{type(value).__name__} cannot be kept in a checkpoint: {value!r}")
+
+
+def restore(target: Any, saved: Any) -> Any:
+    """Put what `capture` made of an equal structure back; the value to use in its place.
+
+    Tensors, dataclasses, optimizers and objects with `load_state_dict` are changed in place.
+    """
+    if isinstance(target, Tensor):
+        with torch.no_grad():
+            target.copy_(saved)
+        return target
+    if isinstance(target, torch.optim.Optimizer):
+        state = {int(index): values for index, values in saved.items()}
+        groups = target.state_dict()["param_groups"]
+        target.load_state_dict({"state": state, "param_groups": groups})
+        return target
+    if hasattr(target, "load_state_dict"):
+        target.load_state_dict(saved)
+        return target
+    if is_dataclass(target):
+        for item in fields(target):
+            if item.name in saved:
+                before = getattr(target, item.name)
+                setattr(target, item.name, restore(before, saved[item.name]))
+        return target
+    return tuple(saved) if isinstance(target, tuple) else saved

@@ -1,0 +1,14 @@
+"""Servers that own slices of the parameters: placement, decisions, the loop, the client."""
+
+from typing import TYPE_CHECKING
+
+from orchestra.settings.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from orchestra.parameter_server.client import Client, Home
+    from orchestra.parameter_server.server import Server
+    from orchestra.parameter_server.state import Pause
+
+    __all__ = ["Client", "Home", "Pause", "Server"]
+else:
+    __getattr__ = lazy_names(__name__, {"Client": "client", "Home": "client", "Server": "server"})

@@ -1,0 +1,97 @@
+"""A worker's side: push slices of the gradient, pull slices of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from orchestra.parameter_server.placement import Slice
+from orchestra.parameter_server.state import Answer, Push
+from orchestra.parameter_server.wire import (
+    Kind,
+    decode_answer,
+    decode_pause,
+    encode_push,
+    request,
+)
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
+
+
+@dataclass(frozen=True)
+class Home:
+    """A server as its workers know it."""
+
+    rank: int
+    slice: Slice
+
+
+class Client:
+    """Pushes to every server and waits for every answer."""
+
+    def __init__(self, transport: Transport, homes: Sequence[Home]) -> None:
+        self.homes = homes
+        self.clock = 0
+        self.versions = [0] * len(homes)
+        self._transport = transport
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps."""
+        return {"clock": self.clock, "versions": self.versions}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        self.clock, self.versions = saved["clock"], list(saved["versions"])
+
+    def push(
+        self,
+        gradient: Tensor,
+        into: Tensor,
+        *,
+        samples: int,
+        loss: float,
+        stop: bool,
+        rates: tuple[float, ...],
+        used: Sequence[bool],
+    ) -> list[Answer]:
+        """Push flat `gradient`, pull flat `into`; the servers' answers, in their order."""
+        self.clock += 1
+        sending = []
+        arriving = []
+        for index, home in enumerate(self.homes):
+            first, end = home.slice.first, home.slice.end
+            flags = tuple(used[piece.tensor] for piece in home.slice.pieces)
+            push = Push(
+                self._transport.rank, self.clock, samples, loss, stop,
+                self.versions[index], rates, flags,
+            )  # fmt: skip
+            head = self._transport.receive(home.rank, Tag.ANSWER)
+            body = self._transport.receive(home.rank, Tag.VALUES, into[first:end])
+            arriving.append((head, body))
+            # The request comes last: a server that reads it has the whole gradient, and never
+            # waits for the rest of one whose worker was suspended in mid-message.
+            sending.append(self._transport.send(gradient[first:end], home.rank, Tag.GRADIENT))
+            sending.append(self._transport.send(encode_push(push), home.rank, Tag.REQUEST))
+        for handle in sending:
+            handle.wait()
+        answers = []
+        for head, body in arriving:
+            answers.append(decode_answer(self._transport.rank, head.wait()))
+            body.wait()
+        self.versions = [answer.version for answer in answers]
+        return answers
+
+    def pause(self, step: int) -> bool:
+        """Push no more until every worker has paused too; whether none has left."""
+        for home in self.homes:
+            self._transport.send(request(Kind.PAUSE, step), home.rank, Tag.REQUEST).wait()
+        answers = [self._transport.receive(home.rank, Tag.ANSWER).wait() for home in self.homes]
+        return all(decode_pause(answer).complete for answer in answers)
+
+    def leave(self) -> None:
+        """Tell every server that this worker has finished."""
+        for home in self.homes:
+            self._transport.send(request(Kind.LEAVE, self.clock), home.rank, Tag.REQUEST).wait()

@@ -1,0 +1,87 @@
+"""Which server owns which part of the flat parameter vector."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+GRAIN = 64
+"""Elements of a tensor between two places where it may be cut.
+
+A kernel updates whole runs of elements in vector registers and the rest one by one, with other
+last bits: a cut at a multiple of every kernel's run leaves each element in its own kind.
+"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or a part of one, inside a slice: elements [first, end) of the flat vector."""
+
+    tensor: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [first, end) of the flat vector, owned by one server."""
+
+    first: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+
+def place(
+    spans: Sequence[tuple[int, int]], size: int, servers: int, *, divisible: bool
+) -> tuple[Slice, ...]:
+    """Cut a flat vector of `size` elements into one contiguous slice a server, balanced.
+
+    `spans` are (offset, elements) of the tensors, in order. With `divisible` a tensor may be cut
+    (at multiples of 64 of its elements); without, the largest slice of whole tensors is as small
+    as it can be. A server may own nothing where there are more servers than tensors.
+    """
+    edges = [*(offset for offset, _ in spans), size]
+    if divisible:
+        cuts = [_next_cut(edges, -(-size * k // servers)) for k in range(servers)]
+    else:
+        cuts = _cuts_between_tensors(edges, servers)
+    return tuple(_slice(spans, first, end) for first, end in pairwise([*cuts, size]))
+
+
+def _slice(spans: Sequence[tuple[int, int]], first: int, end: int) -> Slice:
+    pieces = tuple(
+        Piece(index, max(first, offset), min(end, offset + elements))
+        for index, (offset, elements) in enumerate(spans)
+        if max(first, offset) < min(end, offset + elements)
+    )
+    return Slice(first, end, pieces)
+
+
+def _next_cut(edges: Sequence[int], wanted: int) -> int:
+    """The first place at `wanted` or after it where the vector may be cut."""
+    after = bisect_right(edges, wanted)
+    if after == len(edges):
+        return edges[-1]
+    start = edges[after - 1]
+    return min(edges[after], start - (start - wanted) // GRAIN * GRAIN)
+
+
+def _cuts_between_tensors(edges: Sequence[int], servers: int) -> list[int]:
+    """Where each server's run of whole tensors begins, the largest run being minimal."""
+    size = edges[-1]
+
+    def cuts_for(capacity: int) -> list[int]:
+        cuts = []
+        start = 0
+        while start < size:
+            cuts.append(start)
+            start = edges[bisect_right(edges, start + capacity) - 1]
+        return cuts
+
+    largest_tensor = max(end - first for first, end in pairwise(edges))
+    capacities = range(largest_tensor, size)
+    enough = bisect_left(capacities, True, key=lambda c: len(cuts_for(c)) <= servers)
+    cuts = cuts_for(largest_tensor + enough)
+    return cuts + [size] * (servers - len(cuts))

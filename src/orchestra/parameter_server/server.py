@@ -1,0 +1,185 @@
+"""The loop around a server's mind: it receives, lets the mind decide, computes, and answers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import PeerLost
+from orchestra.optimizers.spec import set_rates
+from orchestra.optimizers.state import restore
+from orchestra.parameter_server.state import Answer, Decision, Pause, Push, ServerState
+from orchestra.parameter_server.wire import (
+    Kind,
+    decode_push,
+    encode_answer,
+    encode_pause,
+)
+from orchestra.transports.protocol import Handle, Transport
+from orchestra.transports.tags import Tag
+
+Charge = Callable[[str, int, Callable[[], None]], None]
+
+
+class Server:
+    """Owner of one slice: `values`, flat, [elements of the slice].
+
+    `tensors` are the parts of parameters inside the slice (views of `values`) that `optimizer`
+    updates; without an optimizer the server only averages, and answers with the average.
+    `charge(kind, amount, function)` runs and charges computation; `clip` clips an averaged
+    gradient together with the other servers; `on_update` is told the samples consumed and the
+    new values.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        values: Tensor,
+        tensors: Sequence[tuple[Tensor, int]],
+        optimizer: torch.optim.Optimizer | None,
+        charge: Charge,
+        *,
+        clip: Callable[[Transport, Tensor], None] | None = None,
+        on_update: Callable[[int, Tensor], None] | None = None,
+    ) -> None:
+        self.state = state
+        self.values = values
+        self.optimizer = optimizer
+        self._parameters = [tensor for tensor, _ in tensors]
+        self._spans = [(first, first + tensor.numel()) for tensor, first in tensors]
+        self._charge = charge
+        self._clip = clip
+        self._on_update = on_update
+        self._total = torch.zeros_like(values)
+        self._buffers: dict[int, Tensor] = {}
+        self._sending: dict[int, list[Handle]] = {}
+        self._paused_at = 0
+        self._workers = frozenset(state.live)
+        self._lost: set[int] = set()
+
+    def serve_to_the_end(self, transport: Transport) -> None:
+        """Serve until all workers have left: the flow of a server beside a worker."""
+        while self.state.live:
+            self.serve(transport)
+
+    def serve(self, transport: Transport) -> Pause | None:
+        """Serve until nothing is in flight; the quiet point, None if all workers left."""
+        while True:
+            try:
+                handle = transport.receive(None, Tag.REQUEST)
+                message = handle.wait()
+                decision = self._handle(transport, handle.source, message)
+            except PeerLost as lost:
+                decision = self._lose(lost)
+            self._follow(transport, decision)
+            if decision.quiet:
+                return self._become_quiet(transport)
+
+    def _handle(self, transport: Transport, worker: int, message: Tensor) -> Decision:
+        kind = Kind(int(message[0]))
+        if kind is Kind.PAUSE:
+            self._paused_at = int(message[1])
+            return self.state.pause(worker)
+        if kind is Kind.LEAVE:
+            return self.state.leave(worker)
+        for sending in self._sending.pop(worker, ()):
+            sending.wait()
+        gradient = transport.receive(worker, Tag.GRADIENT).wait()  # it came before the request
+        self._buffers[worker] = gradient.to(self.values.device)
+        return self.state.push(decode_push(worker, message))
+
+    def _lose(self, lost: PeerLost) -> Decision:
+        if lost.rank not in self.state.live:
+            return Decision()
+        if not self.state.consistency.tolerates_loss:
+            raise lost
+        self._lost.add(lost.rank)
+        self._sending.pop(lost.rank, None)
+        self._buffers.pop(lost.rank, None)
+        return self.state.leave(lost.rank)
+
+    def _follow(self, transport: Transport, decision: Decision) -> None:
+        for group in decision.apply:
+            self._charge(
+                "update", self.values.numel(), functools.partial(self._apply, transport, group)
+            )
+            if self._on_update is not None:
+                self._on_update(self.state.consumed, self.values)
+        for answer in decision.answers:
+            self._answer(transport, answer)
+
+    def _apply(self, transport: Transport, group: tuple[Push, ...]) -> None:
+        """One update from the sample-weighted average of the group, summed in rank order."""
+        samples = sum(push.samples for push in group)
+        if not samples:
+            return
+        if len(group) == 1:
+            average = self._buffers[group[0].worker]
+        else:
+            average = self._total.zero_()
+            for push in group:
+                average.add_(self._buffers[push.worker].mul_(push.samples / samples))
+        if self._clip is not None:
+            self._clip(transport, average)
+        if self.optimizer is None:
+            self._total.copy_(average)
+            return
+        used = map(any, zip(*(push.used for push in group), strict=True))
+        for (first, end), tensor, is_used in zip(self._spans, self._parameters, used, strict=True):
+            tensor.grad = average[first:end].view(tensor.shape) if is_used else None
+        set_rates(self.optimizer, group[0].rates)
+        self.optimizer.step()
+
+    def _answer(self, transport: Transport, answer: Answer) -> None:
+        """Send from a copy, so that a slow worker holds up nobody."""
+        copy = self._buffers[answer.worker]
+        copy.copy_(self.values if self.optimizer is not None else self._total)
+        self._sending[answer.worker] = [
+            transport.send(encode_answer(answer), answer.worker, Tag.ANSWER),
+            transport.send(copy, answer.worker, Tag.VALUES),
+        ]
+
+    def _become_quiet(self, transport: Transport) -> Pause | None:
+        for worker in sorted(self._sending):
+            self._finish(self._sending.pop(worker))
+        # Servers may hear of a loss at different times, but of who left in order they agree.
+        pause = Pause(self._paused_at, complete=self.state.live | self._lost == self._workers)
+        # The worker on this rank comes last: then all that this server has sent is counted.
+        for worker in sorted(self.state.live, key=lambda rank: (rank == transport.rank, rank)):
+            self._finish([transport.send(encode_pause(pause), worker, Tag.ANSWER)])
+        if not self.state.live:
+            return None
+        self.state.resume()
+        return pause
+
+    def _finish(self, sending: Sequence[Handle]) -> None:
+        try:
+            for handle in sending:
+                handle.wait()
+        except PeerLost as lost:
+            self._lose(lost)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps; taken at a quiet point."""
+        return {
+            "values": self.values,
+            "version": self.state.version,
+            "consumed": self.state.consumed,
+            "clocks": {str(worker): clock for worker, clock in self.state.clocks.items()},
+            "staleness": self.state.staleness,
+            "optimizer": self.optimizer,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        if self.optimizer is not None:
+            restore(self.optimizer, saved["optimizer"])
+        self.values.copy_(saved["values"])
+        self.state.version = saved["version"]
+        self.state.consumed = saved["consumed"]
+        self.state.clocks = {int(worker): clock for worker, clock in saved["clocks"].items()}
+        self.state.staleness = list(saved["staleness"])

@@ -1,0 +1,66 @@
+"""Pushes and answers as small float64 vectors (exact for integers below 2^53)."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor
+
+from orchestra.parameter_server.state import Answer, Pause, Push
+
+
+class Kind(enum.IntEnum):
+    """What a request asks for."""
+
+    PUSH = 0
+    PAUSE = 1
+    LEAVE = 2
+
+
+def request(kind: Kind, step: int) -> Tensor:
+    """A request without a gradient; `step` is the step after which the worker pauses."""
+    return torch.tensor([kind, step], dtype=torch.float64)
+
+
+def encode_pause(pause: Pause) -> Tensor:
+    """What a paused worker is told at the quiet point."""
+    return torch.tensor([pause.step, pause.complete], dtype=torch.float64)
+
+
+def decode_pause(message: Tensor) -> Pause:
+    """The pause that `message` holds."""
+    step, complete = message.tolist()
+    return Pause(int(step), bool(complete))
+
+
+def encode_push(push: Push) -> Tensor:
+    """The message of a push."""
+    head = [Kind.PUSH, push.clock, push.samples, push.loss, push.stop, push.version_read]
+    body = [len(push.rates), *push.rates, *push.used]
+    return torch.tensor([float(x) for x in [*head, *body]], dtype=torch.float64)
+
+
+def decode_push(worker: int, message: Tensor) -> Push:
+    """The push that `message` of `worker` holds."""
+    _, clock, samples, loss, stop, version, rates, *rest = message.tolist()
+    count = int(rates)
+    return Push(
+        worker, int(clock), int(samples), loss, bool(stop), int(version),
+        tuple(rest[:count]), tuple(map(bool, rest[count:])),
+    )  # fmt: skip
+
+
+def encode_answer(answer: Answer) -> Tensor:
+    """The message of an answer."""
+    head = [answer.version, answer.staleness, answer.loss, answer.stop, answer.consumed]
+    return torch.tensor([float(x) for x in [*head, *answer.used]], dtype=torch.float64)
+
+
+def decode_answer(worker: int, message: Tensor) -> Answer:
+    """The answer that `message` holds for `worker`."""
+    version, staleness, loss, stop, consumed, *used = message.tolist()
+    return Answer(
+        worker, int(version), int(staleness), loss, bool(stop), int(consumed),
+        tuple(map(bool, used)),
+    )  # fmt: skip

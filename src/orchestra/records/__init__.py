@@ -1,0 +1,1 @@
+"""What a run leaves: reports of ranks, records of runs, the summary, the environment."""

@@ -1,0 +1,146 @@
+"""The record of a run, and `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestra.records.report import Point, RankReport
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run, summed up over its ranks; see `summary.json` in the documentation for the fields.
+
+    Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
+    `staleness` is None where no update could be stale. `folder` is where everything else lies.
+    """
+
+    name: str
+    strategy: str
+    engine: str
+    ranks: int
+    workers: int
+    servers: int
+    seed: int
+    status: str
+    setup_seconds: float | None = None
+    train_seconds: float | None = None
+    steps: int = 0
+    samples: int = 0
+    samples_per_second: float | None = None
+    final_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    time_to_target_seconds: float | None = None
+    bytes_sent: int = 0
+    bytes_estimated: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    staleness: Mapping[str, float] | None = None
+    switched_at_step: int | None = None
+    parameters_sha256: str | None = None
+    peak_buffer_bytes: int = 0
+    global_batch: int = 0
+    threads: int = 1
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    notices: Sequence[str] = ()
+    failure: str | None = None
+    folder: Path = Path()
+
+    def summary(self) -> dict[str, Any]:
+        """This run's entry in `summary.json`: everything but the folder, finite or null."""
+        entry = asdict(self)
+        del entry["folder"]
+        return {key: _plain(value) for key, value in entry.items()}
+
+
+def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
+    """The record of a run from what its ranks report; `about` gives the fields they do not know."""
+    workers = [report for report in reports if report.role == "worker" or report.samples]
+    chief = next(report.chief for report in reports if report.chief is not None)
+    seconds = max(report.train_seconds for report in reports)
+    samples = sum(report.samples for report in workers)
+    return RunRecord(
+        status="stopped" if any(report.stopped for report in reports) else "completed",
+        train_seconds=seconds,
+        steps=max(report.steps for report in workers),
+        samples=samples,
+        samples_per_second=samples / seconds if seconds > 0 else None,
+        final_loss=chief.final_loss,
+        metrics=chief.metrics,
+        time_to_target_seconds=chief.time_to_target_seconds,
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        bytes_estimated=any(report.bytes_estimated for report in reports),
+        seconds={
+            part: sum(report.seconds[part] for report in workers) / len(workers)
+            for part in ("compute", "communicate", "wait")
+        },
+        staleness=_staleness(reports),
+        switched_at_step=next(
+            (r.switched_at_step for r in workers if r.switched_at_step is not None), None
+        ),
+        parameters_sha256=chief.parameters_sha256,
+        peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
+        threads=max(report.threads for report in reports),
+        **about,
+    )
+
+
+def write_summary(folder: Path, experiment: str, runs: Sequence[RunRecord]) -> Path:
+    """Write `summary.json` into `folder`, whole or not at all; its path."""
+    path = folder / "summary.json"
+    summary = {
+        "schema": SCHEMA,
+        "experiment": experiment,
+        "runs": [run.summary() for run in runs],
+    }
+    write_atomically(path, json.dumps(summary, indent=2) + "\n")
+    return path
+
+
+def write_curve(folder: Path, points: Sequence[Point]) -> None:
+    """The figures of the snapshots, one JSON line each, into `curve.jsonl`."""
+    lines = (json.dumps(_plain(asdict(point))) + "\n" for point in points)
+    write_atomically(folder / "curve.jsonl", "".join(lines))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there whole, or as it was before."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        error.filename = str(path)  # a full disk names no file
+        raise
+
+
+def _staleness(reports: Sequence[RankReport]) -> dict[str, float] | None:
+    counts: dict[int, int] = {}
+    for report in reports:
+        for staleness, count in report.staleness.items():
+            counts[int(staleness)] = counts.get(int(staleness), 0) + count
+    if not counts:
+        return None
+    mean = sum(value * count for value, count in counts.items()) / sum(counts.values())
+    return {"mean": mean, "max": max(counts)}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

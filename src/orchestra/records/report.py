@@ -1,0 +1,57 @@
+"""What each rank has to say of a run; plain data, free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Point:
+    """The model at one snapshot: samples consumed by the cluster, seconds on the stopwatch.
+
+    `metrics` are figures on the validation data, or on the test data where there is none; the
+    mean loss is among them as "loss".
+    """
+
+    samples: int
+    seconds: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's part in a run.
+
+    `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
+    `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
+    """
+
+    rank: int
+    role: str
+    steps: int
+    samples: int
+    setup_seconds: float
+    train_seconds: float
+    seconds: dict[str, float]
+    bytes_sent: int
+    bytes_estimated: bool
+    staleness: dict[str, int]
+    peak_buffer_bytes: int
+    switched_at_step: int | None
+    stopped: bool
+    threads: int
+    chief: ChiefReport | None = None
+
+
+@dataclass(frozen=True)
+class ChiefReport:
+    """What only one rank finds out: the worth of the final parameters, and of those before.
+
+    `final_loss` and `metrics` are on the test data; the last training loss where there is none.
+    """
+
+    final_loss: float | None
+    metrics: dict[str, float]
+    time_to_target_seconds: float | None
+    parameters_sha256: str
+    curve: list[Point] = field(default_factory=list)

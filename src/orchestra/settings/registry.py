@@ -1,0 +1,102 @@
+"""Names for things that are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from orchestra.errors import InputError, nearest
+
+
+class Registry:
+    """Known names of one kind, each with its "module:attribute".
+
+    Args:
+        kind: what is named, in messages ("strategy").
+        known: name -> "module:attribute" of what comes with the package.
+        group: entry points of this group add names of installed packages; ours win.
+        functions: whether a name may stand for any callable. Otherwise only for settings: a file
+            must not be able to call os:system.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        known: Mapping[str, str],
+        group: str | None = None,
+        *,
+        functions: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.functions = functions
+        self._known = dict(known)
+        self._group = group
+
+    @cached_property
+    def _all(self) -> dict[str, str]:
+        if self._group is None:
+            return self._known
+        from importlib.metadata import entry_points
+
+        return {point.name: point.value for point in entry_points(group=self._group)} | self._known
+
+    def names(self) -> list[str]:
+        """Every known name, those of installed packages included."""
+        return sorted(self._all)
+
+    def knows(self, name: str) -> bool:
+        """Whether `name` is known, or says itself where to import from."""
+        return ":" in name or name in self._known or name in self._all
+
+    def place(self, name: str, *, where: str) -> str:
+        """The "module:attribute" behind `name`, which may be one itself; nothing is imported."""
+        if ":" in name:
+            return name
+        place = self._known.get(name) or self._all.get(name)
+        if place is None:
+            hint = nearest(name, self._all)
+            raise InputError(f"{where}: unknown {self.kind} {name!r}; {hint}")
+        return place
+
+    def resolve(self, name: str, *, where: str) -> Any:
+        """What `name` stands for, imported.
+
+        Raises:
+            InputError: an unknown name, no such module or attribute, or an import that failed.
+        """
+        module_name, _, attribute = self.place(name, where=where).partition(":")
+        module = _imported(module_name, where)
+        try:
+            return getattr(module, attribute)
+        except AttributeError:
+            public = [key for key in vars(module) if not key.startswith("_")]
+            hint = nearest(attribute, public)
+            raise InputError(f"{where}: {module_name} has no {attribute!r}; {hint}") from None
+
+    def name_of(self, cls: type) -> str:
+        """The name under which `resolve` finds `cls`, without importing anything."""
+        place = f"{cls.__module__}:{cls.__qualname__}"
+        for name, known in self._all.items():
+            if known == place:
+                return name
+        return place
+
+
+def _imported(name: str, where: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise InputError(
+                f"{where}: there is no module {name!r} in this folder or among what is installed"
+            ) from None
+        raise _failed_import(name, where, error) from error
+    except Exception as error:
+        raise _failed_import(name, where, error) from error
+
+
+def _failed_import(name: str, where: str, error: Exception) -> InputError:
+    reason = str(error).splitlines()[0] if str(error) else ""
+    return InputError(f"{where}: importing {name} failed: {type(error).__name__}: {reason}")

@@ -1,0 +1,1 @@
+"""When to exchange, and what: one short file an algorithm."""

@@ -1,0 +1,128 @@
+"""What every strategy is: settings, and what it does at each point of a run.
+
+State never lives in a strategy object: all ranks of a simulation share it. `start` returns it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from orchestra import optimizers
+from orchestra.settings import Settings
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from orchestra.parameter_server import Pause
+    from orchestra.worker.batches import Batch
+    from orchestra.worker.worker import Worker
+
+S = TypeVar("S")
+
+CHANGED = -1
+"""In place of the step of a pause: the workers paused because the phase changes."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does what, for a number of ranks.
+
+    `shares` has one entry for each process: its part of the data in per-worker batches a step
+    (0: a rank without data). `servers` are the ranks that own slices of the parameters.
+    """
+
+    shares: tuple[float, ...]
+    servers: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that have data."""
+        return tuple(rank for rank, share in enumerate(self.shares) if share > 0)
+
+    @property
+    def chief(self) -> int:
+        """A rank without which the run cannot go on; it gathers and evaluates."""
+        return self.servers[0] if self.servers else self.workers[0]
+
+
+@dataclass(frozen=True, repr=False)
+class Strategy(Settings, ABC, Generic[S]):
+    """A distribution strategy. The defaults are those of a worker that exchanges nothing."""
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all workers take every step together, and agree on its loss."""
+        return True
+
+    def currently_synchronous(self, state: S) -> bool:
+        """`synchronous`, of the phase under way."""
+        return self.synchronous
+
+    @property
+    def hands_over_moments(self) -> bool:
+        """Whether a following phase can inherit the optimizer's moments from the workers."""
+        return True
+
+    def roles(self, ranks: int) -> Roles:
+        """The roles at the start; raises `InputError` for an impossible number of ranks."""
+        return Roles((1.0,) * ranks)
+
+    def current_roles(self, worker: Worker, state: S) -> Roles:
+        """The roles now: they change where a strategy changes phase."""
+        return self.roles(worker.budget_ranks)
+
+    @abstractmethod
+    def start(self, worker: Worker) -> S:
+        """Collective: agree on the parameters, and allocate the state."""
+
+    @property
+    def reads_loss(self) -> bool:
+        """Whether its decisions depend on the training loss."""
+        return False
+
+    def before_forward(self, worker: Worker, state: S) -> None:
+        """What is to happen before a step's first forward pass: the place to share buffers."""
+
+    def gradient(self, worker: Worker, state: S, batch: Batch | None) -> None:
+        """The gradient of `batch` (None: this rank has no samples in this step), exchanged."""
+        self.before_forward(worker, state)
+        worker.backward(batch)
+        self.reduce(worker, state)
+
+    def reduce(self, worker: Worker, state: S) -> None:
+        """What is to happen to a complete gradient before anybody reads it, clipping included."""
+
+    @abstractmethod
+    def update(self, worker: Worker, state: S) -> None:
+        """The gradient becomes new parameters."""
+
+    def serve(self, worker: Worker, state: S) -> Pause | None:
+        """On a rank without data: serve until the next quiet point; None once all workers left."""
+        return None
+
+    def quiesce(self, worker: Worker, state: S, step: int) -> bool:
+        """On a worker after its step `step`: return when nothing is in flight anywhere.
+
+        Whether all workers are there; some may have finished, or were lost.
+        """
+        return True
+
+    def agree(self, worker: Worker, state: S) -> None:
+        """Collective, with nothing in flight: `worker.parameters` of every rank become equal."""
+
+    def stop(self, worker: Worker, state: S) -> None:
+        """Collective: end, and agree on the final parameters."""
+        self.agree(worker, state)
+
+    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> S:
+        """Collective: `start`, then go on from what a checkpoint kept of the state."""
+        state = self.start(worker)
+        optimizers.restore(state, saved)
+        return state
+
+    def optimizer_of(self, state: S) -> Optimizer | None:
+        """The optimizer whose moments a following phase may inherit, None if there is none."""
+        return None

@@ -1,0 +1,52 @@
+"""No distribution: one process, all cores. The honest rival of every other strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestra.strategies.base import Roles, Strategy
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from orchestra.worker.worker import Worker
+
+
+@dataclass
+class SingleState:
+    """The one optimizer."""
+
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, repr=False)
+class Single(Strategy[SingleState]):
+    """One process with the batch of all ranks: per-worker batch x ranks.
+
+    `ranks` is its budget in a comparison, not a number of processes.
+    """
+
+    def roles(self, ranks: int) -> Roles:
+        """One process that takes everybody's share."""
+        return Roles((float(ranks),))
+
+    def start(self, worker: Worker) -> SingleState:
+        """Make the optimizer."""
+        return SingleState(worker.local_optimizer())
+
+    def reduce(self, worker: Worker, state: SingleState) -> None:
+        """Nothing is exchanged."""
+        worker.gradients.collect_rest()
+        worker.gradients.forget_unused()
+
+    def update(self, worker: Worker, state: SingleState) -> None:
+        """One step of the optimizer."""
+        worker.clip()
+        worker.update_locally(state.optimizer)
+        worker.step.agreed = True
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+
+    def optimizer_of(self, state: SingleState) -> Optimizer:
+        """The optimizer."""
+        return state.optimizer

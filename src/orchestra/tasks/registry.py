@@ -1,0 +1,61 @@
+"""The names of tasks: what is trained, on which data, with which loss and metrics."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from orchestra.errors import InputError
+from orchestra.settings import Call, Registry, Settings, read, replace_setting, write
+from orchestra.settings.notation import bound, build
+
+TASKS = Registry(
+    "task",
+    {
+        "digits": "orchestra.tasks.digits:Digits",
+        "regression": "orchestra.tasks.regression:Regression",
+    },
+    group="orchestra.tasks",
+    functions=True,
+)
+
+
+def task_text(text: str, *, where: str) -> str:
+    """`text`, the notation of a task, in its normal form, checked without importing torch.
+
+    A task with a name is checked to the last setting. Of `package.module:function` only the
+    package is looked for; importing it, and checking its arguments, is left to `bound`.
+
+    Raises:
+        InputError: not a constructor call, an unknown name or argument, a refused value.
+    """
+    value = _settings_or_call(text, where)
+    return str(value) if isinstance(value, Call) else write(value, TASKS)
+
+
+def task_name(text: str) -> str:
+    """The name of a task without place and arguments: "function" of package.module:function(1)."""
+    return read(text, where="task").name.rpartition(":")[2]
+
+
+def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str:
+    """The task `text` with the setting at the dotted `path` replaced by what `value` means."""
+    task = _settings_or_call(text, where)
+    new = replace_setting(task, path, value, TASKS, where=where)
+    return task_text(str(new) if isinstance(new, Call) else write(new, TASKS), where=where)
+
+
+def _settings_or_call(text: str, where: str) -> Settings | Call:
+    call = read(text, where=where)
+    package = call.name.partition(":")[0].partition(".")[0]
+    if ":" not in call.name:
+        target = bound(call, TASKS, where=where)
+        if isinstance(target, type) and issubclass(target, Settings):
+            task = build(call, TASKS, where=where)
+            assert isinstance(task, Settings)
+            return task
+    elif package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"{where}: there is no package or module {package!r} in this folder or installed"
+        )
+    return call

@@ -1,0 +1,167 @@
+"""After the run: put the snapshots together on the chief, and see what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from orchestra.collectives import Group, gather_objects
+from orchestra.errors import PeerLost
+from orchestra.exchange.average import pack
+from orchestra.records.report import Point
+from orchestra.tasks.evaluation import evaluate
+from orchestra.tasks.task import Task
+from orchestra.trainer.settings import Target
+from orchestra.transports.tags import Tag
+from orchestra.worker.snapshots import Part
+from orchestra.worker.worker import Worker
+
+
+def gather_parts(worker: Worker, chief: int, *, tolerant: bool) -> list[Part]:
+    """All ranks' parts of the snapshots on the chief; nothing on the others.
+
+    With `tolerant` the parts of a rank that is lost meanwhile are left out.
+    """
+    own = worker.snapshots.parts
+    if worker.rank != chief:
+        heads = [{**asdict(replace(part, values=torch.empty(0))), "values": None} for part in own]
+        gather_objects(worker.transport, heads, Group((worker.rank, chief)), chief)
+        for part in own:
+            worker.transport.send(part.values, chief, Tag.PARTS).wait()
+        return []
+    parts = list(own)
+    for rank in worker.everyone.ranks:
+        if rank == chief:
+            continue
+        try:
+            parts += _receive_parts(worker, rank)
+        except PeerLost:
+            if not tolerant:
+                raise
+    return parts
+
+
+def _receive_parts(worker: Worker, rank: int) -> list[Part]:
+    _, heads = gather_objects(worker.transport, None, Group((worker.rank, rank)), worker.rank)
+    return [
+        Part(**{**head, "values": worker.transport.receive(rank, Tag.PARTS).wait()})
+        for head in heads
+    ]
+
+
+def assembled(worker: Worker, parts: Sequence[Part]) -> Iterator[tuple[int, float]]:
+    """For each snapshot in turn, the model on this rank is set to it; its samples and seconds.
+
+    Parts that cover the same elements are averaged by their weights. A snapshot that does not
+    cover all parameters (a run was stopped in between) is left out.
+    """
+    for index in sorted({part.index for part in parts}):
+        slices = [p for p in parts if p.index == index and p.kind == "parameters"]
+        total = torch.zeros(worker.layout.size, dtype=torch.float64)
+        weight = torch.zeros(worker.layout.size, dtype=torch.float64)
+        for part in slices:
+            covered = slice(part.offset, part.offset + part.values.numel())
+            total[covered] += part.weight * part.values.double().cpu()
+            weight[covered] += part.weight
+        if not bool((weight > 0).all()):
+            continue
+        with torch.no_grad():
+            worker.parameters.copy_(total / weight)
+        _set_buffers(worker, [p for p in parts if p.index == index and p.kind == "buffers"])
+        yield max(part.samples for part in slices), max(part.seconds for part in slices)
+
+
+def buffers_vector(worker: Worker) -> Tensor | None:
+    """All buffers of the module end to end, in float64; None if it has none."""
+    buffers = [buffer.detach().double().reshape(-1) for _, buffer in worker.buffers]
+    return torch.cat(buffers) if buffers else None
+
+
+def _set_buffers(worker: Worker, parts: Sequence[Part]) -> None:
+    """The weighted mean of the floating buffers; of others, those of the first part."""
+    if not parts:
+        return
+    mean = sum((p.weight * p.values for p in parts), torch.zeros_like(parts[0].values))
+    mean /= sum(p.weight for p in parts)
+    offset = 0
+    for _, buffer in worker.buffers:
+        source = mean if buffer.is_floating_point() else parts[0].values
+        with torch.no_grad():
+            buffer.copy_(source[offset : offset + buffer.numel()].view(buffer.shape))
+        offset += buffer.numel()
+
+
+def curve(worker: Worker, task: Task, parts: Sequence[Part], batch_size: int) -> list[Point]:
+    """The figures of every snapshot, on validation data where the task has some, else on test."""
+    dataset = task.validation if task.validation is not None else task.test
+    if dataset is None:
+        return []
+    final = worker.parameters.clone()
+    final_buffers = [packed.values for packed in pack(worker.buffers)]
+    points: list[Point] = []
+    for samples, seconds in assembled(worker, parts):
+        figures = evaluate(task, worker.module, dataset, batch_size)
+        points.append(Point(samples, seconds, figures))
+    with torch.no_grad():
+        worker.parameters.copy_(final)
+    for packed, values in zip(pack(worker.buffers), final_buffers, strict=True):
+        packed.values.copy_(values)
+        packed.unpack()
+    return points
+
+
+@contextmanager
+def signs_of_life(worker: Worker, steps: int) -> Iterator[None]:
+    """Every forward pass inside is progress, lest a long evaluation be taken for a hang."""
+    batches = count(1)
+
+    def forward(*_: object) -> None:
+        worker.reporter.progress(step=steps, samples=next(batches))
+
+    hook = worker.module.register_forward_hook(forward)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def time_to_target(points: Sequence[Point], target: Target | None) -> float | None:
+    """Seconds at the first snapshot that reaches `target`; None where none does."""
+    if target is None:
+        return None
+    for point in points:
+        if target.metric in point.metrics and target.reached(point.metrics[target.metric]):
+            return point.seconds
+    return None
+
+
+def agree_on_buffers(worker: Worker, samples: int, chief: int) -> None:
+    """After an asynchronous run: the chief takes the sample-weighted mean of the buffers.
+
+    `samples` are those of this rank. Only ranks that have data at the end take part.
+    """
+    vector = buffers_vector(worker)
+    if vector is None:
+        return
+    own = Part(0, 0, 0.0, 0, vector, float(samples), "buffers")
+    if worker.rank != chief:
+        if worker.rank in worker.workers.ranks:
+            weighted = torch.cat([vector, vector.new_tensor([samples])])
+            worker.transport.send(weighted, chief, Tag.PARTS).wait()
+        return
+    parts = []
+    for rank in worker.workers.ranks:
+        if rank == chief:
+            parts.append(own)
+        elif rank in worker.everyone.ranks:
+            try:
+                message = worker.transport.receive(rank, Tag.PARTS).wait()
+            except PeerLost:
+                continue
+            parts.append(Part(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers"))
+    _set_buffers(worker, [part for part in parts if part.weight > 0])

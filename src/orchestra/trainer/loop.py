@@ -1,0 +1,166 @@
+"""The loop that every rank runs, whatever the strategy and the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from orchestra.data.feed import Feed, Samples
+from orchestra.data.plan import Plan
+from orchestra.errors import RunFailed
+from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.trainer.evaluation import buffers_vector
+from orchestra.trainer.recorder import Recorder
+from orchestra.trainer.settings import Training
+from orchestra.worker.batches import to_device
+from orchestra.worker.worker import Step, Worker
+
+
+@dataclass
+class Position:
+    """How far a rank has come; kept in checkpoints.
+
+    `steps` are the gradients that it computed. `consumed` are the samples of the cluster, as far
+    as this rank knows; the plan under way began at `plan_start` and stands at `plan_step`.
+    """
+
+    steps: int = 0
+    consumed: int = 0
+    plan_start: int = 0
+    plan_step: int = 0
+
+
+class Loop:
+    """Steps on a worker, serving on a rank without data, until the budget is used up."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        strategy: Strategy[Any],
+        state: Any,
+        training: Training,
+        samples: Samples,
+        *,
+        epoch_samples: int,
+        budget: int,
+        position: Position,
+        recorder: Recorder,
+        checkpoint: Callable[[], None],
+    ) -> None:
+        self.position = position
+        self.stopped = False
+        self._worker = worker
+        self._strategy = strategy
+        self._state = state
+        self._training = training
+        self._samples = samples
+        self._epoch_samples = epoch_samples
+        self._budget = budget
+        self._recorder = recorder
+        self._checkpoint = checkpoint
+        self._base_rates = worker.optimizer.base_rates
+        self._roles = strategy.current_roles(worker, state)
+        self._feed = self._feed_for(self._roles)
+
+    def _feed_for(self, roles: Roles) -> Feed:
+        start = min(self.position.plan_start, self._budget)
+        batch_size = round(self._training.batch_size * sum(roles.shares) / len(roles.workers))
+        plan = Plan(start, self._budget, batch_size, roles.shares)
+        return Feed(self._samples, plan, self._worker.rank)
+
+    def run(self) -> None:
+        """Train to the end of the budget, or to the step at which the user's stop is agreed."""
+        while True:
+            self._follow_phase()
+            if self._worker.rank not in self._roles.workers:
+                if not self._serve():
+                    return
+            elif self.stopped or self.position.plan_step >= self._feed.plan.steps:
+                return
+            else:
+                self._step()
+
+    def _follow_phase(self) -> None:
+        """Where the strategy has changed its roles, share out what is left of the data."""
+        roles = self._strategy.current_roles(self._worker, self._state)
+        if roles != self._roles:
+            self.position.plan_start = self.position.consumed
+            self.position.plan_step = 0
+            self._roles = roles
+            self._feed = self._feed_for(roles)
+
+    def _serve(self) -> bool:
+        self._worker.reporter.phase("serving")
+        paused = self._strategy.serve(self._worker, self._state)
+        self.position.consumed = self._worker.step.consumed
+        self._worker.reporter.phase("training")
+        if paused is not None and paused.step != CHANGED and paused.complete:
+            self._take_checkpoint()
+        return paused is not None
+
+    def _step(self) -> None:
+        worker, position = self._worker, self.position
+        batch, samples = self._feed.next(position.plan_step)
+        counts = self._feed.plan.counts(position.plan_step)
+        position.plan_step += 1
+        synchronous = self._strategy.currently_synchronous(self._state)
+        if not samples and not synchronous:
+            return
+        fraction = position.consumed / self._budget
+        factor = self._training.schedule.factor(fraction)
+        consumed = min(position.consumed + sum(counts), self._budget)
+        worker.begin_step(
+            Step(
+                samples,
+                sum(counts),
+                consumed,
+                consumed / self._epoch_samples,
+                tuple(rate * factor for rate in self._base_rates),
+            )
+        )
+        moved = to_device(batch, worker.layout.device) if samples else None
+        self._strategy.gradient(worker, self._state, moved)
+        if synchronous:  # before the update, which may end the phase
+            self._offer_buffers(1.0 if worker.rank == self._roles.workers[0] else 0.0)
+        self._strategy.update(worker, self._state)
+        if not synchronous:
+            self._offer_buffers(float(self._recorder.totals.samples + samples))
+        self._finish_step()
+
+    def _finish_step(self) -> None:
+        worker, position = self._worker, self.position
+        position.steps += 1
+        position.consumed = worker.step.consumed
+        self._recorder.step(position.steps)
+        worker.reporter.progress(
+            step=position.steps,
+            samples=self._recorder.totals.samples,
+            loss=worker.step.loss,
+            fraction=position.consumed / self._budget,
+        )
+        if self._training.stop_on_nonfinite and not math.isfinite(worker.step.loss):
+            raise RunFailed(
+                f"the loss became {worker.step.loss} at step {position.steps}; lower the learning "
+                "rate or clip_norm, or set stop_on_nonfinite to false to go on"
+            )
+        self.stopped = worker.step.stop
+        every = self._training.checkpoint_every
+        if self.stopped or (every is not None and position.steps % every == 0):
+            complete = self._strategy.quiesce(worker, self._state, position.steps)
+            if complete:  # who has left takes part in nothing collective any more
+                self._take_checkpoint()
+
+    def _offer_buffers(self, weight: float) -> None:
+        """For snapshots: the first worker's in synchronous steps, else the mean of all."""
+        vector = buffers_vector(self._worker) if weight else None
+        if vector is not None:
+            self._worker.snapshots.offer(
+                self._worker.step.consumed, vector, weight=weight, kind="buffers"
+            )
+
+    def _take_checkpoint(self) -> None:
+        self._recorder.pause()
+        self._checkpoint()
+        self._recorder.resume()

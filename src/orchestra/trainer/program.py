@@ -1,0 +1,298 @@
+"""The program of every rank: set up, train, agree, evaluate, report. Ignorant of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from orchestra.collectives import broadcast, gather_objects
+from orchestra.data.feed import epoch_samples, open_samples
+from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.optimizers.state import restore
+from orchestra.records.report import ChiefReport, RankReport
+from orchestra.strategies.base import Strategy
+from orchestra.tasks.evaluation import evaluate
+from orchestra.tasks.load import load_task
+from orchestra.tasks.task import Task
+from orchestra.trainer.collective_checkpoints import CollectiveCheckpoints
+from orchestra.trainer.evaluation import (
+    agree_on_buffers,
+    curve,
+    gather_parts,
+    signs_of_life,
+    time_to_target,
+)
+from orchestra.trainer.loop import Loop, Position
+from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
+from orchestra.trainer.recorder import Recorder, Totals, histogram
+from orchestra.trainer.settings import Run, Training
+from orchestra.trainer.warm_up import warm_up
+from orchestra.trainer.writing import writing
+from orchestra.transports.tags import Tag
+from orchestra.worker.runtime import Runtime
+from orchestra.worker.snapshots import Part, Snapshots
+from orchestra.worker.worker import Measures, Worker
+
+EVALUATION_BATCH = 512
+
+
+def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
+    """Take this rank's part in a run; its records go into the run's folder."""
+    run, folder = assignment
+    assert isinstance(run.strategy, Strategy)
+    runtime.reporter.phase("set-up")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    session = Session(runtime, run, run.strategy, folder)
+    try:
+        session.train()
+    except Exception:
+        with contextlib.suppress(RunFailed):
+            session.recorder.flush()  # what was measured until then is kept
+        raise
+    return session.finish()
+
+
+class Session:
+    """One rank's objects, for the length of a run."""
+
+    def __init__(self, runtime: Runtime, run: Run, strategy: Strategy[Any], folder: Path) -> None:
+        self.runtime, self.run, self.strategy, self.folder = runtime, run, strategy, folder
+        training = run.training
+        self.began = runtime.transport.now()
+        self.setup_seconds = 0.0
+        self.stopped = False
+        self.roles = strategy.roles(training.ranks)
+        runtime.seed(run.seed)
+        self.task = load_task(run.task)
+        self.epoch_samples, self.budget = _lengths(self.task, training)
+        module = self.task.model().to(_device(training, runtime))
+        self.worker = _make_worker(runtime, run, self.task, module, self.budget)
+        self.worker.set_workers(self.roles.workers)
+        runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
+        self.samples = open_samples(self.task.train, run.seed, self.task.collate)
+        self.position = Position()
+        self.totals = Totals()
+        self.checkpoints = CollectiveCheckpoints(self.worker, folder / "checkpoints")
+        self.state = self._start()
+        self.recorder = Recorder(self.worker, folder, self.totals, self.position.steps)
+
+    def train(self) -> None:
+        """From the warm-up to the agreement on the final parameters."""
+        loop = Loop(
+            self.worker,
+            self.strategy,
+            self.state,
+            self.run.training,
+            self.samples,
+            epoch_samples=self.epoch_samples,
+            budget=self.budget,
+            position=self.position,
+            recorder=self.recorder,
+            checkpoint=self._take_checkpoint,
+        )
+        self._check_target()
+        self._warm_up()
+        self.runtime.reporter.phase("training")
+        self._barrier()
+        self.worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
+        self.setup_seconds = self.runtime.transport.now() - self.began
+        self.recorder.resume()
+        loop.run()
+        self.stopped = loop.stopped
+        self.runtime.reporter.phase("leaving")
+        self.strategy.stop(self.worker, self.state)
+        if not self.strategy.currently_synchronous(self.state):
+            chief = self.strategy.current_roles(self.worker, self.state).chief
+            agree_on_buffers(self.worker, self.totals.samples, chief)
+        self.recorder.pause()
+
+    def finish(self) -> RankReport:
+        """Evaluate on the chief, write the parameters, and report."""
+        worker, chief = self.worker, self.strategy.current_roles(self.worker, self.state).chief
+        tolerant = not self.strategy.currently_synchronous(self.state)
+        parts = gather_parts(worker, chief, tolerant=tolerant)
+        report = self._report()
+        if worker.rank != chief:
+            return report
+        worker.reporter.phase("evaluating")
+        dataset = self.task.test if self.task.test is not None else self.task.validation
+        figures: dict[str, float] = {}
+        with signs_of_life(worker, self.position.steps):
+            points = curve(worker, self.task, parts, EVALUATION_BATCH)
+            if dataset is not None:
+                figures = evaluate(self.task, worker.module, dataset, EVALUATION_BATCH)
+        chief_report = ChiefReport(
+            final_loss=figures.pop("loss", self.totals.loss),
+            metrics=figures,
+            time_to_target_seconds=time_to_target(points, self.run.training.target),
+            parameters_sha256=self._write_parameters(),
+            curve=points,
+        )
+        return replace(report, chief=chief_report)
+
+    def _report(self) -> RankReport:
+        worker, totals, measures = self.worker, self.totals, self.worker.measures
+        roles = self.strategy.current_roles(worker, self.state)
+        spent = totals.spent
+        return RankReport(
+            rank=worker.rank,
+            role="worker" if worker.rank in roles.workers else "server",
+            steps=self.position.steps,
+            samples=totals.samples,
+            setup_seconds=self.setup_seconds,
+            train_seconds=totals.elapsed,
+            seconds={
+                "compute": spent.compute,
+                "communicate": spent.communicate,
+                "wait": spent.wait,
+            },
+            bytes_sent=spent.bytes_sent,
+            bytes_estimated=measures.native_bytes > 0,
+            staleness=histogram(measures.staleness),
+            peak_buffer_bytes=measures.peak_buffer_bytes,
+            switched_at_step=measures.switched_at_step,
+            stopped=self.stopped,
+            threads=torch.get_num_threads(),
+        )
+
+    def _write_parameters(self) -> str:
+        """All parameters and buffers to `parameters.safetensors`; the hash of the parameters."""
+        state = {
+            name: tensor.detach().cpu().contiguous().clone()
+            for name, tensor in self.worker.module.state_dict().items()
+        }
+        path = self.folder / "parameters.safetensors"
+        with writing(path):
+            save_file(state, path)
+        return parameters_hash(self.worker.module)
+
+    def _barrier(self) -> None:
+        """Nobody's stopwatch starts before everybody is ready."""
+        everyone, chief = self.worker.everyone, self.roles.chief
+        gather_objects(self.runtime.transport, None, everyone, chief)
+        broadcast(self.runtime.transport, torch.zeros(1), chief, everyone, Tag.READY)
+
+    def _check_target(self) -> None:
+        """A run towards a metric that the task does not have would never arrive."""
+        target, task = self.run.training.target, self.task
+        if target is None or self.worker.rank != self.roles.chief:
+            return
+        dataset = task.validation if task.validation is not None else task.test
+        if dataset is None:
+            raise InputError("target: the task has neither validation nor test data to measure it")
+        with undisturbed():
+            known = evaluate(task, self.worker.module, dataset, EVALUATION_BATCH)
+        if target.metric not in known:
+            hint = nearest(target.metric, known)
+            raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
+
+    def _warm_up(self) -> None:
+        if self.worker.rank in self.roles.workers:
+            size = min(self.run.training.batch_size, self.epoch_samples)
+            fresh = open_samples(self.task.train, self.run.seed, self.task.collate)
+            warm_up(self.worker, partial(fresh.read, 0, size))
+
+    # Checkpoints
+
+    def _start(self) -> Any:
+        saved = self.checkpoints.newest(self.roles.chief)
+        if saved is None:
+            return self.strategy.start(self.worker)
+        restore(self.worker.parameters, saved["parameters"])
+        for name, buffer in self.worker.buffers:
+            restore(buffer, saved["buffers"][name])
+        restore(self.position, saved["position"])
+        restore(self.totals, saved["totals"])
+        self.worker.measures = restore(Measures(), saved["measures"])
+        self.worker.snapshots.parts = [Part(**part) for part in saved["snapshots"]]
+        self.worker.snapshots.skip(self.position.consumed)
+        self.worker.step.consumed = self.position.consumed
+        state = self.strategy.resume(self.worker, saved["strategy"])
+        self.worker.rate_scale = saved["rate_scale"]
+        restore_random_state(saved["random"])
+        if self.runtime.rank == self.roles.workers[0]:
+            step = self.position.steps
+            self.runtime.reporter.notice(
+                f"resumed from checkpoint {self.checkpoints.index}, step {step}"
+            )
+        return state
+
+    def _take_checkpoint(self) -> None:
+        """All that a run resumes from, but its settings."""
+        worker = self.worker
+        kept = {
+            "parameters": worker.parameters,
+            "buffers": dict(worker.buffers),
+            "position": self.position,
+            "totals": self.totals,
+            "measures": worker.measures,
+            "snapshots": worker.snapshots.parts,
+            "strategy": self.state,
+            "rate_scale": worker.rate_scale,
+            "random": random_state(),
+        }
+        chief = self.strategy.current_roles(worker, self.state).chief
+        self.checkpoints.take(kept, chief)
+
+
+def parameters_hash(module: nn.Module) -> str:
+    """SHA-256 over the names and values of the parameters, in the order of their names."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        sha.update(name.encode())
+        sha.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def _lengths(task: Task, training: Training) -> tuple[int, int]:
+    """Samples of an epoch, and of the whole run."""
+    if training.steps is not None:
+        budget = training.steps * training.ranks * training.batch_size
+        try:
+            return epoch_samples(task.train), budget
+        except InputError:
+            return budget, budget
+    assert training.epochs is not None
+    samples = epoch_samples(task.train)
+    return samples, samples * training.epochs
+
+
+def _make_worker(runtime: Runtime, run: Run, task: Task, module: nn.Module, budget: int) -> Worker:
+    training = run.training
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise InputError(f"task: {run.task}: its model has no parameters that are to be trained")
+    points = training.snapshots
+    due = [budget * (k + 1) // points for k in range(points)]
+    return Worker(
+        runtime,
+        module,
+        OptimizerSpec.from_settings(training.optimizer, names),
+        loss=task.loss,
+        accumulation=training.accumulation,
+        precision=training.precision,
+        clip_norm=training.clip_norm,
+        budget_ranks=training.ranks,
+        bucket_bytes=int(training.bucket_megabytes * 1e6),
+        overlap=training.overlap,
+        snapshots=Snapshots(due, runtime.transport.now),
+    )
+
+
+def _device(training: Training, runtime: Runtime) -> torch.device:
+    available = torch.cuda.is_available()
+    if training.device == "cuda" and not available:
+        raise InputError("device: cuda was asked for, but torch sees no GPU here; use cpu or auto")
+    if training.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", runtime.local_rank % torch.cuda.device_count())

@@ -1,0 +1,48 @@
+"""The global random streams of a rank, as plain data: saved, restored, never seeded here."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """The state of torch's, Python's and NumPy's global generators."""
+    version, internal, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    assert isinstance(legacy, dict)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Continue the global generators from `state`."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy_state = state["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever is drawn inside, the streams go on afterwards as if it had not been."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(before)

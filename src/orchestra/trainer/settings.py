@@ -1,0 +1,99 @@
+"""Everything that is to be said of a training, apart from its task, strategy and seed."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, Self
+
+from orchestra.errors import InputError
+from orchestra.optimizers.settings import Constant, Optimizer, Schedule
+from orchestra.settings import REQUIRED, Settings, setting
+from orchestra.settings.base import require_setting
+from orchestra.strategies.base import Strategy
+
+DEFAULT_EPOCHS = 10
+
+
+@dataclass(frozen=True, repr=False)
+class Target(Settings):
+    """What a run is to reach: a bound on one of the task's metrics."""
+
+    metric: str = setting(REQUIRED, "a metric of the task")
+    _: KW_ONLY
+    at_least: float | None = setting(None, "reached from this value up")
+    at_most: float | None = setting(None, "reached from this value down")
+
+    def check(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise InputError("Target: give one of at_least and at_most")
+
+    def reached(self, value: float) -> bool:
+        """Whether `value` of the metric is good enough."""
+        if self.at_least is not None:
+            return value >= self.at_least
+        assert self.at_most is not None
+        return value <= self.at_most
+
+
+@dataclass(frozen=True, repr=False)
+class Training(Settings):
+    """How one run trains; the same for every strategy of an experiment.
+
+    The length is `epochs` or `steps`, not both. `steps` = n is a budget of n x ranks x batch_size
+    samples for the whole run, whatever the roles of the ranks.
+    """
+
+    _: KW_ONLY
+    ranks: int = setting(4, "processes, servers included: the budget of a run", low=1)
+    batch_size: int = setting(32, "samples in a step of one worker", low=1)
+    accumulation: int = setting(1, "micro-batches that a worker's batch is split into", low=1)
+    epochs: int | None = setting(
+        None,
+        f"passes over the data; {DEFAULT_EPOCHS} unless steps is set",
+        low=1,
+    )
+    steps: int | None = setting(None, "length of the run in steps, in place of epochs", low=1)
+    optimizer: Optimizer = setting(
+        Optimizer("SGD", {"lr": 0.1}), "any of torch.optim, such as SGD(lr=0.1, momentum=0.9)"
+    )
+    schedule: Schedule = setting(Constant(), "of the learning rate: Constant, StepDecay or Cosine")
+    clip_norm: float | None = setting(None, "largest global norm of a gradient", above=0)
+    precision: Literal["float32", "bf16"] = setting("float32", "of the forward pass (autocast)")
+    device: Literal["cpu", "cuda", "auto"] = setting("cpu", "where the model lives")
+    snapshots: int = setting(10, "copies of the parameters, evaluated after the run", low=0)
+    target: Target | None = setting(None, "a metric and its at_least or at_most")
+    checkpoint_every: int | None = setting(None, "steps between two checkpoints", low=1)
+    stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
+    patience: float = setting(60.0, "seconds without progress until a rank counts as hung", above=0)
+    bucket_megabytes: float = setting(25.0, "gradients exchanged at a time", above=0)
+    overlap: bool = setting(True, "exchange gradients during the backward pass where possible")
+
+    def check(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise InputError("epochs and steps are both set; give one")
+        if self.epochs is None and self.steps is None:
+            object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
+        if self.accumulation > self.batch_size:
+            raise InputError(
+                f"accumulation: a batch of {self.batch_size} cannot be split "
+                f"into {self.accumulation} micro-batches"
+            )
+
+    def with_setting(self, name: str, value: object) -> Self:
+        """A copy with `name` replaced; `steps` takes the place of `epochs`, and the reverse."""
+        require_setting(type(self), name)
+        changes = {name: value}
+        if name in ("steps", "epochs") and value is not None:
+            changes["epochs" if name == "steps" else "steps"] = None
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Settings):
+    """One training under one strategy with one seed: what an engine is given."""
+
+    name: str = setting(REQUIRED, "the strategy's label in the experiment")
+    task: str = setting(REQUIRED, "notation of the task")
+    strategy: Strategy[Any] = setting(REQUIRED, "when and what the ranks exchange")
+    seed: int = setting(0, "of parameters, shuffling and dropout", low=0)
+    training: Training = setting(Training(), "everything else")

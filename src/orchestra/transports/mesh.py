@@ -1,0 +1,270 @@
+"""Set-up of the socket transport: every rank connects to those below it and accepts the others.
+
+A connection begins with a hello in each direction: magic and version, the sender's rank, and a
+keyed digest of the run's token, which proves membership and does not give the token away.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from orchestra.errors import InputError, PeerLost
+from orchestra.transports.progress import ProgressEngine
+from orchestra.transports.sockets import SocketTransport
+from orchestra.transports.tls import TLS
+
+MAGIC = b"orchestra"
+VERSION = 1
+
+_HELLO = struct.Struct(f"<{len(MAGIC)}sBI")
+_HELLO_BYTES = _HELLO.size + 32
+
+
+class Listener:
+    """A port of this rank, on the interface `host`, where the ranks above it connect."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self.socket = socket.create_server((host, 0), family=family, backlog=128)
+        except OSError as error:
+            raise InputError(
+                f"cannot listen on {host!r}: {error}; name an address of this machine"
+            ) from error
+        self.socket.setblocking(False)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, port = self.socket.getsockname()[:2]
+        return str(host), int(port)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def connect_mesh(
+    rank: int,
+    addresses: Sequence[tuple[str, int]],
+    listener: Listener,
+    token: bytes,
+    *,
+    tls: TLS | None = None,
+    timeout: float,
+    on_flow_start: Callable[[], None] | None = None,
+) -> SocketTransport:
+    """Connect `rank` with every other one; `addresses[r]` is where rank r listens.
+
+    `listener` is closed when this returns or raises. Connections that do not prove that they
+    belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
+    Raises `PeerLost` that names the first rank that could not be reached, or did not come.
+    """
+    deadline = time.perf_counter() + timeout
+    connections: dict[int, socket.socket] = {}
+    try:
+        with listener:
+            for peer in range(rank):
+                link = _Link(rank, peer, token)
+                connections[peer] = _connect(link, addresses[peer], tls, deadline)
+            missing = set(range(rank + 1, len(addresses)))
+            _Reception(rank, listener, token, tls, missing, connections).run(deadline)
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
+    for connection in connections.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
+
+
+class _Link:
+    """The two hellos between `rank`, which is here, and `peer`."""
+
+    def __init__(self, rank: int, peer: int, token: bytes) -> None:
+        self.peer = peer
+        self.ours = _hello(rank, peer, token)
+        self.theirs = _hello(peer, rank, token)
+
+    def admits(self, hello: bytes) -> bool:
+        """Whether `hello` comes from `peer`."""
+        return hmac.compare_digest(hello, self.theirs)
+
+
+def _hello(sender: int, receiver: int, token: bytes) -> bytes:
+    proof = hmac.digest(token, b"%d to %d" % (sender, receiver), "sha256")
+    return _HELLO.pack(MAGIC, VERSION, sender) + proof
+
+
+def _connect(
+    link: _Link, address: tuple[str, int], tls: TLS | None, deadline: float
+) -> socket.socket:
+    """A connection to `link.peer` after both hellos."""
+    where = f"{address[0]}:{address[1]}"
+    connection = None
+    try:
+        connection = socket.create_connection(address, timeout=_remaining(deadline))
+        if tls is not None:
+            connection = tls.wrap(connection, server_side=False)
+        connection.sendall(link.ours)
+        answer = _read_hello(connection, deadline)
+        if not link.admits(answer):
+            raise ConnectionError("what listens there is not this rank of this run")
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        raise PeerLost(link.peer, f"it could not be reached at {where}: {error}") from error
+    return connection
+
+
+def _read_hello(connection: socket.socket, deadline: float) -> bytes:
+    answer = b""
+    while len(answer) < _HELLO_BYTES:
+        connection.settimeout(_remaining(deadline))
+        piece = connection.recv(_HELLO_BYTES - len(answer))
+        if not piece:
+            raise ConnectionError("it closed the connection in the hello")
+        answer += piece
+    return answer
+
+
+def _remaining(deadline: float) -> float:
+    seconds = deadline - time.perf_counter()
+    if seconds <= 0:
+        raise TimeoutError("no answer in time")
+    return seconds
+
+
+class _Arrival:
+    """An accepted connection that has yet to prove that it comes from a rank of the run."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext | None) -> None:
+        connection.setblocking(False)
+        if context is not None:
+            connection = context.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        self.connection = connection
+        self.hello = b""
+        self._shaken = False
+
+    def advance(self) -> int:
+        """Take in what is there; what to wait for next, or 0 once the hello is complete.
+
+        Raises OSError where the other end went or does not speak TLS as it should.
+        """
+        try:
+            if isinstance(self.connection, ssl.SSLSocket) and not self._shaken:
+                self.connection.do_handshake()
+                self._shaken = True
+            while len(self.hello) < _HELLO_BYTES:
+                piece = self.connection.recv(_HELLO_BYTES - len(self.hello))
+                if not piece:
+                    raise ConnectionError("closed in the hello")
+                self.hello += piece
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            return selectors.EVENT_WRITE
+        return 0
+
+
+class _Reception:
+    """Accepts connections until all of `missing` are among `connections`."""
+
+    def __init__(
+        self,
+        rank: int,
+        listener: Listener,
+        token: bytes,
+        tls: TLS | None,
+        missing: set[int],
+        connections: dict[int, socket.socket],
+    ) -> None:
+        self._rank = rank
+        self._listener = listener.socket
+        self._token = token
+        self._context = None if tls is None else tls.context(server_side=True)
+        self._missing = missing
+        self._connections = connections
+
+    def run(self, deadline: float) -> None:
+        """Raises `PeerLost` with the lowest missing rank when the time is up."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            try:
+                while self._missing:
+                    self._turn(selector, deadline)
+            finally:
+                for key in list(selector.get_map().values()):
+                    if key.data is not None:
+                        key.data.connection.close()
+
+    def _turn(self, selector: selectors.BaseSelector, deadline: float) -> None:
+        try:
+            ready = selector.select(_remaining(deadline))
+        except TimeoutError:
+            first, *rest = sorted(self._missing)
+            others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
+            raise PeerLost(first, f"it did not connect in time{others}") from None
+        for key, _ in ready:
+            if key.data is None:
+                self._accept(selector)
+            else:
+                self._advance(selector, key.data)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # it went again
+        arrival = _Arrival(connection, self._context)
+        selector.register(arrival.connection, selectors.EVENT_READ, arrival)
+
+    def _advance(self, selector: selectors.BaseSelector, arrival: _Arrival) -> None:
+        try:
+            events = arrival.advance()
+        except OSError:
+            self._drop(selector, arrival)
+            return
+        if events:
+            selector.modify(arrival.connection, events, arrival)
+        elif not self._admit(selector, arrival):
+            self._drop(selector, arrival)
+
+    def _admit(self, selector: selectors.BaseSelector, arrival: _Arrival) -> bool:
+        """Give the connection its rank's place and answer it, if it proves who it is."""
+        _, _, peer = _HELLO.unpack_from(arrival.hello)
+        link = _Link(self._rank, peer, self._token)
+        if not link.admits(arrival.hello) or peer not in self._missing:
+            return False
+        try:
+            arrival.connection.send(link.ours)  # fits into the empty buffer of a new connection
+        except OSError:
+            return False
+        selector.unregister(arrival.connection)
+        self._missing.remove(peer)
+        self._connections[peer] = arrival.connection
+        return True
+
+    @staticmethod
+    def _drop(selector: selectors.BaseSelector, arrival: _Arrival) -> None:
+        selector.unregister(arrival.connection)
+        arrival.connection.close()

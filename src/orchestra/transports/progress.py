@@ -1,0 +1,285 @@
+"""The progress engine of a rank: whoever waits moves the bytes of everybody.
+
+There is no thread of its own. Of the flows that wait, one leads: it blocks in the selector and
+serves every stream. The others sleep on a condition until their operation is finished or the lead
+is free. One lock guards all state and is held except while blocked.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from orchestra.errors import PeerLost
+from orchestra.transports.framing import pack_farewell
+from orchestra.transports.matching import LEFT, Mailbox
+from orchestra.transports.operations import Flow, Operation, Receive, Send
+from orchestra.transports.streams import Stream, StreamEnded
+
+
+class ProgressEngine:
+    """The streams and the mailbox of `rank`, shared by its flows; every method is thread-safe."""
+
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
+        self.rank = rank
+        self.size = len(connections) + 1
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._leading = False  # a flow is blocked in the selector, without the lock
+        self._followers = 0
+        self._woken = False
+        self._closed = False
+        self._mailbox = Mailbox(rank)
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._streams: dict[int, Stream] = {}
+        for peer, connection in connections.items():
+            stream = self._streams[peer] = Stream(connection, peer, self._mailbox)
+            stream.events = selectors.EVENT_READ
+            self._selector.register(connection, stream.events, stream)
+        _engines.add(self)
+
+    def send(self, send: Send) -> None:
+        """Queue `send`, and hand over at once what the kernel takes."""
+        with self._lock:
+            self._raise_failure()
+            if send.to in self._mailbox.gone:
+                send.fail(PeerLost(send.to, self._mailbox.gone[send.to]))
+                return
+            stream = self._streams[send.to]
+            stream.backlog.append(send)
+            if len(stream.backlog) == 1:
+                self._serve(stream, selectors.EVENT_WRITE)
+            self._announce()
+
+    def deliver_local(self, tensor: torch.Tensor, tag: int) -> None:
+        """A message from this rank to itself; `tensor` is given away."""
+        with self._lock:
+            self._raise_failure()
+            self._mailbox.deliver_local(tensor, tag)
+            self._announce()
+
+    def post(self, receive: Receive) -> None:
+        """Match `receive` with a message that has arrived, or queue it."""
+        with self._lock:
+            self._raise_failure()
+            self._mailbox.post(receive)
+
+    def wait(self, operation: Operation) -> None:
+        """Move bytes, or let the leader move them, until `operation` is finished."""
+        if not operation.finished:
+            started = time.perf_counter()
+            blocked = 0.0
+            with self._lock:
+                operation.awaited = True
+                try:
+                    while not operation.finished and self._failure is None:
+                        blocked += self._advance(None)
+                finally:
+                    self._hand_over()
+            traffic = operation.flow.traffic
+            traffic.seconds_waiting += blocked
+            traffic.seconds_communicating += time.perf_counter() - started - blocked
+        self._raise_failure()
+
+    def test(self, operation: Operation) -> bool:
+        """Whether `wait` would return or raise at once; moves what can be moved without blocking.
+
+        Without that, a flow that only polls would never see what lies in the kernel's buffers.
+        """
+        if not operation.finished:
+            started = time.perf_counter()
+            with self._lock:
+                if not self._leading and not self._closed:
+                    self._lead(0)
+                    self._hand_over()
+            operation.flow.traffic.seconds_communicating += time.perf_counter() - started
+        return operation.finished or self._failure is not None
+
+    def lost(self) -> frozenset[int]:
+        """The ranks that went without a farewell."""
+        with self._lock:
+            return frozenset(self._mailbox.lost)
+
+    def disconnect(self, rank: int, reason: str) -> None:
+        """Treat `rank` as lost."""
+        with self._lock:
+            if rank in self._streams:
+                self._drop(self._streams[rank], reason, lost=True)
+            self._announce()
+
+    def abort(self, error: Exception) -> None:
+        """Let every operation, pending or to come, raise `error`; the first call counts."""
+        with self._lock:
+            self._fail(error)
+
+    def close(self, flow: Flow, timeout: float) -> None:
+        """Hand over what is queued, and a farewell, within `timeout` seconds; then disconnect.
+
+        After `abort` there is neither: to the other ranks this one is lost.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._failure is None:
+                self._say_farewell(flow, time.perf_counter() + timeout)
+            self._fail(AssertionError(f"rank {self.rank} uses its transport after closing it"))
+            while self._leading:
+                self._follow(None)
+            for stream in self._streams.values():
+                stream.close()
+            self._release()
+
+    def acknowledged_bytes(self) -> int:
+        """Bytes that the kernels of the connected ranks have confirmed (Linux)."""
+        with self._lock:
+            return sum(stream.acknowledged_bytes() for stream in self._streams.values())
+
+    def release_after_fork(self) -> None:
+        """In a child process: close the copies of the sockets.
+
+        Otherwise a data loader's worker would keep the streams of its dead rank open.
+        """
+        for stream in self._streams.values():
+            stream.connection.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._streams = {}
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _say_farewell(self, flow: Flow, deadline: float) -> None:
+        for stream in list(self._streams.values()):
+            nothing = torch.empty(0)
+            farewell = Send(flow, stream.rank, nothing, pack_farewell(), memoryview(b""))
+            stream.backlog.append(farewell)
+            self._serve(stream, selectors.EVENT_WRITE)
+        while self._failure is None and any(s.backlog for s in self._streams.values()):
+            remaining = deadline - time.perf_counter()
+            if remaining <= 0:
+                return
+            self._advance(remaining)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._mailbox.news = True
+        self._announce()
+
+    def _advance(self, timeout: float | None) -> float:
+        """One turn of leading or following; the seconds blocked."""
+        return self._follow(timeout) if self._leading else self._lead(timeout)
+
+    def _follow(self, timeout: float | None) -> float:
+        started = time.perf_counter()
+        self._followers += 1
+        try:
+            self._changed.wait(timeout)
+        finally:
+            self._followers -= 1
+        return time.perf_counter() - started
+
+    def _lead(self, timeout: float | None) -> float:
+        self._leading = True
+        self._lock.release()
+        started = time.perf_counter()
+        try:
+            ready = self._selector.select(timeout)
+        finally:
+            blocked = time.perf_counter() - started
+            self._lock.acquire()
+            self._leading = False
+        for key, events in ready:
+            stream: Stream | None = key.data
+            if stream is None:
+                self._wake_in.recv(64)
+                self._woken = False
+            elif stream.rank in self._streams:  # else dropped since
+                self._serve(stream, events)
+        self._announce()
+        return blocked
+
+    def _hand_over(self) -> None:
+        """Leaving flows let a follower take the lead."""
+        if self._followers and not self._leading:
+            self._changed.notify()
+
+    def _announce(self) -> None:
+        """Something was finished: let the flows that wait look again."""
+        if not self._mailbox.news:
+            return
+        self._mailbox.news = False
+        if self._followers:
+            self._changed.notify_all()
+        if self._leading:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Interrupt the leader, which is blocked in the selector."""
+        if not self._woken:
+            self._woken = True
+            self._wake_out.send(b"\0")
+
+    def _serve(self, stream: Stream, events: int) -> None:
+        """Write and read what is possible now; a broken stream means a lost rank."""
+        try:
+            # Under TLS either direction may wait for the other.
+            if (events & selectors.EVENT_WRITE or stream.encrypted) and stream.write():
+                self._mailbox.news = True
+            if events & selectors.EVENT_READ or stream.encrypted:
+                stream.read()
+        except OSError as error:
+            reason = str(error) if isinstance(error, StreamEnded) else f"its connection: {error}"
+            if not stream.farewell:
+                self._drop(stream, reason, lost=True)
+        if stream.farewell:
+            self._drop(stream, LEFT, lost=False)
+        elif stream.rank in self._streams:
+            self._watch(stream)
+
+    def _watch(self, stream: Stream) -> None:
+        events = selectors.EVENT_READ
+        if stream.wants_write:
+            events |= selectors.EVENT_WRITE
+        if events != stream.events:
+            stream.events = events
+            self._selector.modify(stream.connection, events, stream)
+            if self._leading:
+                self._wake()  # not every selector sees the change while it blocks
+
+    def _drop(self, stream: Stream, reason: str, *, lost: bool) -> None:
+        del self._streams[stream.rank]
+        self._selector.unregister(stream.connection)
+        stream.close()
+        self._mailbox.depart(stream.rank, reason, stream.incoming, lost=lost)
+        for send in stream.backlog:
+            send.fail(PeerLost(stream.rank, reason))
+        self._mailbox.news = True
+
+
+_engines: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()
+
+
+def _release_after_fork() -> None:
+    for engine in list(_engines):
+        engine.release_after_fork()
+
+
+os.register_at_fork(after_in_child=_release_after_fork)

@@ -1,0 +1,114 @@
+"""What every engine offers for moving tensors: few verbs, blocking semantics, no hidden state.
+
+A transport belongs to one flow of one rank. Communication makes progress only inside `wait`
+(and `send`, which starts at once): a flow that wants to communicate while another computes is
+started with `spawn`. Tags are integers agreed between the two ends; messages with the same
+(source, tag) arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass
+class Traffic:
+    """What one flow moved, and how long that took.
+
+    `seconds_waiting` is time blocked with nothing to move; `seconds_communicating` is the rest of
+    the time inside the transport. `bytes_sent` counts payload and our headers, when sent; a
+    message from a rank to itself costs no bytes.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    seconds_waiting: float = 0.0
+    seconds_communicating: float = 0.0
+
+
+class Handle(Protocol):
+    """A send or a receive under way."""
+
+    @property
+    def source(self) -> int:
+        """The rank that sends; known for receives from any source once `done`."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Block until complete; the received tensor (or the sent one, free to be changed again).
+
+        Raises `PeerLost` if the other end is gone, `RunAborted` if the watcher ended the run.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        ...
+
+
+class Task(Protocol[T_co]):
+    """A background flow started by `spawn`."""
+
+    def wait(self) -> T_co:
+        """Block until the flow ends; its result. Raises what the flow raised."""
+        ...
+
+    def done(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """Point-to-point messages of tensors between `size` ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of this flow alone."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload and headers sent by all flows of this rank."""
+        ...
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
+        """Start sending a contiguous `tensor`; it may be changed after `wait` returned.
+
+        Sending to oneself is allowed (a server beside a worker): the tensor is copied at once.
+        """
+        ...
+
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
+        """Start receiving from `source`, or from any rank where it is None.
+
+        With `into` (contiguous, of the sent dtype and number of elements) the message lands there
+        without a copy; without, a new tensor of the sent shape and dtype is made. A receive from
+        any source raises `PeerLost` once for each rank that is lost, after the complete messages
+        of that rank have been delivered.
+        """
+        ...
+
+    def now(self) -> float:
+        """Seconds: monotonic on real engines, virtual under simulation."""
+        ...
+
+    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
+        """Run `function(transport of the new flow)` in the background."""
+        ...
+
+    def lost(self) -> frozenset[int]:
+        """The ranks known to be gone."""
+        ...

@@ -1,0 +1,65 @@
+"""Mutual TLS: both ends show a certificate of the run's authority."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from orchestra.errors import InputError
+
+
+@dataclass(frozen=True)
+class TLS:
+    """PEM files of one rank, or of all: its certificate, its private key, and the authority.
+
+    Whoever holds a certificate of `authority` belongs to the run; host names are not compared.
+    A certificate has to allow both client and server use (or not say).
+    """
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    def context(self, *, server_side: bool) -> ssl.SSLContext:
+        """Raises `InputError` for a file that cannot be used."""
+        protocol = ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            context.load_verify_locations(self.authority)
+        except OSError as error:
+            raise InputError(
+                f"TLS cannot use certificate {self.certificate}, key {self.key} and authority "
+                f"{self.authority}: {error}; give three PEM files that belong together"
+            ) from error
+        return context
+
+    def wrap(self, connection: socket.socket, *, server_side: bool) -> ssl.SSLSocket:
+        """Shake hands on a connected blocking socket, within the socket's own time-out.
+
+        Raises `ssl.SSLError` where the other end is not of the run.
+        """
+        return self.context(server_side=server_side).wrap_socket(
+            connection, server_side=server_side
+        )
+
+
+def from_environment(environ: Mapping[str, str]) -> TLS | None:
+    """What `ORCHESTRA_TLS_CERTIFICATE`, `_KEY` and `_AUTHORITY` name; None without any of them.
+
+    Raises:
+        InputError: some of them are set, and some are not.
+    """
+    names = [f"ORCHESTRA_TLS_{field.name.upper()}" for field in fields(TLS)]
+    missing = [name for name in names if not environ.get(name)]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        raise InputError(f"TLS needs {', '.join(names)}: {', '.join(missing)} is not set")
+    return TLS(*(Path(environ[name]) for name in names))

@@ -1,0 +1,121 @@
+"""The flat gradient of a step, and what travels with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from orchestra.errors import InputError
+from orchestra.worker.layout import Layout
+
+STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
+
+
+class Gradients:
+    """The gradient of every trainable parameter as a view of one flat vector.
+
+    `storage` is [layout.size + 2 + ranks + tensors]: the gradient, then the tail that is summed
+    with it: how many ranks want to stop, the weighted loss, the loss of each rank in a place of
+    its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
+    `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
+        by_name = dict(module.named_parameters())
+        self.layout = layout
+        self.parameters = [by_name[slot.name] for slot in layout.slots]
+        self.storage = layout.allocate(extra=LOSSES + ranks + len(layout.slots))
+        self.vector = self.storage[: layout.size]
+        self.tail = self.storage[layout.size :]
+        self.views = layout.views(self.storage)
+        self.used = [False] * len(layout.slots)
+        self.last_backward = True  # of a step; those before it only accumulate
+        self._collected = [False] * len(layout.slots)
+        self._on_ready: Callable[[int], None] | None = None
+        self._on_backward: Callable[[], None] | None = None
+        for index, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            if self._on_backward is not None:
+                self._on_backward()
+            self.used[index] = True
+            if self._on_ready is not None and self.last_backward:
+                self._on_ready(index)
+
+        return mark
+
+    def when_ready(self, callback: Callable[[int], None] | None) -> None:
+        """Call `callback(slot)` in a step's last backward when that slot has its gradient."""
+        self._on_ready = callback
+
+    def when_in_backward(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` in every backward, before any slot counts as ready."""
+        self._on_backward = callback
+
+    def clear(self) -> None:
+        """Begin a step: no gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a step of a loop that clears gradients by itself."""
+        self.used = [False] * len(self.used)
+        self.await_collection()
+
+    def await_collection(self) -> None:
+        """Whatever was collected, more gradient is to come before the next exchange."""
+        self._collected = [False] * len(self.used)
+
+    def collect(self, index: int, scale: float) -> None:
+        """Bring slot `index`, times `scale`, from where autograd put it into the flat vector."""
+        if self._collected[index]:
+            raise InputError(
+                f"parameter {self.layout.slots[index].name!r} received its gradient twice in one "
+                "backward pass (reentrant checkpointing does that): set overlap to false"
+            )
+        self._collected[index] = True
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.data_ptr() == view.data_ptr():
+            view.mul_(scale)
+        elif scale == 1.0:
+            view.copy_(parameter.grad)
+        else:
+            torch.mul(parameter.grad, scale, out=view)
+        parameter.grad = view
+
+    def collect_rest(self, scale: float = 1.0) -> None:
+        """`collect` for every slot that was not yet collected in this step."""
+        for index, collected in enumerate(self._collected):
+            if not collected:
+                self.collect(index, scale)
+
+    def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
+        """Write what travels with the gradient of `rank`."""
+        self.tail.zero_()
+        self.tail[STOP] = float(stop)
+        if weight:
+            self.tail[LOSS] = weight * loss
+            self.tail[LOSSES + rank] = loss
+            self.tail[-len(self.used) :] = torch.tensor(self.used, dtype=self.tail.dtype)
+
+    def read_tail(self) -> tuple[float, tuple[float, ...], bool]:
+        """After an exchange: the mean loss, the loss of each rank, whether one wants to stop."""
+        stop, loss, *losses = self.tail[: -len(self.used)].tolist()
+        return loss, tuple(losses), stop > 0
+
+    def publish(self) -> None:
+        """After an exchange: what any rank used is used, and the rest has no gradient."""
+        self.used = [count > 0 for count in self.tail[-len(self.used) :].tolist()]
+        self.forget_unused()
+
+    def forget_unused(self) -> None:
+        """Parameters that are not used have no gradient."""
+        for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
+            parameter.grad = view if used else None

@@ -1,0 +1,88 @@
+"""What an engine hands to the program of a rank: identity, transport, compute, and a reporter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from orchestra.transports.protocol import Transport
+
+if TYPE_CHECKING:
+    from orchestra.transports.native import Native
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of computation: its kind ("gradient", "update", "encode" ...) and its size.
+
+    `amount` counts samples for "gradient" and elements for everything else; a simulation looks
+    up the calibrated duration by both.
+    """
+
+    kind: str
+    amount: int
+
+
+class Compute(Protocol):
+    """Computation is charged here and nowhere else."""
+
+    seconds: float  # charged so far by this rank's main flow
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        """Do `function`, and let the clock advance by what `work` costs on this engine."""
+        ...
+
+
+class Reporter(Protocol):
+    """One way up to the watcher: progress for the display, and facts that its verdicts need."""
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        """This rank has finished `step` steps of its own; `samples` it has consumed so far.
+
+        `fraction` is the part of the run's budget that the cluster has consumed.
+        """
+        ...
+
+    def phase(self, name: str) -> None:
+        """What the rank is doing, in words ("set-up", "training", "evaluating", "leaving")."""
+        ...
+
+    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
+        """Blocked on `for_ranks` (none: not blocked) for `what`; kept for diagnosis."""
+        ...
+
+    def expendable(self, yes: bool) -> None:
+        """Whether the run can go on without this rank, from now on."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """One line for the user ("going on without rank 3")."""
+        ...
+
+    def stop_requested(self) -> bool:
+        """Whether the user asked for an orderly stop (Ctrl-C)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Everything that a program may know of the engine that runs it."""
+
+    rank: int
+    ranks: int
+    transport: Transport
+    compute: Compute
+    reporter: Reporter
+    seed: Callable[[int], None]  # the global random streams of this rank begin anew
+    local_rank: int = 0  # index of this rank among those of its host: which GPU is its own
+    native: Callable[[], Native] | None = None  # torch.distributed's own collectives

@@ -1,0 +1,223 @@
+"""What a strategy works with: a module with flat parameters and gradients, and the runtime."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from orchestra.collectives import Group
+from orchestra.errors import InputError
+from orchestra.optimizers.moments import Moments, install_moments
+from orchestra.optimizers.spec import OptimizerSpec, set_rates
+from orchestra.transports.native import Native
+from orchestra.transports.protocol import Transport
+from orchestra.worker.batches import Batch, batch_samples, split_batch
+from orchestra.worker.gradients import Gradients
+from orchestra.worker.layout import Layout, adopt, buffer_places
+from orchestra.worker.runtime import Compute, Reporter, Runtime, Work
+from orchestra.worker.snapshots import Snapshots
+
+
+@dataclass
+class Step:
+    """The step under way, as far as this rank knows it.
+
+    `weight` is this rank's share of the samples of the step over all workers (its samples over
+    `total_samples`); `consumed` counts the samples of the whole cluster with this step included.
+    `loss` and `stop` begin as this rank's own and become the cluster's where a strategy agrees
+    on them; `agreed` tells which. `losses` then holds the loss of each rank (0 without data).
+    `epoch` counts passes over the data set, as a fraction. `staleness`: of this step's push at
+    each server, in updates.
+    """
+
+    samples: int = 0
+    total_samples: int = 0
+    consumed: int = 0
+    epoch: float = 0.0
+    rates: tuple[float, ...] = ()
+    loss: float = 0.0
+    losses: tuple[float, ...] = ()
+    stop: bool = False
+    agreed: bool = False
+    staleness: tuple[int, ...] = ()
+
+    @property
+    def weight(self) -> float:
+        """This rank's part of the samples of the step."""
+        return self.samples / self.total_samples if self.total_samples else 0.0
+
+
+@dataclass
+class Measures:
+    """What strategies report about themselves, beside the transport's counters."""
+
+    staleness: list[int] = field(default_factory=list)
+    peak_buffer_bytes: int = 0
+    native_bytes: int = 0
+    native_seconds: float = 0.0
+    switched_at_step: int | None = None
+
+
+class Worker:
+    """One rank's module, data share and connections, engine and strategy apart.
+
+    `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        module: nn.Module,
+        optimizer: OptimizerSpec,
+        *,
+        loss: Callable[[nn.Module, Batch], Tensor] | None = None,
+        accumulation: int = 1,
+        precision: str = "float32",
+        clip_norm: float | None = None,
+        budget_ranks: int | None = None,
+        bucket_bytes: int = 25_000_000,
+        overlap: bool = True,
+        snapshots: Snapshots | None = None,
+        own_optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.module = module
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.overlap = overlap
+        self.budget_ranks = budget_ranks or runtime.ranks  # `Single` is given more than it runs
+        self.bucket_bytes = bucket_bytes
+        self.layout = Layout.of_module(module)
+        self.parameters = adopt(module, self.layout)
+        self.gradients = Gradients(module, self.layout, runtime.ranks)
+        self._buffers = buffer_places(module)
+        self.step = Step()
+        self.measures = Measures()
+        self.snapshots = snapshots or Snapshots((), runtime.transport.now)
+        self.rate_scale = 1.0
+        self.inherited: Moments = {}
+        self.workers = Group(tuple(range(runtime.ranks)))
+        self._loss = loss
+        self._accumulation = accumulation
+        self._precision = precision
+        self._own_optimizer = own_optimizer
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the run."""
+        return self.runtime.rank
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks that are still there."""
+        gone = self.transport.lost()
+        return Group(tuple(rank for rank in range(self.runtime.ranks) if rank not in gone))
+
+    @property
+    def transport(self) -> Transport:
+        """The transport of the main flow."""
+        return self.runtime.transport
+
+    @property
+    def compute(self) -> Compute:
+        """Where computation is charged."""
+        return self.runtime.compute
+
+    @property
+    def reporter(self) -> Reporter:
+        """The way to the watcher."""
+        return self.runtime.reporter
+
+    @property
+    def native(self) -> Native:
+        """torch.distributed's own collectives."""
+        if self.runtime.native is None:
+            raise InputError("this engine has no native collectives: name a schedule instead")
+        return self.runtime.native()
+
+    @property
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """The module's persistent buffers, by name."""
+        return [(name, getattr(owner, attribute)) for name, owner, attribute in self._buffers]
+
+    def set_workers(self, ranks: Sequence[int]) -> None:
+        """The ranks that have data from now on."""
+        self.workers = Group(tuple(ranks))
+
+    def begin_step(self, step: Step) -> None:
+        """Take over what the trainer knows of the step that begins."""
+        step.stop = self.reporter.stop_requested()
+        self.step = step
+        self.set_rates(step.rates)
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """The learning rates of the step, before what a strategy makes of them."""
+        self.step.rates = tuple(rate * self.rate_scale for rate in rates)
+
+    def backward(self, batch: Batch | None) -> None:
+        """Gradient of the mean loss over `batch`, still where autograd puts it; None: nothing."""
+        self.gradients.clear()
+        if batch is None:
+            return
+        assert self._loss is not None
+        work = Work("gradient", self.step.samples)
+        self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
+
+    def micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
+        """What `batch` is split into, each with its number of samples."""
+        return split_batch(batch, self._accumulation) if self._accumulation > 1 else [(batch, 1)]
+
+    def _accumulate(self, batch: Batch) -> float:
+        parts = self.micro_batches(batch)
+        total = sum(samples for _, samples in parts)
+        mean = 0.0
+        for number, (part, samples) in enumerate(parts, start=1):
+            self.gradients.last_backward = number == len(parts)
+            loss = self.loss_of(self.module, part)
+            share = samples / total
+            (loss if share == 1.0 else loss * share).backward()
+            mean += share * float(loss.detach())
+        return mean
+
+    def loss_of(self, module: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss of `module` over `batch`, in the run's precision."""
+        assert self._loss is not None
+        device = self.layout.device.type
+        casting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._precision == "bf16":
+            casting = torch.autocast(device, dtype=torch.bfloat16)
+        with casting:
+            return self._loss(module, batch)
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The trainable parameters by name, in the layout's order."""
+        names = (slot.name for slot in self.layout.slots)
+        return dict(zip(names, self.gradients.parameters, strict=True))
+
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer of all parameters on this rank: the user's own, or one from the spec."""
+        if self._own_optimizer is not None:
+            return self._own_optimizer
+        parameters = self.named_parameters()
+        optimizer = self.optimizer.build(parameters)
+        parts = {name: (parameter, 0) for name, parameter in parameters.items()}
+        install_moments(optimizer, parts, self.inherited)
+        return optimizer
+
+    def update_locally(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of `optimizer` at the step's learning rates."""
+        set_rates(optimizer, self.step.rates)
+        self.compute.run(Work("update", self.layout.size), optimizer.step)
+
+    def clip(self) -> None:
+        """Clip the gradient on this rank to the global norm that was asked for, if any."""
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.clip_norm)
+
+    def count_samples(self, batch: Batch) -> int:
+        """How many samples `batch` holds."""
+        return batch_samples(batch)

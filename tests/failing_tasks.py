@@ -1,0 +1,104 @@
+"""Tasks that go wrong, or wait for a test."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tests.tasks_for_tests import MODELS, cross_entropy, data, initialised
+from tests.waiting import wait_until
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from orchestra.tasks import Task
+
+SAMPLES = 96
+
+
+class Disturbed(Dataset[tuple[Tensor, Tensor]]):
+    """Ordinary samples; `disturb` is called with the index and the number of each read."""
+
+    def __init__(self, disturb: Callable[[int, int], None]) -> None:
+        self._images, self._labels = data(SAMPLES, torch.float32)
+        self._disturb = disturb
+        self._reads = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self._reads += 1
+        self._disturb(index, self._reads)
+        return self._images[index], self._labels[index]
+
+
+def task(disturb: Callable[[int, int], None]) -> Task:
+    return Task(
+        model=lambda: initialised(MODELS["mlp"](), torch.float32),
+        train=Disturbed(disturb),
+        loss=cross_entropy,
+    )
+
+
+def gated(folder: str, after: int = 40) -> Task:
+    """After `after` reads a rank leaves its process id in `folder`, and waits for `go` there."""
+
+    def disturb(_: int, reads: int) -> None:
+        if reads == after:
+            (Path(folder) / f"at-{os.getpid()}").touch()
+            wait_until((Path(folder) / "go").exists, "the test lets the ranks go")
+
+    return task(disturb)
+
+
+def broken(sample: int = 70) -> Task:
+    """One sample cannot be read; no warm-up reads it."""
+
+    def disturb(index: int, reads: int) -> None:
+        if index == sample and reads > 16:
+            raise ValueError(f"sample {index} cannot be decoded")
+
+    return task(disturb)
+
+
+def hanging(sample: int = 70) -> Task:
+    """One sample never comes."""
+
+    def disturb(index: int, reads: int) -> None:
+        if index == sample and reads > 16:
+            threading.Event().wait()
+
+    return task(disturb)
+
+
+def slow(seconds: float, sample: int = 70) -> Task:
+    """One sample takes `seconds` in native code that holds the interpreter: no sign of life."""
+
+    def disturb(index: int, reads: int) -> None:
+        if index == sample and reads > 8:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+    return task(disturb)
+
+
+def diverging() -> Task:
+    """The loss becomes infinite, then not a number."""
+
+    def loss(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        result: Tensor = (model(batch[0]) ** 2).sum() * 1e6
+        return result
+
+    return Task(model=MODELS["mlp"], train=Disturbed(lambda *_: None), loss=loss)
+
+
+def missing_file(path: str) -> Task:
+    """The data file is read when the task is made."""
+    return Task(
+        model=MODELS["mlp"],
+        train=torch.utils.data.TensorDataset(torch.load(path)),
+        loss=cross_entropy,
+    )

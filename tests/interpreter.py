@@ -1,0 +1,42 @@
+"""What a schedule means, in NumPy: for tests, and independent of the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestra.schedules import REDUCE, Schedule
+
+Vector = NDArray[Any]
+
+
+def interpret(schedule: Schedule, vectors: Sequence[Vector]) -> list[Vector]:
+    """Every rank's vector after `schedule`; what it never received is NaN."""
+    length = len(vectors[0])
+    memories = [vector.copy() for vector in vectors]
+    if schedule.slots:
+        memories = [np.full(schedule.pieces * length, np.nan, v.dtype) for v in vectors]
+        for rank, vector in enumerate(vectors):
+            memories[rank][rank * length : (rank + 1) * length] = vector
+    for transfers in schedule.rounds():
+        before = [memory.copy() for memory in memories]
+        for source, target, piece, operation in transfers.tolist():
+            part = slice(*schedule.cut(piece, length))
+            arrived = before[source][part]
+            memories[target][part] = (
+                memories[target][part] + arrived if operation == REDUCE else arrived
+            )
+    return [_sum_of_slots(schedule, memory, length) for memory in memories]
+
+
+def _sum_of_slots(schedule: Schedule, memory: Vector, length: int) -> Vector:
+    if not schedule.slots:
+        return memory
+    slots = memory.reshape(schedule.pieces, length)
+    total: Vector = slots[0].copy()
+    for slot in slots[1:]:
+        total += slot
+    return total

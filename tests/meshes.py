@@ -1,0 +1,209 @@
+"""Meshes of socket transports whose ranks are threads of this process, and their certificates."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from torch import Tensor
+
+from orchestra.errors import RunAborted
+from orchestra.transports.framing import DTYPES
+from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.protocol import Transport
+from orchestra.transports.sockets import SocketTransport
+from orchestra.transports.tls import TLS
+
+T = TypeVar("T")
+TOKEN = b"the run's token"
+
+
+def in_threads(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Run all at once; raise the first error."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def call(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), f"hangs; errors elsewhere: {errors}"
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(functions))]
+
+
+def connect(
+    size: int, tls: TLS | None = None, on_flow_start: Callable[[], None] | None = None
+) -> list[SocketTransport]:
+    listeners = [Listener() for _ in range(size)]
+    addresses = [listener.address for listener in listeners]
+
+    def join(rank: int) -> SocketTransport:
+        return connect_mesh(
+            rank,
+            addresses,
+            listeners[rank],
+            TOKEN,
+            tls=tls,
+            timeout=30,
+            on_flow_start=on_flow_start,
+        )
+
+    return in_threads([lambda rank=rank: join(rank) for rank in range(size)])  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def mesh(size: int, tls: TLS | None = None) -> Iterator[list[SocketTransport]]:
+    transports = connect(size, tls)
+    try:
+        yield transports
+    finally:
+        for transport in transports:
+            transport.close()
+
+
+def on_ranks(
+    transports: Sequence[SocketTransport], function: Callable[[SocketTransport], T]
+) -> list[T]:
+    return in_threads([lambda t=t: function(t) for t in transports])  # type: ignore[misc]
+
+
+def random_tensor(generator: random.Random, largest: int = 200_000) -> Tensor:
+    dtype = generator.choice(DTYPES)
+    shape = generator.choice(
+        [(), (0,), (3, 0, 2), (1,), (7, 5), (2, 3, 4, 5), (generator.randrange(largest),)]
+    )
+    count = int(torch.Size(shape).numel()) * dtype.itemsize
+    values = torch.frombuffer(bytearray(generator.randbytes(count) or b"\0"), dtype=torch.uint8)
+    if dtype == torch.bool:
+        values = values % 2
+    return values[:count].clone().view(dtype).reshape(shape)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal shape, dtype and bits (NaN included)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def exchange_randomly(transport: SocketTransport, seed: int) -> None:
+    """Every rank knows every message of the plan; all go at once, in an order of their own."""
+    plan = random.Random(seed)
+    ranks = range(transport.size)
+    messages = [
+        (plan.choice(ranks), plan.choice(ranks), plan.randrange(3), random_tensor(plan))
+        for _ in range(60)
+    ]
+    own = random.Random(seed * 100 + transport.rank)
+    actions: list[tuple[str, int, int, Tensor]] = [
+        ("send", target, tag, tensor)
+        for source, target, tag, tensor in messages
+        if source == transport.rank
+    ] + [
+        ("receive", source, tag, tensor)
+        for source, target, tag, tensor in messages
+        if target == transport.rank
+    ]
+    # Any interleaving of sends and receives that keeps the order within each (kind, peer, tag).
+    order = sorted(range(len(actions)), key=lambda _: own.random())
+    queues: dict[tuple[str, int, int], list[Tensor]] = {}
+    for kind, peer, tag, tensor in actions:
+        queues.setdefault((kind, peer, tag), []).append(tensor)
+    pending = []
+    sends = []
+    for index in order:
+        kind, peer, tag, _ = actions[index]
+        tensor = queues[kind, peer, tag].pop(0)
+        if kind == "send":
+            sends.append((transport.send(tensor, peer, tag), tensor))
+        else:
+            into = torch.empty_like(tensor) if own.random() < 0.5 else None
+            pending.append((transport.receive(peer, tag, into), into, peer, tensor))
+    own.shuffle(pending)
+    for handle, into, peer, expected in pending:
+        received = handle.wait()
+        assert same(received, expected)
+        assert into is None or received is into
+        assert handle.source == peer
+        assert handle.done()
+    for send, tensor in sends:
+        assert send.wait() is tensor
+        assert send.source == transport.rank
+
+
+def exchange(transport: Transport, peers: Sequence[int], tensor: Tensor) -> list[Tensor]:
+    """Send `tensor` to each of `peers`, and return what they send."""
+    sends = [transport.send(tensor, peer, 0) for peer in peers]
+    received = [transport.receive(peer, 0).wait() for peer in peers]
+    for send in sends:
+        send.wait()
+    return received
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Spin; the time limit of the test ends what never comes."""
+    while not condition():
+        pass
+
+
+def vanish(transport: SocketTransport) -> None:
+    """End without a farewell, as a killed process does."""
+    transport.abort(RunAborted("killed"))
+    transport.close()
+
+
+def make_certificate(
+    folder: Path, name: str, issuer: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer[0].subject if issuer else subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .sign(issuer[1] if issuer else key, hashes.SHA256())
+    )
+    (folder / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / f"{name}.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return certificate, key
+
+
+def make_tls(folder: Path, authority: str = "authority") -> TLS:
+    issuer = make_certificate(folder, authority, None)
+    make_certificate(folder, f"{authority}-rank", issuer)
+    return TLS(
+        folder / f"{authority}-rank.pem",
+        folder / f"{authority}-rank.key",
+        folder / f"{authority}.pem",
+    )

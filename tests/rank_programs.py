@@ -1,0 +1,261 @@
+"""Small programs for ranks, and a launch in the background that a test can disturb."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.waiting import wait_until
+
+from orchestra.engines.processes import Outcome, launch
+from orchestra.worker.runtime import Runtime, Work
+
+TAG = 7
+
+
+def say_rank(runtime: Runtime, argument: Any) -> Any:
+    return runtime.rank, runtime.ranks, argument
+
+
+def thread_count(_: Runtime, __: None) -> int:
+    return torch.get_num_threads()
+
+
+def read_variable(_: Runtime, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def draw(runtime: Runtime, seed: int) -> tuple[float, float]:
+    import random
+
+    runtime.seed(seed)
+    return float(torch.rand(())), random.random()
+
+
+def pass_round(runtime: Runtime, _: None) -> float:
+    """The sum of all ranks, passed round a ring."""
+    total = torch.zeros(1)
+    moving = torch.full((1,), float(runtime.rank))
+    for _step in range(runtime.ranks):
+        total += moving
+        sent = runtime.transport.send(moving, (runtime.rank + 1) % runtime.ranks, TAG)
+        moving = runtime.transport.receive((runtime.rank - 1) % runtime.ranks, TAG).wait()
+        sent.wait()
+    return float(total)
+
+
+def collect_natively(runtime: Runtime, _: None) -> list[list[float]]:
+    assert runtime.native is not None
+    native = runtime.native()
+    total = native.all_reduce(torch.full((3,), float(runtime.rank)))
+    started = native.start_all_reduce(torch.ones(2))
+    told = native.broadcast(torch.full((2,), float(runtime.rank)), root=1)
+    native.barrier()
+    return [total.tolist(), started.wait().tolist(), told.tolist()]
+
+
+def arrive(runtime: Runtime, folder: Path) -> None:
+    """Leave this rank's process id, in a file that appears with its content."""
+    draft = folder / f"{runtime.rank}.draft"
+    draft.write_text(str(os.getpid()))
+    draft.rename(folder / str(runtime.rank))
+
+
+def wait_for_last(runtime: Runtime, folder: Path) -> None:
+    """All but the last rank wait for a message that the last never sends."""
+    arrive(runtime, folder)
+    runtime.reporter.phase("training")
+    if runtime.rank == runtime.ranks - 1:
+        wait_until((folder / "never").exists, "a file that no test makes")
+    runtime.transport.receive(runtime.ranks - 1, TAG).wait()
+
+
+def wait_natively_for_last(runtime: Runtime, folder: Path) -> None:
+    arrive(runtime, folder)
+    assert runtime.native is not None
+    runtime.native().barrier()
+    if runtime.rank == runtime.ranks - 1:
+        signal.pause()
+    runtime.native().barrier()
+
+
+def send_half(runtime: Runtime, folder: Path) -> None:
+    """Rank 1 sends more than fits into the buffers; rank 0 takes none of it."""
+    if runtime.rank == 1:
+        handle = runtime.transport.send(torch.ones(50_000_000), 0, TAG)
+        arrive(runtime, folder)
+        handle.wait()
+    arrive(runtime, folder)
+    wait_until((folder / "1").exists, "rank 1 sends")
+    wait_until((folder / "killed").exists, "the test kills rank 1")
+    runtime.transport.receive(1, TAG).wait()
+
+
+def fail_in_one(runtime: Runtime, failing: int) -> None:
+    if runtime.rank == failing:
+        raise ValueError("bad sample 17")
+    runtime.transport.receive(failing, TAG).wait()
+
+
+def fail_after_native(runtime: Runtime, failing: int) -> None:
+    assert runtime.native is not None
+    runtime.native().barrier()
+    if runtime.rank == failing:
+        raise ValueError("bad sample 17")
+    runtime.native().barrier()
+
+
+def leave_without_result(runtime: Runtime, status: int) -> None:
+    if runtime.rank == 1:
+        os._exit(status)
+    runtime.transport.receive(1, TAG).wait()
+
+
+def unpicklable(runtime: Runtime, _: None) -> Any:
+    return (lambda: None) if runtime.rank == 1 else None
+
+
+def wait_in_a_circle(runtime: Runtime, _: None) -> None:
+    runtime.transport.receive((runtime.rank + 1) % runtime.ranks, TAG).wait()
+
+
+def loop_for_ever(runtime: Runtime, _: None) -> None:
+    """Rank 1 computes without end; the others wait for it."""
+    runtime.reporter.progress(step=1, samples=1)
+    while runtime.rank == 1:
+        pass
+    runtime.transport.receive(1, TAG).wait()
+
+
+def slow_step(runtime: Runtime, seconds: float) -> str:
+    """A step in native code that holds the interpreter: no beat meanwhile."""
+    runtime.reporter.progress(step=1, samples=1)
+    if runtime.rank == 1:
+        runtime.compute.run(Work("gradient", 1), lambda: hold_interpreter(seconds))
+        runtime.transport.send(torch.ones(1), 0, TAG).wait()
+        return "slow"
+    runtime.transport.receive(1, TAG).wait()
+    return "waited"
+
+
+def hold_interpreter(seconds: float) -> None:
+    import ctypes
+
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def expendable_last(runtime: Runtime, folder: Path) -> str:
+    """The last rank may be missed; each runs until its file `end` appears."""
+    if runtime.rank == runtime.ranks - 1:
+        runtime.reporter.expendable(True)
+    runtime.reporter.phase("training")
+    arrive(runtime, folder)
+    step = 0
+    while not (folder / "end").exists():
+        step += 1
+        runtime.reporter.progress(step=step, samples=step)
+        time.sleep(0.01)
+    return "to the end"
+
+
+def notices_loss(runtime: Runtime, folder: Path) -> str:
+    """Rank 0 waits for anybody, and is told of the rank that it will not hear of."""
+    from orchestra.errors import PeerLost
+
+    if runtime.rank == 1:
+        runtime.reporter.expendable(True)
+        arrive(runtime, folder)
+        signal.pause()
+    try:
+        runtime.transport.receive(None, TAG).wait()
+    except PeerLost as error:
+        return f"went on without {error.rank}"
+    return "heard something"
+
+
+def until_asked_to_stop(runtime: Runtime, folder: Path) -> str:
+    arrive(runtime, folder)
+    while not runtime.reporter.stop_requested():
+        time.sleep(0.01)
+    return "stopped in order"
+
+
+def deaf(runtime: Runtime, folder: Path) -> None:
+    """Never looks whether a stop was asked for; the ways in which a rank can be stuck."""
+    arrive(runtime, folder)
+    if runtime.rank == 0:
+        hold_interpreter(1000.0)
+    elif runtime.rank == 1:
+        time.sleep(1000)
+    else:
+        signal.pause()
+
+
+def blocked(runtime: Runtime, folder: Path) -> None:
+    """No message ends this."""
+    arrive(runtime, folder)
+    while True:
+        signal.pause()
+
+
+class Breaks:
+    """An argument that cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _refuse, ("no such dataset",)
+
+
+def _refuse(text: str) -> Any:
+    raise ImportError(text)
+
+
+class Running:
+    """A launch in a thread."""
+
+    def __init__(self, program: Any, argument: Any, ranks: int, **options: Any) -> None:
+        self._outcome: Outcome | None = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(program, argument, ranks), kwargs=options
+        )
+        self._thread.start()
+
+    def _run(self, program: Any, argument: Any, ranks: int, **options: Any) -> None:
+        try:
+            self._outcome = launch(program, argument, ranks, **options)
+        except BaseException as error:
+            self.error = error
+
+    def outcome(self) -> Outcome:
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+        assert self._outcome is not None
+        return self._outcome
+
+
+def pids(folder: Path, ranks: int) -> list[int]:
+    """Wait until all ranks have arrived; their process ids."""
+    wait_until(lambda: all((folder / str(r)).exists() for r in range(ranks)), "all ranks arrive")
+    return [int((folder / str(rank)).read_text()) for rank in range(ranks)]
+
+
+if __name__ == "__main__":
+    # A launcher of its own: the name of a program, the folder, the number of ranks.
+    name, place, count = sys.argv[1:]
+    import tests.rank_programs as programs
+
+    from orchestra.errors import RunFailed
+
+    try:
+        print(launch(getattr(programs, name), Path(place), int(count), quiet=False))
+    except RunFailed as failed:
+        print(f"failed: {failed}")
+        sys.exit(1)

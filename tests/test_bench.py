@@ -1,0 +1,182 @@
+"""The benchmarks: every contestant takes part, ratios stay within a round, windows count steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestra.bench import step, suspend
+from orchestra.bench.models import SUBJECTS, subjects_named
+from orchestra.bench.server import ServerRow, bench_server
+from orchestra.bench.suspend import Walked, Window, row_of
+from orchestra.bench.turns import median_ratio, order
+from orchestra.cli.bench_tables import print_paces, print_rates
+from orchestra.cli.main import main
+from orchestra.errors import InputError
+from orchestra.strategies.parameter_server import ParameterServer
+
+SMALL = replace(SUBJECTS[0], steps=2, batch_size=4)
+PEERS = [step.PEER.format(size) for size in step.BUCKET_MEGABYTES]
+
+
+def test_a_ratio_stays_within_its_round() -> None:
+    """Rounds of a machine that is ten times slower count like the others."""
+    assert median_ratio([2.0, 20.0, 3.0], [1.0, 10.0, 30.0]) == 2.0
+
+
+def test_every_other_round_runs_in_reverse() -> None:
+    assert [list(order("abc", number)) for number in (1, 2, 3)] == [
+        ["a", "b", "c"],
+        ["c", "b", "a"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_the_best_bucket_size_is_the_measure() -> None:
+    """Best in most rounds: one slow round of the machine, or of its own, changes nothing."""
+    blocks = {name: [4.0, 40.0, 4.0] for name in PEERS}
+    blocks[PEERS[2]] = [2.0, 20.0, 9.0]
+    blocks["ours"] = [3.0, 60.0, 9.0]
+    rows = {row.contestant: row for row in step.rows_of(SMALL, 2, blocks)}
+    assert [name for name, row in rows.items() if row.best_peer] == [PEERS[2]]
+    assert rows["ours"].ratio == 1.5  # of 3 / 2, 60 / 20, and 9 / 9
+    assert rows["ours"].step_seconds == 9.0 / SMALL.steps
+    assert rows["ours"].samples_per_second == 2 * SMALL.batch_size * SMALL.steps / 9.0
+
+
+def test_steps_of_every_contestant_are_measured() -> None:
+    told: list[tuple[str, float]] = []
+    rows = step.bench_step((2,), 1, (SMALL,), lambda what, part: told.append((what, part)))
+    contestants = [*PEERS, *map(repr, step.OURS), step.ALONE]
+    assert [row.contestant for row in rows] == contestants
+    assert {(row.model, row.ranks) for row in rows} == {("lenet", 2)}
+    assert all(row.step_seconds > 0 for row in rows)
+    assert [row.ratio for row in rows if row.best_peer] == [1.0]
+    assert told
+    assert {what for what, _ in told} == {"lenet, 2 ranks"}
+
+
+def test_the_sizes_of_the_models() -> None:
+    sizes = [sum(p.numel() for p in subject.build().parameters()) for subject in SUBJECTS]
+    assert sizes[0] == 61_706
+    assert sizes[1] == pytest.approx(25e6, rel=0.01)
+
+
+def test_pushes_to_a_server_are_counted_for_both() -> None:
+    (row,) = bench_server((2,), rounds=1, pushes=3)
+    assert row.workers == 2
+    assert row.ratio == pytest.approx(row.ours_per_second / row.peer_per_second)
+
+
+def test_the_pace_is_that_of_the_others_in_each_window() -> None:
+    steady = [float(second) for second in range(40)]
+    slowed = [t for t in steady if not 10 <= t < 20 or t % 2 == 0]
+    slowest = [t for t in steady if not 10 <= t < 20 or t % 4 == 0]
+    stopped = [t for t in steady if t < 10 or 20 <= t < 30]
+    assert suspend.VICTIM == 1
+    walked = [Walked(times, 0.5) for times in (slowed, stopped, slowed, slowest)]
+    pairs = [
+        (Window(0, 10), Window(10, 20)),
+        (Window(20, 30), Window(30, 40)),
+        (Window(0, 10), Window(10, 20)),
+    ]
+    row = row_of("waits", [*walked, Walked([], 0.25), None], pairs)
+    assert row.ratios == (0.5, 1.0, 0.5)
+    assert (row.ratio, row.before_per_second, row.suspended_per_second) == (0.5, 1.0, 0.5)
+    assert row.busy_cores == 2.25
+
+
+@pytest.mark.parametrize("load", suspend.LOADS)
+def test_a_worker_is_suspended_and_the_others_step_on(load: str) -> None:
+    (row,) = suspend.bench_suspend(pairs=2, window=0.5, loads=(load,))
+    assert (row.load, len(row.ratios)) == (load, 2)
+    assert row.suspended_per_second > 0
+
+
+def test_the_measure_sees_a_server_that_waits_for_everybody() -> None:
+    """Once a worker is suspended, the others complete at most the step under way."""
+    synchronous = ParameterServer(consistency="synchronous")
+    (row,) = suspend.bench_suspend(pairs=2, window=1.0, loads=("waits",), strategy=synchronous)
+    assert row.suspended_per_second <= 1.0 < row.before_per_second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["setp"], "unknown benchmark 'setp'; did you mean 'step'?"),
+        (["step", "--ranks", "2,x"], "--ranks: '2,x' is not a list of numbers such as 2,4"),
+        (["step", "--ranks", "1,2"], "--ranks: 1 is below 2"),
+        (["step", "--rounds", "0"], "--rounds: 0 is below 1"),
+        (["step", "--model", "lennet"], "--model: unknown model 'lennet'; did you mean 'lenet'?"),
+        (["server", "--json", "here"], "--json: here exists; name a new file"),
+        (["server", "--json", "no/file"], "--json: there is no folder no"),
+        (["server", "--suspended"], "did you mean '--suspend'?"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "here").touch()
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_one_model_or_all() -> None:
+    assert subjects_named("all") == SUBJECTS
+    assert subjects_named("mlp25m") == SUBJECTS[1:]
+    with pytest.raises(InputError):
+        subjects_named("mlp")
+
+
+def test_figures_as_a_table_and_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(step, "SUBJECTS", (SMALL,))
+    monkeypatch.setattr("orchestra.bench.models.SUBJECTS", (SMALL,))
+    file = tmp_path / "figures.json"
+    assert main(["bench", "step", "--ranks", "2", "--rounds", "1", "--json", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    document = json.loads(file.read_text())
+    assert document["environment"]["cores"]
+    assert [row["contestant"] for row in document["rows"]][-1] == step.ALONE
+    for row in document["rows"]:
+        assert f"{row['contestant']}  " in captured.out
+    assert "\x1b" not in captured.out
+
+
+def test_rates_and_paces_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rates([ServerRow(3, 401.2, 200.6, 2.0)])
+    assert ["3", "401", "201", "2.00"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    ratios = (0.9, 0.95, 1.0)
+    print_paces([suspend.SuspendRow("waits", 20.0, 19.0, ratios, 0.95, 0.9, 0.5, 2)])
+    printed = capsys.readouterr().out
+    assert "waits 20.0 19.0 95% 90% to 100% 0.5 of 2" in " ".join(printed.split())
+    assert "Required: 90% of the pace" in printed
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from orchestra.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    for arguments in (["bench"], ["bench", "step", "--help"], ["bench", "server", "--help"]):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("usage: orchestra bench")

@@ -1,0 +1,181 @@
+"""Checkpoint files: whole or not there, refused by name where damaged, and free of code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestra.trainer import checkpoints
+from orchestra.trainer.checkpoints import DamagedCheckpoint
+
+RANKS = 2
+
+
+def state_of(rank: int, index: int = 0) -> dict[str, Any]:
+    return {
+        "none": None,
+        "numbers": [1, -2.5, True, float("inf")],
+        "text": "é\n",
+        "empty": {"dict": {}, "list": [], "tensor": torch.zeros(0, 3)},
+        "tensors": [
+            torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)),
+            {"0": torch.tensor(7.0, dtype=torch.float64), "half": torch.ones(2).bfloat16()},
+            torch.tensor([True, False]),
+            torch.arange(5, dtype=torch.uint8),
+            torch.arange(6.0).view(2, 3).t(),
+        ],
+        "index": index,
+    }
+
+
+def write(folder: Path, index: int, ranks: int = RANKS) -> None:
+    digests = {
+        checkpoints.rank_file(rank): checkpoints.write_rank(
+            folder, index, rank, state_of(rank, index)
+        )
+        for rank in range(ranks)
+    }
+    checkpoints.commit(folder, index, digests)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list):
+        for item, other_item in zip(one, other, strict=True):
+            assert_same(item, other_item)
+    else:
+        assert one == other
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    checkpoints.verify(tmp_path, 1, RANKS)
+    for rank in range(RANKS):
+        assert_same(checkpoints.read_rank(tmp_path, 1, rank), state_of(rank, 1))
+
+
+def test_a_state_without_tensors(tmp_path: Path) -> None:
+    checkpoints.commit(
+        tmp_path, 3, {"rank-0.safetensors": checkpoints.write_rank(tmp_path, 3, 0, {"a": [1]})}
+    )
+    assert checkpoints.read_rank(tmp_path, 3, 0) == {"a": [1]}
+
+
+def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
+    whole = torch.arange(4.0)
+    checkpoints.write_rank(tmp_path, 0, 0, {"whole": whole, "part": whole[1:3]})
+    checkpoints.commit(tmp_path, 0, {})
+    read = checkpoints.read_rank(tmp_path, 0, 0)
+    assert torch.equal(read["whole"], whole)
+    assert torch.equal(read["part"], whole[1:3])
+
+
+@pytest.mark.parametrize("place", [0, 9, 100, -1])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_one_flipped_bit_is_found_and_named(tmp_path: Path, rank: int, place: int) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "0001" / checkpoints.rank_file(rank)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=f"0001/rank-{rank}.safetensors: its checksum"):
+        checkpoints.verify(tmp_path, 1, RANKS)
+
+
+def test_a_file_cut_short_is_found_and_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "0001" / checkpoints.rank_file(1)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DamagedCheckpoint, match=r"rank-1\.safetensors: its checksum"):
+        checkpoints.verify(tmp_path, 1, RANKS)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "0001" / checkpoints.rank_file(1)).unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"rank-1\.safetensors: missing"):
+        checkpoints.verify(tmp_path, 1, RANKS)
+
+
+def test_a_rank_that_the_manifest_does_not_know_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(DamagedCheckpoint, match=r"rank-2\.safetensors: missing"):
+        checkpoints.verify(tmp_path, 1, RANKS + 1)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"files": 5}', "\xff"])
+def test_a_manifest_that_is_missing_or_damaged_is_named(
+    tmp_path: Path, content: str | None
+) -> None:
+    write(tmp_path, 1)
+    manifest = tmp_path / "0001" / checkpoints.MANIFEST
+    if content is None:
+        manifest.unlink()
+    else:
+        manifest.write_text(content, encoding="latin-1")
+    with pytest.raises(DamagedCheckpoint, match=r"0001/manifest\.json"):
+        checkpoints.verify(tmp_path, 1, RANKS)
+
+
+def test_what_was_interrupted_does_not_count_and_is_written_over(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    checkpoints.write_rank(tmp_path, 2, 0, {"interrupted": torch.ones(3)})
+    assert list(checkpoints.complete(tmp_path)) == [1]
+    write(tmp_path, 2)
+    assert sorted(checkpoints.complete(tmp_path)) == [1, 2]
+    checkpoints.verify(tmp_path, 2, RANKS)
+    assert not checkpoints.pending_folder(tmp_path, 2).exists()
+
+
+def test_a_damaged_one_is_written_over(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "0001" / checkpoints.rank_file(0)).write_bytes(b"damaged")
+    write(tmp_path, 1)
+    checkpoints.verify(tmp_path, 1, RANKS)
+
+
+def test_the_last_two_are_kept(tmp_path: Path) -> None:
+    for index in range(5):
+        write(tmp_path, index)
+        assert sorted(checkpoints.complete(tmp_path)) == [max(0, index - 1), index][-(index + 1) :]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0003", "0004"]
+
+
+def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
+    assert list(checkpoints.complete(tmp_path / "none")) == []
+
+
+def test_files_hold_tensors_and_json_and_nothing_to_run(tmp_path: Path) -> None:
+    """A safetensors file: the header's length, a header in JSON, and the tensors' bytes."""
+    write(tmp_path, 1)
+    names = sorted(path.name for path in (tmp_path / "0001").iterdir())
+    assert names == ["manifest.json", "rank-0.safetensors", "rank-1.safetensors"]
+    content = (tmp_path / "0001" / "rank-0.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    json.loads(header.pop("__metadata__")["tree"])
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    assert 8 + length + max(ends) == len(content)
+
+
+def test_what_is_half_deleted_does_not_count(tmp_path: Path) -> None:
+    for index in (1, 2):
+        digest = checkpoints.write_rank(tmp_path, index, 0, {"step": index})
+        checkpoints.commit(tmp_path, index, {checkpoints.rank_file(0): digest})
+    half = tmp_path / f".0001{checkpoints.DOOMED}"
+    (tmp_path / "0001").rename(half)  # as a run killed while it deleted leaves it
+    assert sorted(checkpoints.complete(tmp_path)) == [2]
+    digest = checkpoints.write_rank(tmp_path, 3, 0, {"step": 3})
+    checkpoints.commit(tmp_path, 3, {checkpoints.rank_file(0): digest})
+    assert not half.exists()

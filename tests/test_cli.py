@@ -1,0 +1,233 @@
+"""The command line: help, lists, errors of one line with status 2, and a run from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestra.cli.main import main
+from orchestra.engines.processes import training
+from orchestra.errors import RunFailed
+from orchestra.records.record import RunRecord
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.tasks.registry import TASKS
+from orchestra.trainer.settings import Run
+
+TRAIN = ["train", "--task", "digits", "--strategy", "AllReduce", "--ranks", "2"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # main adds the folder it is called in
+    return tmp_path
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, Path]]:
+    """In place of the processes: takes note of what it is given, and completes at once."""
+    calls: list[tuple[Run, Path]] = []
+
+    def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
+        calls.append((run, folder))
+        return RunRecord(
+            name=run.name,
+            strategy=repr(run.strategy),
+            engine="processes",
+            ranks=run.training.ranks,
+            workers=run.training.ranks,
+            servers=0,
+            seed=run.seed,
+            status="completed",
+            metrics={"accuracy": 0.5},
+            folder=folder,
+        )
+
+    monkeypatch.setattr(training, "train_run", train_run)
+    return calls
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert main([]) == 0
+    assert capsys.readouterr().out == text
+    assert text.count("\n  orchestra ") >= 3
+    for command in ("train", "list"):
+        assert f"\n  {command} " in text
+        assert main([command, "--help"]) == 0
+        assert f"usage: orchestra {command}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("orchestra 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
+        (["--hlep"], "unknown option '--hlep'"),
+        (["train"], "give an experiment file, or both --task and --strategy"),
+        (["train", "--task", "digits"], "give an experiment file, or both --task and --strategy"),
+        (["train", "missing.yaml"], "missing.yaml: cannot be read: No such file or directory"),
+        ([*TRAIN, "--rankes", "4"], "has no option --rankes; did you mean '--ranks'?"),
+        ([*TRAIN, "--ranks", "four"], "argument --ranks: invalid int value: 'four'"),
+        ([*TRAIN, "--ranks", "0"], "--ranks: 0 is below 1"),
+        ([*TRAIN, "--ranks"], "argument --ranks: expected one argument"),
+        ([*TRAIN, "--seed", "-1"], "--seed: -1 is below 0"),
+        ([*TRAIN, "--engine", "proceses"], "invalid choice: 'proceses'"),
+        ([*TRAIN, "--set", "optimizr.lr=1"], "did you mean 'optimizer'?"),
+        ([*TRAIN, "--task", "digit"], "--task: unknown task 'digit'; did you mean 'digits'?"),
+        ([*TRAIN, "--strategy", "Sngle"], "--strategy: unknown strategy 'Sngle'; did you mean"),
+        ([*TRAIN, "--strategy", "LossStable"], "--strategy: expected Strategy, got LossStable"),
+        ([*TRAIN, "--out", "own_tasks.py"], "own_tasks.py: is not a folder"),
+        ([*TRAIN, "--task", "own_tasks:tiny"], "task: own_tasks has no 'tiny'"),
+        ([*TRAIN, "--task", "own_tasks:task(x=1)"], "own_tasks:task has no argument 'x'"),
+        ([*TRAIN, "--task", "own_tasks:task"], "missing a required argument: 'size'"),
+        (["train", "a", "b"], "'b' is one argument too many"),
+        (["list", "AlReduce"], "unknown name 'AlReduce'; did you mean 'AllReduce'?"),
+        (["list", "a", "b"], "'b' is one argument too many"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str],
+    message: str,
+    folder: Path,
+    engine: list[tuple[Run, Path]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "own_tasks.py").write_text("def task(size):\n    raise AssertionError('called')\n")
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("orchestra: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert engine == []
+    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == [
+        "own_tasks.py"
+    ]
+    sys.modules.pop("own_tasks", None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["list"],
+        ["list", "ParameterServer"],
+        [*TRAIN, "--set", "batchsize=3"],
+        ["train", "--task", "digits", "--strategy", "Switch(AllReduce, AllReduce, when=1)"],
+        ["train", "exp.yaml"],
+    ],
+)
+def test_help_lists_and_errors_need_no_torch(arguments: list[str], folder: Path) -> None:
+    (folder / "exp.yaml").write_text("task: digits\nstrategies: {ring: AllReduce}\nrank: 3\n")
+    code = (
+        "import sys; from orchestra.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit(','.join({'torch', 'numpy', 'sklearn'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    last = done.stderr.rstrip("\n").rpartition("\n")[2]
+    assert last in ("",) or last.startswith("orchestra: "), last
+
+
+def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    listed = {words[0] for words in lines if len(words) > 1}
+    assert {*STRATEGIES.names(), *TASKS.names(), "Cosine", "experiment"} <= listed
+
+
+def test_list_describes_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [*STRATEGIES.names(), *TASKS.names(), "Cosine", "Target", "experiment"]:
+        assert main(["list", name]) == 0
+        assert capsys.readouterr().out
+    assert main(["list", "ParameterServer"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("consistency", "'asynchronous'", "at least 1", "setting values default meaning"):
+        assert part in text
+
+
+def test_train_without_a_file(
+    folder: Path, engine: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*TRAIN, "--seed", "7", "--set", "steps=3", "--set", "task.channels=4"]
+    assert main(arguments) == 0
+    ((run, out),) = engine
+    assert (run.name, run.seed, run.training.ranks, run.training.steps) == ("AllReduce", 7, 2, 3)
+    assert run.task == "digits(channels=4)"
+    assert out == Path("runs/digits-AllReduce-1")
+    assert "accuracy" in capsys.readouterr().out
+    summary = json.loads((folder / out / "summary.json").read_text())
+    assert summary["experiment"] == "digits"
+    assert [entry["name"] for entry in summary["runs"]] == ["AllReduce"]
+    assert main(arguments) == 0
+    assert engine[1][1] == Path("runs/digits-AllReduce-2")
+
+
+def test_train_takes_the_one_strategy_of_a_file_and_its_first_seed(
+    folder: Path, engine: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = "task: digits\nseeds: [4, 5]\nstrategies:\n  ring: AllReduce\n"
+    (folder / "one.yaml").write_text(one)
+    (folder / "two.yaml").write_text(one + "  single: Single\n")
+    assert main(["train", "one.yaml"]) == 0
+    assert (engine[0][0].name, engine[0][0].seed) == ("ring", 4)
+    assert main(["train", "two.yaml"]) == 2
+    assert "holds 2 strategies (ring, single); train takes one" in capsys.readouterr().err
+    assert main(["train", "two.yaml", "--strategy", "ParameterServer", "--seed", "6"]) == 0
+    assert (engine[1][0].name, engine[1][0].seed) == ("ParameterServer", 6)
+
+
+def test_a_folder_is_resumed_but_never_overwritten(
+    folder: Path, engine: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TRAIN, "--out", "out"]) == 0
+    assert main([*TRAIN, "--out", "out", "--set", "batch_size=3"]) == 2
+    assert "different experiment (in batch_size)" in capsys.readouterr().err
+    assert main([*TRAIN, "--out", "out"]) == 0
+    assert "completed before" in capsys.readouterr().out
+    assert len(engine) == 1
+    (folder / "out" / "summary.json").unlink()
+    assert main([*TRAIN, "--out", "out"]) == 0
+    assert "going on" in capsys.readouterr().out
+    assert len(engine) == 2
+
+
+def test_a_failed_run_is_status_1_and_leaves_a_summary(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
+        raise RunFailed("rank 1 was killed")
+
+    monkeypatch.setattr(training, "train_run", train_run)
+    assert main([*TRAIN, "--out", "out"]) == 1
+    assert capsys.readouterr().err == "orchestra: rank 1 was killed\n"
+    (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]
+    assert (entry["status"], entry["failure"]) == ("failed", "rank 1 was killed")
+
+
+def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
+    (folder / "own_tasks.py").write_text(
+        "from orchestra.tasks.regression import Regression\n"
+        "def task(size):\n"
+        "    return Regression(train_samples=size, validation_samples=16, test_samples=16)\n"
+    )
+    command = [sys.executable, "-m", "orchestra", *TRAIN]
+    command += ["--task", "own_tasks:task(64)", "--set", "steps=3", "--out", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert "record: out" in done.stdout
+    (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]
+    assert (entry["status"], entry["samples"], entry["ranks"]) == ("completed", 3 * 2 * 32, 2)

@@ -1,0 +1,199 @@
+"""Schedules carried out over real sockets, ranks being threads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.interpreter import interpret
+from tests.threads import run_ranks
+from torch import Tensor
+
+from orchestra.collectives import Group, all_reduce, broadcast, executor, gather_objects
+from orchestra.schedules import ALL_REDUCE, Schedule
+from orchestra.schedules import broadcast as broadcast_schedule
+from orchestra.transports.framing import header_bytes
+from orchestra.transports.protocol import Traffic, Transport
+from orchestra.worker.runtime import Runtime
+
+LENGTHS = (0, 1, 2, 3, 4, 5, 7, 64, 97)
+TAG = 70
+
+
+def random_vector(rank: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + length)
+    return torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def counted(transport: Transport, function: Callable[[], Any]) -> tuple[Any, Traffic]:
+    """What `function` returns, and what it moved."""
+    before = dataclasses.replace(transport.traffic)
+    result = function()
+    after = transport.traffic
+    return result, Traffic(
+        after.bytes_sent - before.bytes_sent,
+        after.bytes_received - before.bytes_received,
+        after.messages_sent - before.messages_sent,
+        after.messages_received - before.messages_received,
+    )
+
+
+def messages_of(schedule: Schedule, length: int) -> list[int]:
+    """How many messages each rank sends: one a transfer, unless its piece is empty."""
+    sent = [0] * schedule.ranks
+    for transfers in schedule.rounds():
+        for source, _, piece, _ in transfers.tolist():
+            first, end = schedule.cut(piece, length)
+            sent[source] += end > first
+    return sent
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_all_reduce_gives_the_interpreters_bits_on_all_ranks(name: str, ranks: int) -> None:
+    everyone = Group(tuple(range(ranks)))
+
+    def program(runtime: Runtime) -> list[bytes]:
+        results = []
+        for length in LENGTHS:
+            vector = random_vector(runtime.rank, length)
+            all_reduce(runtime.transport, vector, name, everyone, TAG)
+            results.append(vector.numpy().tobytes())
+        return results
+
+    by_rank = run_ranks(ranks, program)
+    for place, length in enumerate(LENGTHS):
+        vectors = [random_vector(rank, length).numpy() for rank in range(ranks)]
+        expected = interpret(ALL_REDUCE[name](ranks), vectors)[0]
+        np.testing.assert_allclose(expected, np.sum(vectors, axis=0), rtol=1e-5, atol=1e-5)
+        assert [results[place] for results in by_rank] == [expected.tobytes()] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_bytes_and_buffers_are_those_of_the_schedule(name: str, ranks: int) -> None:
+    everyone, schedule = Group(tuple(range(ranks))), ALL_REDUCE[name](ranks)
+
+    def program(runtime: Runtime) -> list[tuple[int, Traffic]]:
+        transport = runtime.transport
+
+        def reduce(length: int) -> int:
+            vector = random_vector(runtime.rank, length, torch.float64)
+            return all_reduce(transport, vector, name, everyone, TAG)
+
+        return [counted(transport, partial(reduce, length)) for length in LENGTHS]
+
+    for rank, results in enumerate(run_ranks(ranks, program)):
+        for length, (buffer_bytes, traffic) in zip(LENGTHS, results, strict=True):
+            messages = messages_of(schedule, length)[rank]
+            payload = 8 * schedule.elements_sent(length)[rank]
+            assert traffic.messages_sent == messages
+            assert traffic.bytes_sent == payload + messages * header_bytes(1)
+            assert buffer_bytes == 8 * schedule.buffer_elements(rank, length)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_long_pieces_travel_in_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, by more messages and with no larger buffer."""
+    monkeypatch.setattr(executor, "SEGMENT_BYTES", 64)
+    group, schedule, length = Group((0, 1, 2)), ALL_REDUCE[name](3), 403
+
+    def program(runtime: Runtime) -> tuple[bytes, int, Traffic]:
+        vector = random_vector(runtime.rank, length)
+        buffer_bytes, traffic = counted(
+            runtime.transport, lambda: all_reduce(runtime.transport, vector, name, group, TAG)
+        )
+        return vector.numpy().tobytes(), buffer_bytes, traffic
+
+    expected = interpret(schedule, [random_vector(rank, length).numpy() for rank in range(3)])
+    for rank, (bits, buffer_bytes, traffic) in enumerate(run_ranks(3, program)):
+        assert bits == expected[rank].tobytes()
+        assert traffic.messages_sent > messages_of(schedule, length)[rank]
+        payload = 4 * schedule.elements_sent(length)[rank]
+        assert traffic.bytes_sent == payload + traffic.messages_sent * header_bytes(1)
+        assert buffer_bytes <= 4 * schedule.buffer_elements(rank, length)
+        if name in ("ring", "reduce_to_one"):
+            assert buffer_bytes <= 2 * 2 * 64, "two segments for each rank that it hears at once"
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_sums_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    group = Group((0, 1, 2))
+
+    def program(runtime: Runtime) -> Tensor:
+        vector = torch.arange(17, dtype=dtype) + runtime.rank
+        all_reduce(runtime.transport, vector, name, group, TAG)
+        return vector
+
+    for result in run_ranks(3, program):
+        assert result.dtype == dtype
+        assert result.tolist() == [3 * i + 3 for i in range(17)]
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_disjoint_groups_work_at_the_same_time(name: str) -> None:
+    """A schedule numbers the ranks by their place in the group, which need not be sorted."""
+    groups = [Group((4, 0, 2)), Group((3, 1)), Group((5,))]
+
+    def program(runtime: Runtime) -> Tensor:
+        group = next(group for group in groups if runtime.rank in group.ranks)
+        vector = torch.arange(11.0) * 10.0**runtime.rank
+        all_reduce(runtime.transport, vector, name, group, TAG)
+        return vector
+
+    results = run_ranks(6, program)
+    for group in groups:
+        total = sum(10.0**rank for rank in group.ranks)
+        for rank in group.ranks:
+            assert results[rank].tolist() == [i * total for i in range(11)]
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2, 3), (3, 1), (2,), (1, 2, 0)])
+def test_broadcast_from_every_root_of_a_group(members: tuple[int, ...]) -> None:
+    group = Group(members)
+
+    def program(runtime: Runtime) -> list[tuple[bytes, Traffic]]:
+        results = []
+        for root in members if runtime.rank in members else ():
+            vector = random_vector(runtime.rank, 33)
+
+            def share(vector: Tensor = vector, root: int = root) -> None:
+                broadcast(runtime.transport, vector, root, group, TAG)
+
+            _, traffic = counted(runtime.transport, share)
+            results.append((vector.numpy().tobytes(), traffic))
+        return results
+
+    by_rank = run_ranks(4, program)
+    for place, root in enumerate(members):
+        schedule = broadcast_schedule(len(members), group.index(root))
+        for rank in members:
+            bits, traffic = by_rank[rank][place]
+            assert bits == random_vector(root, 33).numpy().tobytes()
+            sent = int(schedule.elements_sent(33)[group.index(rank)]) // 33
+            assert traffic.bytes_sent == sent * (4 * 33 + header_bytes(1))
+
+
+def test_gather_objects_in_the_order_of_the_group() -> None:
+    group = Group((3, 0, 2))
+
+    def value_of(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "text": "é" * rank, "pair": (1, None), "x": 0.1 * rank}
+
+    def program(runtime: Runtime) -> list[Any]:
+        if runtime.rank not in group.ranks:
+            return []
+        value = value_of(runtime.rank)
+        return [list(gather_objects(runtime.transport, value, group, root)) for root in group.ranks]
+
+    results = run_ranks(4, program)
+    expected = [{**value_of(rank), "pair": [1, None]} for rank in group.ranks]
+    for rank in group.ranks:
+        for root, gathered in zip(group.ranks, results[rank], strict=True):
+            assert gathered == (expected if root == rank else [])

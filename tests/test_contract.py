@@ -1,0 +1,179 @@
+"""What every strategy keeps to, on real processes: one table, one row a strategy."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tests.tasks_for_tests import FirstDecides, Unequal
+from tests.training import settings, step_lines, train_processes
+
+from orchestra.records.record import RunRecord
+from orchestra.settings import parse
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.settings import Run, Target
+
+DIGITS = "digits_in_one_thread()"
+TRAIN_SAMPLES = 1198
+TARGET = 0.85
+EPOCHS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy, by its notation or as an object; `smallest` ranks leave it one worker."""
+
+    label: str
+    strategy: Any
+    smallest: int = 1
+    exact: bool = True  # with one worker it equals Single bit for bit
+    damped: bool = False  # needs a learning rate divided by the workers, against staleness
+
+    def build(self) -> Any:
+        if isinstance(self.strategy, str):
+            return parse(self.strategy, STRATEGIES, where=self.label)
+        return self.strategy
+
+
+SERVER = "ParameterServer"
+ASYNCHRONOUS = 'consistency="asynchronous"'
+TABLE = [
+    Row("single", "Single()"),
+    Row("ring", 'AllReduce("ring")'),
+    Row("ring_gather", 'AllReduce("ring_gather")'),
+    Row("parallel", 'AllReduce("parallel")'),
+    Row("reduce_to_one", 'AllReduce("reduce_to_one")'),
+    Row("native", 'AllReduce("native")'),
+    Row("server", f"{SERVER}()", 2),
+    Row("server beside", f'{SERVER}(placement="beside")'),
+    Row("server returns gradients", f'{SERVER}(returns="gradients")', 2),
+    Row("gradients beside", f'{SERVER}(placement="beside", returns="gradients")'),
+    Row("servers", f"{SERVER}(servers=2)", 3),
+    Row("servers beside", f'{SERVER}(servers=2, placement="beside")', 2, exact=False),
+    Row("asynchronous", f"{SERVER}({ASYNCHRONOUS})", 2, damped=True),
+    Row("asynchronous beside", f'{SERVER}({ASYNCHRONOUS}, placement="beside")', damped=True),
+    Row("asynchronous servers", f"{SERVER}(servers=2, {ASYNCHRONOUS})", 3, damped=True),
+    Row("strategy-switch", f'Switch(AllReduce("ring"), {SERVER}({ASYNCHRONOUS}), '
+        'when=AfterSteps(10), learning_rate="divided")', 2, exact=False),
+    Row("switch beside", f'Switch(AllReduce("ring"), {SERVER}({ASYNCHRONOUS}, '
+        'placement="beside"), when=AfterSteps(10), learning_rate="divided")'),
+    Row("switch back", f'Switch({SERVER}(), AllReduce(), when=AfterSteps(10), moments="reset")', 2,
+        exact=False),
+    Row("unequal shares", Unequal()),
+    Row("first decides", FirstDecides()),
+]  # fmt: skip
+SIZES = [2, 3, *(pytest.param(n, marks=pytest.mark.matrix) for n in (4, 5))]
+
+
+def digits_run(strategy: Any, ranks: int, **training: Any) -> Run:
+    training = {"epochs": EPOCHS, "batch_size": 8, **training}
+    return settings(strategy, ranks, training.pop("task", DIGITS), **training)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.label)
+def test_it_reaches_the_target_and_its_record_is_complete(
+    row: Row, ranks: int, tmp_path: Path
+) -> None:
+    if ranks < row.smallest:
+        pytest.skip(f"needs {row.smallest} ranks")
+    strategy = row.build()
+    target = Target("accuracy", at_least=0.5)
+    rate = 0.15 / (len(strategy.roles(ranks).workers) if row.damped else 1)
+    optimizer = f"SGD(lr={rate})"
+    run = digits_run(strategy, ranks, snapshots=3, target=target, optimizer=optimizer)
+    record = train_processes(run, tmp_path)
+    assert record.metrics["accuracy"] >= TARGET
+    check_counts(record, run, ranks)
+    check_times(record)
+    check_files(record, tmp_path)
+    roles = strategy.roles(ranks)
+    asynchronous = not strategy.synchronous and (record.workers > 1)
+    assert (record.staleness is None) == strategy.synchronous
+    if asynchronous:
+        assert record.staleness is not None
+        assert record.staleness["max"] >= record.staleness["mean"] >= 0
+    assert (record.switched_at_step is None) == ("Switch" not in record.strategy)
+    assert (record.bytes_sent > 0) == (len(roles.shares) > 1)
+    assert record.bytes_estimated == ("native" in record.strategy)
+
+
+def check_counts(record: RunRecord, run: Run, ranks: int) -> None:
+    roles = run.strategy.roles(ranks)
+    assert (record.name, record.strategy, record.engine) == (
+        "test",
+        repr(run.strategy),
+        "processes",
+    )
+    assert (record.ranks, record.workers) == (ranks, len(roles.workers))
+    assert record.servers == len(roles.servers)
+    assert (record.seed, record.status, record.failure) == (0, "completed", None)
+    assert (record.left_out, record.notices) == ({}, ())
+    assert record.samples == TRAIN_SAMPLES * EPOCHS
+    lines = [step_lines(record.folder, rank) for rank in range(len(roles.shares))]
+    assert sum(line["samples"] for rank in lines for line in rank) == record.samples
+    assert record.steps == max(map(len, lines)) > 0
+
+
+def check_times(record: RunRecord) -> None:
+    assert record.setup_seconds is not None
+    assert record.train_seconds is not None
+    assert record.samples_per_second is not None
+    assert record.setup_seconds > 0
+    assert record.samples_per_second == pytest.approx(record.samples / record.train_seconds)
+    assert set(record.seconds) == {"compute", "communicate", "wait"}
+    assert record.seconds["compute"] > 0
+    assert min(record.seconds.values()) >= 0
+    assert sum(record.seconds.values()) <= record.train_seconds * 1.02
+
+
+def check_files(record: RunRecord, folder: Path) -> None:
+    """The curve ends at the end, the target lies on it; the hash is that of the file."""
+    curve = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    assert len(curve) == 3
+    assert curve[-1]["samples"] == record.samples
+    assert curve[-1]["metrics"] == {"loss": record.final_loss, **record.metrics}
+    assert [point["samples"] for point in curve] == sorted(point["samples"] for point in curve)
+    reached = [p["seconds"] for p in curve if p["metrics"]["accuracy"] >= 0.5]
+    assert record.time_to_target_seconds == reached[0]
+    assert 0 < reached[0] <= record.train_seconds
+    sha = hashlib.sha256()
+    for name, tensor in sorted(load_file(folder / "parameters.safetensors").items()):
+        sha.update(name.encode() + tensor.numpy().tobytes())
+    assert record.parameters_sha256 == sha.hexdigest()
+    assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]
+
+
+ONE_WORKER: dict[str, Any] = {
+    "task": "digits_in_one_thread(dropout=0.3)",
+    "epochs": 1,
+    "optimizer": "SGD(lr=0.05, momentum=0.9, weight_decay=0.001)",
+}
+
+
+@functools.cache
+def single_hash() -> str | None:
+    with tempfile.TemporaryDirectory() as folder:
+        single = parse("Single()", STRATEGIES, where="here")
+        return train_processes(digits_run(single, 1, **ONE_WORKER), Path(folder)).parameters_sha256
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.exact], ids=lambda row: row.label)
+def test_with_one_worker_it_equals_single_bit_for_bit(row: Row, tmp_path: Path) -> None:
+    run = digits_run(row.build(), row.smallest, **ONE_WORKER)
+    record = train_processes(run, tmp_path)
+    assert record.workers == 1
+    assert record.parameters_sha256 == single_hash()
+
+
+def test_the_table_holds_every_strategy() -> None:
+    rules = {"AfterSteps", "LossStable"}
+    named = {name for name in STRATEGIES.names() if name not in rules}
+    assert named <= {type(row.build()).__name__ for row in TABLE}

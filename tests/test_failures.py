@@ -1,0 +1,272 @@
+"""Trainings in which something dies, stops, hangs or breaks, as their user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.commands import Ended, Started, rank_pids, run, started
+from tests.training import step_lines
+from tests.waiting import is_running, wait_until
+
+ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+RING = "AllReduce('ring')"
+HOST = socket.gethostname()
+
+
+def train(task: str, strategy: str, **settings: Any) -> list[str]:
+    words = ["train", "--task", f"tests.failing_tasks:{task}", "--strategy", strategy]
+    words += ["--ranks", "3", "--out", "out"]
+    settings = {"steps": 40, "batch_size": 8, "snapshots": 0, **settings}
+    for key, value in settings.items():
+        words += ["--set", f"{key}={value}"]
+    return words
+
+
+class Gate:
+    """A training whose workers wait in mid-epoch, for the test to do something to one rank."""
+
+    def __init__(self, folder: Path, strategy: str, workers: int, **settings: Any) -> None:
+        self.folder = folder
+        temporary = folder / "temporary"
+        temporary.mkdir()
+        self.temporary = temporary
+        words = train(f"gated('{folder}')", strategy, **settings)
+        self.command = started(words, folder, TMPDIR=str(temporary))
+        self._workers = workers
+
+    def __enter__(self) -> Gate:
+        arrived = lambda: len(list(self.folder.glob("at-*"))) == self._workers  # noqa: E731
+        try:
+            self.command.wait_until(arrived, "all workers are in mid-epoch")
+        except BaseException:
+            self.command.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.command.__exit__(None, None, None)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(rank_pids(self.command.process.pid)[rank], number)
+
+    def open(self) -> None:
+        (self.folder / "go").touch()
+
+    def told(self, text: str) -> None:
+        """Wait until the user is told `text`."""
+        self.command.wait_until(lambda: text in self.command.err(), f"the user is told {text!r}")
+
+    def end(self) -> Ended:
+        """No process and no file is left."""
+        ended = self.command.end()
+        # torch keeps a cache of that name for each user, and never removes it.
+        left = {path.name.partition("_")[0] for path in self.temporary.iterdir()}
+        assert left <= {"torchinductor"}, left
+        return ended
+
+    def entry(self) -> dict[str, Any]:
+        return entry_of(self.folder)
+
+
+def entry_of(folder: Path) -> dict[str, Any]:
+    (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]
+    assert isinstance(entry, dict)
+    return entry
+
+
+def assert_one_line(ended: Ended, status: int, message: str) -> None:
+    assert ended.status == status, ended.err
+    assert ended.err == f"orchestra: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "victim"),
+    [(RING, 3, 1), ("AllReduce('native')", 3, 1), ("ParameterServer", 2, 2), (ASYNCHRONOUS, 2, 2)],
+)
+def test_a_dead_rank_ends_the_run_by_name(
+    strategy: str, workers: int, victim: int, tmp_path: Path
+) -> None:
+    """A worker of a synchronous run, or a server: rank 2 in the last two."""
+    with Gate(tmp_path, strategy, workers) as gate:
+        gate.signal(victim, signal.SIGKILL)
+        gate.open()
+        ended = gate.end()
+    cause = f"rank {victim} on {HOST} was killed by SIGKILL"
+    assert_one_line(ended, 1, cause)
+    assert (gate.entry()["status"], gate.entry()["failure"]) == ("failed", cause)
+    assert ended.out == ""
+    (first,) = {len(step_lines(tmp_path / "out", rank)) for rank in range(workers)} - {0}
+    assert first in (3, 4), "the steps before the failure are kept"
+
+
+def test_an_asynchronous_run_goes_on_without_a_dead_worker(tmp_path: Path) -> None:
+    with Gate(tmp_path, ASYNCHRONOUS, 2) as gate:
+        gate.signal(0, signal.SIGKILL)
+        gate.open()
+        ended = gate.end()
+    assert ended.status == 0, ended.err
+    assert f"rank 0 on {HOST} was killed by SIGKILL; going on without it" in ended.err
+    assert "Traceback" not in ended.err
+    entry = gate.entry()
+    assert (entry["status"], entry["left_out"]) == ("completed", {"0": "was killed by SIGKILL"})
+    assert any("going on without" in notice for notice in entry["notices"])
+    assert entry["steps"] == len(step_lines(tmp_path / "out", 1)) == 60
+    assert entry["parameters_sha256"]
+
+
+def test_an_asynchronous_run_with_checkpoints_goes_on_without_a_dead_worker(
+    tmp_path: Path,
+) -> None:
+    """Nobody waits for the dead one's part of a checkpoint, which would be no use without it."""
+    with Gate(tmp_path, ASYNCHRONOUS, 2, checkpoint_every=1) as gate:
+        gate.signal(0, signal.SIGKILL)
+        gate.open()
+        ended = gate.end()
+    assert ended.status == 0, ended.err
+    assert gate.entry()["left_out"] == {"0": "was killed by SIGKILL"}
+
+
+def test_an_asynchronous_run_leaves_out_a_worker_that_is_stopped_to_the_end(
+    tmp_path: Path,
+) -> None:
+    with Gate(tmp_path, ASYNCHRONOUS, 2) as gate:
+        gate.signal(1, signal.SIGSTOP)
+        gate.open()
+        ended = gate.end()
+    assert ended.status == 0, ended.err
+    assert gate.entry()["left_out"] == {"1": "was still stopped at the end"}
+    assert len(step_lines(tmp_path / "out", 0)) == 60
+
+
+def test_an_asynchronous_run_takes_a_stopped_worker_back(tmp_path: Path) -> None:
+    with Gate(tmp_path, ASYNCHRONOUS, 2) as gate:
+        gate.signal(1, signal.SIGSTOP)
+        gate.told(f"rank 1 on {HOST} is stopped; going on without it")
+        gate.signal(1, signal.SIGCONT)
+        gate.told(f"rank 1 on {HOST} is back")
+        gate.open()
+        ended = gate.end()
+    assert ended.status == 0, ended.err
+    assert gate.entry()["left_out"] == {}
+    assert gate.entry()["samples"] == 40 * 3 * 8
+
+
+def test_a_stopped_rank_ends_a_synchronous_run_by_name(tmp_path: Path) -> None:
+    with Gate(tmp_path, RING, 3) as gate:
+        gate.signal(1, signal.SIGSTOP)
+        gate.open()
+        ended = gate.end()
+    assert_one_line(ended, 1, f"rank 1 on {HOST} is stopped (by SIGSTOP or its terminal)")
+
+
+def test_nothing_survives_the_launcher(tmp_path: Path) -> None:
+    with Gate(tmp_path, RING, 3) as gate:
+        gate.signal(2, signal.SIGSTOP)  # a rank that could not even notice
+        gate.command.process.kill()
+        assert gate.end().status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("strategy", [RING, ASYNCHRONOUS])
+def test_an_exception_in_one_ranks_dataset_is_shown(strategy: str, tmp_path: Path) -> None:
+    ended = run(train("broken", strategy), tmp_path)
+    assert ended.status == 1
+    first, *rest = ended.err.splitlines()
+    assert first.startswith("orchestra: rank ")
+    assert first.endswith(" failed: ValueError: sample 70 cannot be decoded")
+    assert rest[0] == "Traceback (most recent call last):"
+    assert ended.err.count("Traceback") == 1
+    assert "in disturb" in ended.err
+    for echo in ("PeerLost", "RunAborted", "during handling", "is gone"):
+        assert echo not in ended.err
+    assert entry_of(tmp_path)["failure"].startswith(first.removeprefix("orchestra: "))
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    ended = run(train("hanging", RING, patience=2), tmp_path)
+    assert ended.status == 1
+    (line,) = ended.err.splitlines()
+    assert f" on {HOST} hangs: no progress for " in line
+    assert "waiting for it" in line
+    assert entry_of(tmp_path)["status"] == "failed"
+
+
+def test_a_slow_but_healthy_step_is_not_killed(tmp_path: Path) -> None:
+    """Longer without a beat than makes a rank suspect, and shorter than patience."""
+    ended = run(train("slow(3.7)", RING, patience=6, steps=4), tmp_path)
+    assert (ended.status, ended.err) == (0, "")
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    ended = run(train("diverging", RING), tmp_path)
+    assert ended.status == 1
+    (line,) = ended.err.splitlines()
+    assert "the loss became " in line
+    assert "set stop_on_nonfinite to false" in line
+    assert "Traceback" not in ended.err
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
+    ended = run(train("missing_file('nowhere.pt')", RING), tmp_path)
+    task = "tests.failing_tasks:missing_file('nowhere.pt')"
+    reason = "cannot read nowhere.pt: No such file or directory"
+    assert_one_line(ended, 2, f"task: {task}: {reason}")
+
+
+def limited(kilobytes: int, arguments: list[str], cwd: Path) -> Ended:
+    """As on a full disk: no file can become larger than `kilobytes`."""
+    script = f'ulimit -f {kilobytes}; exec "$@"'
+    with Started(
+        ["bash", "-c", script, "bash", sys.executable, "-m", "orchestra", *arguments], cwd
+    ) as command:
+        return command.end()
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "settings", "file"),
+    [
+        (1, {"checkpoint_every": 5}, "rank-"),
+        (1, {"steps": 1}, "parameters.safetensors"),
+        (9, {"steps": 100}, "steps-rank-"),
+    ],
+)
+def test_a_full_disk_is_one_line(
+    kilobytes: int, settings: dict[str, Any], file: str, tmp_path: Path
+) -> None:
+    ended = limited(kilobytes, train("gated('.', 100000)", RING, **settings), tmp_path)
+    assert ended.status == 1, ended.err
+    (line,) = ended.err.splitlines()
+    assert "cannot write " in line
+    assert file in line
+    assert "File too large" in line
+
+
+@pytest.mark.parametrize("out", ["file/below", "/proc/nothing/here"])
+def test_a_folder_that_cannot_be_written_is_bad_input(out: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = run([*train("gated('.')", RING), "--out", out], tmp_path)
+    assert ended.status == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith(f"orchestra: {out}: ")
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    with Gate(tmp_path, RING, 3) as gate:
+        gate.command.process.send_signal(signal.SIGINT)
+        gate.told("stopping in good order; press Ctrl-C again to end at once")
+        gate.command.process.send_signal(signal.SIGINT)
+        ended = gate.end()
+    assert ended.status == 1
+    assert ended.err.endswith("orchestra: interrupted\n")
+    assert "Traceback" not in ended.err
+    assert gate.entry()["status"] == "failed"
+
+
+def test_no_rank_of_this_module_is_left() -> None:
+    wait_until(lambda: not any(map(is_running, rank_pids())), "no rank is left")

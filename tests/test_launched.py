@@ -1,0 +1,289 @@
+"""Runs that another launcher starts: what its variables say, and torchrun itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.meshes import make_tls
+from tests.rank_programs import pids
+from tests.waiting import descendants, is_running, listening_ports, wait_until
+
+from orchestra.engines.processes.environment import Launched, detect, first_host
+from orchestra.errors import InputError
+from orchestra.transports.tls import from_environment
+
+ROOT = Path(__file__).parent.parent
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+PET = {
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "2",
+    "PET_MASTER_ADDR": "job-0",
+    "PET_MASTER_PORT": "23456",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "gpu[03-05,07]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launched"),
+    [
+        (TORCHRUN, Launched("torchrun", 3, 4, 1, 2, "node0", 29500, True, True)),
+        (POD, Launched("PyTorchJob", 1, 2, 0, 1, "job-master-0", 23456)),
+        (PET, Launched("PyTorchJob", 1, 2, 0, 1, "job-0", 23456)),
+        (POD | PET, Launched("PyTorchJob", 1, 2, 0, 1, "job-master-0", 23456)),
+        (SLURM, Launched("Slurm", 5, 7, 1, 2, "gpu03", 18456)),
+        (
+            SLURM | {"SLURM_NODEID": "3", "SLURM_LOCALID": "0", "SLURM_PROCID": "6"},
+            Launched("Slurm", 6, 7, 0, 1, "gpu03", 18456),
+        ),
+        (
+            SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "1024"},
+            Launched("Slurm", 5, 7, 1, 2, "a", 1024),
+        ),
+        (OPEN_MPI, Launched("Open MPI", 2, 4, 0, 2, "node0", 29500)),
+    ],
+)
+def test_the_variables_of_launchers(environ: dict[str, str], launched: Launched) -> None:
+    assert detect(environ) == launched
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "LOCAL_RANK": "0"},
+        # A batch script: in an allocation, and not started by srun.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"},
+    ],
+)
+def test_no_launcher(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+def without(environ: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (without(TORCHRUN, "WORLD_SIZE"), "not WORLD_SIZE"),
+        (without(TORCHRUN, "RANK"), "not RANK"),
+        (without(TORCHRUN, "MASTER_PORT"), "not MASTER_PORT"),
+        (without(POD, "MASTER_ADDR"), "not MASTER_ADDR"),
+        (without(PET, "PET_NNODES"), "not PET_NNODES"),
+        (without(OPEN_MPI, "MASTER_ADDR"), "mpirun -x MASTER_ADDR="),
+        (without(SLURM, "SLURM_LOCALID"), "not SLURM_LOCALID"),
+        (without(SLURM, "SLURM_JOB_NODELIST"), "SLURM_LAUNCH_NODE_IPADDR"),
+        (TORCHRUN | {"RANK": "4"}, "rank 4 of 4"),
+        (TORCHRUN | {"RANK": "x"}, "RANK is 'x'"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 of 2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "with 4 ranks in all"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "port 0"),
+        (POD | {"PET_NPROC_PER_NODE": "4"}, "begin with torchrun"),
+        (PET | {"PET_NPROC_PER_NODE": "auto"}, "begin with torchrun"),
+        (SLURM | {"SLURM_NODEID": "9"}, "SLURM_NODEID is 9"),
+    ],
+)
+def test_incomplete_and_contradicting_variables(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        detect(environ)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("a1,b2", "a1"),
+        ("gpu[03-07,12],cpu1", "gpu03"),
+        ("n[1,3]-ib", "n1-ib"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of a test, which end with it, and so does what they started."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        left = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        for pid in filter(is_running, left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def two_nodes(started: list[subprocess.Popen[str]], program: str, folder: Path) -> None:
+    """Two agents of torchrun on this machine, with two ranks each."""
+    port = free_port()
+    for node in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += ["--nproc-per-node=2", f"--node-rank={node}", "--master-addr=127.0.0.1"]
+        command += [f"--master-port={port}", str(ROOT / "tests" / "joined.py"), program]
+        started.append(start([*command, str(folder), "60"], {}))
+
+
+def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def join_by_hand(
+    started: list[subprocess.Popen[str]],
+    program: str,
+    folder: Path,
+    ranks: int,
+    patience: str = "60",
+) -> None:
+    """Processes with the variables of a PyTorchJob: rank 0 opens the store itself."""
+    port = str(free_port())
+    for rank in range(ranks):
+        variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        script = str(ROOT / "tests" / "joined.py")
+        started.append(start([sys.executable, script, program, str(folder), patience], variables))
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, error = process.communicate()
+    return process.returncode, error
+
+
+def test_two_nodes_of_torchrun(started: Any, tmp_path: Path) -> None:
+    two_nodes(started, "collect_natively", tmp_path)
+    for process in started:
+        status, error = ended(process)
+        assert status == 0, error
+    expected = [[6.0] * 3, [4.0] * 2, [1.0] * 2]
+    assert (tmp_path / "outcome 0").read_text() == repr((expected,) * 4)
+    assert (tmp_path / "outcome 3").read_text() == repr((None, None, None, expected))
+
+
+def test_the_first_cause_is_told_on_every_node(started: Any, tmp_path: Path) -> None:
+    two_nodes(started, "wait_for_last", tmp_path)
+    os.kill(pids(tmp_path, 4)[3], signal.SIGKILL)
+    for process in started:
+        status, error = ended(process)
+        assert status == 1
+        assert f"rank 3 on {socket.gethostname()} is gone: its control connection closed" in error
+
+
+def test_ranks_without_torchrun(started: Any, tmp_path: Path) -> None:
+    join_by_hand(started, "pass_round", tmp_path, 3)
+    assert [ended(process) for process in started] == [(0, "")] * 3
+    assert (tmp_path / "outcome 0").read_text() == "(3.0, 3.0, 3.0)"
+
+
+def test_ranks_that_find_certificates_in_their_environment(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = make_tls(tmp_path)
+    for name in ("certificate", "key", "authority"):
+        monkeypatch.setenv(f"ORCHESTRA_TLS_{name.upper()}", str(getattr(tls, name)))
+    join_by_hand(started, "pass_round", tmp_path, 3)
+    assert [ended(process) for process in started] == [(0, "")] * 3
+    started.clear()
+    monkeypatch.setenv("ORCHESTRA_TLS_KEY", str(tls.authority))
+    join_by_hand(started, "pass_round", tmp_path, 2, patience="3")
+    status, error = ended(started[0])
+    assert status == 1
+    assert "TLS cannot use certificate" in error
+
+
+def test_half_of_the_variables_for_certificates() -> None:
+    assert from_environment({}) is None
+    with pytest.raises(InputError, match="ORCHESTRA_TLS_KEY, ORCHESTRA_TLS_AUTHORITY is not set"):
+        from_environment({"ORCHESTRA_TLS_CERTIFICATE": "rank.pem"})
+
+
+def test_everything_listens_on_loopback(started: Any, tmp_path: Path) -> None:
+    join_by_hand(started, "until_asked_to_stop", tmp_path, 2)
+    listening = {port for pid in pids(tmp_path, 2) for port in listening_ports(pid)}
+    assert listening
+    assert {address.split(":")[0] for address in listening} == {"0100007F"}
+    started[0].send_signal(signal.SIGINT)
+    assert [ended(process) for process in started] == [(0, "")] * 2
+    assert (tmp_path / "outcome 0").read_text() == "('stopped in order', 'stopped in order')"
+
+
+def test_all_ranks_leave_when_rank_0_is_gone(started: Any, tmp_path: Path) -> None:
+    join_by_hand(started, "deaf", tmp_path, 3)
+    processes = pids(tmp_path, 3)
+    os.kill(processes[0], signal.SIGKILL)
+    for process in started[1:]:
+        assert ended(process) == (1, "orchestra: rank 0, which watches over the run, is gone\n")
+
+
+def test_ranks_that_are_stuck_leave_with_the_first_cause(started: Any, tmp_path: Path) -> None:
+    join_by_hand(started, "blocked", tmp_path, 3)
+    os.kill(pids(tmp_path, 3)[2], signal.SIGKILL)
+    cause = f"rank 2 on {socket.gethostname()} is gone: its control connection closed"
+    assert ended(started[1]) == (1, f"orchestra: {cause}\n")
+    status, error = ended(started[0])
+    assert (status, error.strip().removeprefix("orchestra: ")) == (1, cause)
+
+
+def test_ranks_leave_when_rank_0_is_silent(started: Any, tmp_path: Path) -> None:
+    join_by_hand(started, "blocked", tmp_path, 2, patience="4")
+    os.kill(pids(tmp_path, 2)[0], signal.SIGSTOP)
+    cause = "rank 0, which watches over the run, is silent for 4 s"
+    assert ended(started[1]) == (1, f"orchestra: {cause}\n")
+
+
+def test_ranks_leave_when_their_agent_is_gone(started: Any, tmp_path: Path) -> None:
+    two_nodes(started, "until_asked_to_stop", tmp_path)
+    ranks = pids(tmp_path, 4)
+    for process in started:
+        process.kill()
+    wait_until(lambda: not any(map(is_running, ranks)), "all ranks leave")

@@ -1,0 +1,286 @@
+"""A loop of the user's own, distributed: alone, under torchrun, and with awkward data."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.commands import Ended, Started, torchrun
+from tests.threads import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from orchestra.settings import parse
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.own_loop import OwnLoop
+from orchestra.worker.runtime import Runtime
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLAIN, DISTRIBUTED = SCRIPTS / "gpt_plain.py", SCRIPTS / "gpt_distributed.py"
+ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+SWITCH = (
+    "Switch(AllReduce('ring'), ParameterServer(consistency='asynchronous'), when=AfterSteps(3))"
+)
+BESIDE = "ParameterServer(placement='beside')"
+NEVER = f"Switch(AllReduce('ring'), {ASYNCHRONOUS}, when=AfterSteps(1000))"
+
+State = dict[str, Tensor]
+
+
+def alone(script: Path, folder: Path, **options: Any) -> State:
+    """What `script` trains in one process, without any launcher."""
+    folder.mkdir(exist_ok=True)
+    variables = {"GPT_OPTIONS": json.dumps(options)}
+    with Started([sys.executable, str(script)], folder, variables) as process:
+        ended = process.end()
+    assert (ended.status, ended.err) == (0, "")
+    return saved(folder, 0)
+
+
+def saved(folder: Path, rank: int) -> State:
+    state: State = torch.load(folder / f"rank-{rank}.pt", weights_only=True)
+    return state
+
+
+def launched(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Ended:
+    """The distributed script under torchrun."""
+    monkeypatch.setenv("GPT_OPTIONS", json.dumps(options))
+    with torchrun(DISTRIBUTED, ranks, [], folder) as process:
+        return process.end()
+
+
+def equal(one: State, other: State) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_five_lines_are_all_that_changes() -> None:
+    before, after = PLAIN.read_text().splitlines(), DISTRIBUTED.read_text().splitlines()
+    changed = [
+        line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:].strip()
+    ]
+    assert 0 < len(changed) <= 5, changed
+    assert any("orchestra.distribute" in line for line in changed)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> State:
+    return alone(PLAIN, tmp_path_factory.mktemp("original"))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["AllReduce('ring')", "AllReduce('native')", "Single", "ParameterServer(placement='beside')"],
+)
+def test_one_worker_is_the_original_bit_for_bit(
+    strategy: str, original: State, tmp_path: Path
+) -> None:
+    assert equal(alone(DISTRIBUTED, tmp_path, strategy=strategy), original)
+
+
+def test_the_rates_in_the_users_groups_travel_with_the_push(tmp_path: Path) -> None:
+    """A schedule holds the rate at 0, while the optimizer was made with another."""
+    strategy = "ParameterServer(placement='beside', consistency='asynchronous')"
+    still = {"strategy": strategy, "rate": 0.0, "optimizer": "SGD"}
+    assert equal(
+        alone(DISTRIBUTED, tmp_path / "still", **still),
+        alone(PLAIN, tmp_path / "none", **still, epochs=0),
+    )
+    assert not equal(
+        alone(DISTRIBUTED, tmp_path / "moving", **{**still, "rate": 1.0}),
+        saved(tmp_path / "still", 0),
+    )
+
+
+def test_two_processes_are_one_with_the_batch_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With accumulation, clipping, schedule and moments, in the order of the data set."""
+    common = {"double": True, "dropout": 0.0, "shuffle": False, "samples": 48}
+    union = alone(PLAIN, tmp_path / "union", **common, batch=8)
+    ended = launched(2, tmp_path, monkeypatch, **common, batch=4)
+    assert ended.status == 0, ended.err
+    for rank in range(2):
+        ours = saved(tmp_path, rank)
+        for name, tensor in union.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-12)
+    assert equal(saved(tmp_path, 0), saved(tmp_path, 1))
+
+
+@pytest.mark.parametrize("strategy", [ASYNCHRONOUS, SWITCH])
+def test_all_processes_end_with_equal_parameters(
+    strategy: str, original: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three serves, in the second strategy from the middle of an epoch on."""
+    ended = launched(3, tmp_path, monkeypatch, strategy=strategy, samples=70)
+    assert ended.status == 0, ended.err
+    final = [saved(tmp_path, rank) for rank in range(3)]
+    assert equal(final[0], final[1])
+    assert equal(final[0], final[2])
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in final[0].values())
+    assert not equal(final[0], original)
+
+
+def test_an_exception_in_the_users_loop_ends_every_process_and_names_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = launched(2, tmp_path, monkeypatch, raise_on=1)
+    assert ended.status != 0
+    assert "ValueError: batch 3 is bad" in ended.err
+    assert "orchestra: rank 1 on " in ended.err
+    assert "failed: ValueError: batch 3 is bad" in ended.err
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce('ring')", ASYNCHRONOUS])
+def test_breaking_out_of_the_loop_ends_in_order(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"strategy": strategy, "accumulation": 1, "break_at": 2, "samples": 70}
+    ended = launched(2, tmp_path, monkeypatch, **options)
+    assert (ended.status, ended.err) == (0, "")
+    assert len(list(tmp_path.glob("*.pt"))) == 2
+
+
+# Awkward data, on threads
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """A stream that does not know its length."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self._data[index] for index in range(len(self._data)))
+
+
+BATCH = 2
+
+
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(count)
+    features = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(features, features.sum(1, keepdim=True).sin())
+
+
+def loader_of(kind: str, data: TensorDataset) -> DataLoader[Any]:
+    match kind:
+        case "in order":
+            return DataLoader(data, batch_size=BATCH)
+        case "shuffled":
+            return DataLoader(data, batch_size=BATCH, shuffle=True)
+        case "own sampler":
+            generator = torch.Generator().manual_seed(4)
+            sampler = WeightedRandomSampler([1.0] * len(data), len(data), generator=generator)
+            return DataLoader(data, batch_size=BATCH, sampler=sampler)
+        case "loading ahead":
+            order = list(reversed(range(len(data))))
+            return DataLoader(data, batch_size=BATCH, sampler=order, num_workers=1)
+    dataset: Dataset[Any] = Stream(data)
+    return DataLoader(dataset, batch_size=BATCH)
+
+
+def model_of() -> nn.Module:
+    model = nn.Linear(3, 1, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.5, -0.25, 0.125]]))
+        model.bias.zero_()
+    return model
+
+
+def trained(
+    runtime: Runtime, strategy: Strategy[Any], kind: str, count: int, epochs: int = 2
+) -> tuple[State, int]:
+    """A loop of the user's own on one rank: final parameters, and how often it stepped."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    loop = OwnLoop(
+        runtime,
+        model,
+        optimizer,
+        loader_of(kind, samples(count)),
+        strategy,
+    )
+    steps = 0
+    for _ in range(epochs):
+        for features, targets in loop.batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(features), targets).backward()
+            optimizer.step()
+            steps += 1
+    loop.finish()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, steps
+
+
+def by_hand(order: list[list[int]], count: int, epochs: int = 2) -> State:
+    """The same loop in one process, over the samples of each step of all workers together."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    features, targets = samples(count).tensors
+    for _ in range(epochs):
+        for indices in order:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(features[indices]), targets[indices]).backward()
+            optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "own sampler", "loading ahead", "stream"])
+@pytest.mark.parametrize("strategy", ["AllReduce('ring')", ASYNCHRONOUS, SWITCH, "ParameterServer"])
+@pytest.mark.parametrize("count", [1, 7, 8])
+def test_uneven_data_never_hangs(count: int, strategy: str, kind: str) -> None:
+    """Fewer samples than ranks, fewer batches than ranks, a batch that is not full."""
+    parsed = parse(strategy, STRATEGIES, where="strategy")
+    results = run_ranks(3, lambda runtime: trained(runtime, parsed, kind, count))
+    final = [state for state, _ in results]
+    assert equal(final[0], final[1])
+    assert equal(final[0], final[2])
+    assert not equal(final[0], model_of().state_dict())
+    assert results[0][1] > 0
+
+
+@pytest.mark.parametrize("kind", ["in order", "stream"])
+@pytest.mark.parametrize("count", [1, 7, 9])
+@pytest.mark.parametrize("strategy", ["AllReduce('ring')", BESIDE, NEVER])
+def test_uneven_data_counts_each_sample_once(strategy: str, count: int, kind: str) -> None:
+    """Three workers equal one process with the samples of all three, weighted by their number."""
+    parsed = parse(strategy, STRATEGIES, where="strategy")
+    results = run_ranks(3, lambda runtime: trained(runtime, parsed, kind, count))
+    steps = [
+        list(range(first, min(first + 3 * BATCH, count))) for first in range(0, count, 3 * BATCH)
+    ]
+    expected = by_hand(steps, count)
+    for state, taken in results:
+        assert taken == 2 * len(steps)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_every_worker_has_as_many_batches() -> None:
+    """A schedule that is as long as the loader is the same on all of them."""
+
+    def lengths(runtime: Runtime) -> list[int]:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = AllReduce("ring")
+        found = []
+        for kind in ("in order", "own sampler"):
+            loader = loader_of(kind, samples(7))
+            found.append(len(OwnLoop(runtime, model, optimizer, loader, strategy).batches))
+        return found
+
+    assert run_ranks(3, lengths) == [[2, 2]] * 3

@@ -1,0 +1,99 @@
+"""Which server owns what: slices that cover everything, balanced, with cuts where they may be."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestra.parameter_server.placement import GRAIN, Slice, place
+
+ALIGNMENT = 16  # elements: where tensors of float32 begin
+SIZES = st.lists(st.integers(0, 400), min_size=1, max_size=12)
+SERVERS = st.integers(1, 9)
+
+
+def laid_out(sizes: list[int]) -> tuple[list[tuple[int, int]], int]:
+    """(offset, elements) of tensors of these sizes, and the length of the flat vector."""
+    spans, offset = [], 0
+    for elements in sizes:
+        spans.append((offset, elements))
+        offset += -(-elements // ALIGNMENT) * ALIGNMENT
+    return spans, offset
+
+
+def assert_covers(slices: tuple[Slice, ...], spans: list[tuple[int, int]], size: int) -> None:
+    """Contiguous, from 0 to `size`, and each element of each tensor in exactly one piece."""
+    assert slices[0].first == 0
+    assert slices[-1].end == size
+    assert all(one.end == other.first for one, other in itertools.pairwise(slices))
+    owned = [
+        (piece.tensor, element)
+        for part in slices
+        for piece in part.pieces
+        for element in range(piece.first, piece.end)
+        if part.first <= element < part.end
+    ]
+    assert owned == [
+        (index, offset + i)
+        for index, (offset, elements) in enumerate(spans)
+        for i in range(elements)
+    ]
+
+
+@given(SIZES, SERVERS)
+def test_divisible_tensors_are_balanced_to_the_grain(sizes: list[int], servers: int) -> None:
+    spans, size = laid_out(sizes)
+    slices = place(spans, size, servers, divisible=True)
+    assert len(slices) == servers
+    assert_covers(slices, spans, size)
+    for part in slices:
+        assert abs((part.end - part.first) - size / servers) < GRAIN
+
+
+@given(SIZES, SERVERS)
+def test_a_cut_inside_a_tensor_is_a_multiple_of_the_grain(sizes: list[int], servers: int) -> None:
+    spans, size = laid_out(sizes)
+    for part in place(spans, size, servers, divisible=True):
+        for piece in part.pieces:
+            assert (piece.first - spans[piece.tensor][0]) % GRAIN == 0
+
+
+@given(SIZES, SERVERS)
+def test_whole_tensors_are_never_cut(sizes: list[int], servers: int) -> None:
+    spans, size = laid_out(sizes)
+    slices = place(spans, size, servers, divisible=False)
+    assert len(slices) == servers
+    assert_covers(slices, spans, size)
+    for part in slices:
+        for piece in part.pieces:
+            offset, elements = spans[piece.tensor]
+            assert (piece.first, piece.end) == (offset, offset + elements)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=7), st.integers(1, 5))
+def test_the_largest_slice_of_whole_tensors_is_minimal(sizes: list[int], servers: int) -> None:
+    spans, size = laid_out(sizes)
+    slices = place(spans, size, servers, divisible=False)
+    edges = [offset for offset, _ in spans] + [size]
+    best = min(
+        max(end - first for first, end in itertools.pairwise((0, *cuts, size)))
+        for cuts in itertools.combinations_with_replacement(edges, servers - 1)
+    )
+    assert max(part.end - part.first for part in slices) == best
+
+
+def test_more_servers_than_tensors() -> None:
+    spans, size = laid_out([5, 70])
+    slices = place(spans, size, 4, divisible=False)
+    assert [(part.first, part.end) for part in slices] == [(0, 16), (16, 96), (96, 96), (96, 96)]
+    assert [len(part.pieces) for part in slices] == [1, 1, 0, 0]
+
+
+def test_a_large_tensor_is_cut_where_that_is_allowed_and_kept_where_not() -> None:
+    spans, size = laid_out([16, 1000, 16])
+    cut = place(spans, size, 2, divisible=True)
+    assert [(part.first, part.end) for part in cut] == [(0, 528), (528, 1040)]
+    whole = place(spans, size, 2, divisible=False)
+    assert [(part.first, part.end) for part in whole] == [(0, 1024), (1024, 1040)]

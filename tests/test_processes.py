@@ -1,0 +1,362 @@
+"""The processes engine with real processes: results, first causes, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import rank_programs as programs
+from tests.meshes import make_tls
+from tests.rank_programs import Running, pids
+from tests.waiting import (
+    descendants,
+    is_running,
+    is_stopped,
+    listening_ports,
+    wait_until,
+)
+
+from orchestra.engines.processes import launch
+from orchestra.engines.processes.events import Event, Notice
+from orchestra.engines.processes.verdicts import Limits
+from orchestra.engines.processes.watcher import Watcher
+from orchestra.engines.processes.wire import pack
+from orchestra.errors import InputError, RunFailed
+
+ROOT = Path(__file__).parent.parent
+
+
+def failure(program: Any, argument: Any, ranks: int, **options: Any) -> str:
+    with pytest.raises(RunFailed) as caught:
+        launch(program, argument, ranks, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_every_rank_runs_the_program_and_returns_its_result(ranks: int) -> None:
+    outcome = launch(programs.say_rank, {"x": 1}, ranks)
+    assert outcome.results == tuple((rank, ranks, {"x": 1}) for rank in range(ranks))
+    assert (outcome.left_out, outcome.stopped, outcome.notices) == ({}, False, ())
+    assert outcome.setup_seconds > 0
+
+
+def test_ranks_are_connected_with_each_other() -> None:
+    assert launch(programs.pass_round, None, 4).results == (6.0,) * 4
+
+
+def test_everything_between_ranks_and_watcher_can_be_encrypted(tmp_path: Path) -> None:
+    tls = make_tls(tmp_path)
+    assert launch(programs.pass_round, None, 3, tls=tls).results == (3.0,) * 3
+    assert " failed: ValueError: bad sample 17\n" in failure(programs.fail_in_one, 1, 3, tls=tls)
+
+
+def test_native_collectives() -> None:
+    expected = [[3.0] * 3, [3.0] * 2, [1.0] * 2]
+    assert launch(programs.collect_natively, None, 3).results == (expected,) * 3
+
+
+def test_several_ranks_have_one_thread_each_and_a_single_one_keeps_torchs() -> None:
+    assert launch(programs.thread_count, None, 2).results == (1, 1)
+    own = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert launch(programs.thread_count, None, 1).results == (int(own.stdout),)
+
+
+def test_ranks_have_the_launchers_environment_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value in "12":
+        monkeypatch.setenv("ORCHESTRA_TEST", value)
+        assert launch(programs.read_variable, "ORCHESTRA_TEST", 1).results == (value,)
+
+
+def test_random_streams_begin_anew() -> None:
+    first, second = launch(programs.draw, 3, 2).results
+    assert first == second
+    assert launch(programs.draw, 4, 1).results[0] != first
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    check = "import sys, orchestra.engines.processes; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_an_exception_is_reported_and_not_its_echoes() -> None:
+    text = failure(programs.fail_in_one, 1, 3)
+    first_line, *rest = text.splitlines()
+    assert first_line == f"rank 1 on {socket.gethostname()} failed: ValueError: bad sample 17"
+    assert "in fail_in_one" in "\n".join(rest)
+
+
+def test_an_exception_is_reported_where_the_others_wait_in_a_native_collective() -> None:
+    assert " failed: ValueError: bad sample 17\n" in failure(programs.fail_after_native, 1, 3)
+
+
+@pytest.mark.parametrize("program", [programs.wait_for_last, programs.wait_natively_for_last])
+def test_a_killed_rank_is_named(program: Any, tmp_path: Path) -> None:
+    running = Running(program, tmp_path, 3)
+    os.kill(pids(tmp_path, 3)[2], signal.SIGKILL)
+    with pytest.raises(RunFailed, match=r"^rank 2 on \S+ was killed by SIGKILL$"):
+        running.outcome()
+
+
+def test_a_rank_killed_in_mid_message_is_named(tmp_path: Path) -> None:
+    running = Running(programs.send_half, tmp_path, 2)
+    os.kill(pids(tmp_path, 2)[1], signal.SIGKILL)
+    (tmp_path / "killed").touch()
+    with pytest.raises(RunFailed, match=r"^rank 1 on \S+ was killed by SIGKILL$"):
+        running.outcome()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_exits_without_a_result(status: int) -> None:
+    text = failure(programs.leave_without_result, status, 2)
+    assert text.endswith(f"exited with status {status} without a result")
+
+
+def test_a_result_that_cannot_be_pickled() -> None:
+    text = failure(programs.unpicklable, None, 2)
+    assert text.startswith("rank 1 ")
+    assert "the result of the program cannot be pickled" in text.splitlines()[0]
+
+
+def test_an_argument_that_a_rank_cannot_import() -> None:
+    assert "failed: ImportError: no such dataset" in failure(
+        programs.say_rank, programs.Breaks(), 2
+    )
+
+
+def test_programs_that_cannot_be_sent_are_bad_input() -> None:
+    with pytest.raises(InputError, match="cannot be sent to the ranks"):
+        launch(lambda *_: None, None, 2)
+    with pytest.raises(InputError, match="needs at least one"):
+        launch(programs.say_rank, None, 0)
+    with pytest.raises(InputError, match="every address"):
+        launch(programs.say_rank, None, 1, host="0.0.0.0")
+
+
+def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    """It works where ranks need nothing of the script, and is explained where they do."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from orchestra.engines.processes import launch\n"
+        "from tests.rank_programs import say_rank\n"
+        "print(launch(say_rank, 1, 2).results)\n"
+        "def program(runtime, argument): pass\n"
+        "launch(program, 1, 2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.stdout == "((0, 2, 1), (1, 2, 1))\n"
+    assert "if __name__ == '__main__':" in done.stderr
+    assert done.returncode == 1
+
+
+def test_a_program_of_the_main_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from orchestra.engines.processes import launch\n"
+        "def program(runtime, argument): return argument * runtime.rank\n"
+        "if __name__ == '__main__': print(launch(program, 2, 3).results)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout == "(0, 2, 4)\n"
+
+
+def test_a_stopped_rank_ends_a_run_that_needs_it(tmp_path: Path) -> None:
+    running = Running(programs.wait_for_last, tmp_path, 3)
+    processes = pids(tmp_path, 3)
+    os.kill(processes[2], signal.SIGSTOP)
+    with pytest.raises(RunFailed, match=r"^rank 2 on \S+ is stopped"):
+        running.outcome()
+    assert not any(map(is_running, processes))
+
+
+def test_a_run_goes_on_without_a_stopped_expendable_rank_and_takes_it_back(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    def listen(event: Event | Notice) -> None:
+        if isinstance(event, Notice):
+            heard.append(event.text)
+
+    running = Running(programs.expendable_last, tmp_path, 3, on_event=listen)
+    last = pids(tmp_path, 3)[2]
+    os.kill(last, signal.SIGSTOP)
+    wait_until(lambda: any("is stopped; going on without it" in text for text in heard), "noted")
+    os.kill(last, signal.SIGCONT)
+    wait_until(lambda: any("is back" in text for text in heard), "taken back")
+    (tmp_path / "end").touch()
+    outcome = running.outcome()
+    assert outcome.results == ("to the end",) * 3
+    assert outcome.left_out == {}
+    assert outcome.notices == tuple(heard)
+
+
+def test_a_rank_still_stopped_at_the_end_is_left_out(tmp_path: Path) -> None:
+    running = Running(programs.expendable_last, tmp_path, 2)
+    last = pids(tmp_path, 2)[1]
+    os.kill(last, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(last), "stopped")
+    (tmp_path / "end").touch()
+    outcome = running.outcome()
+    assert outcome.results == ("to the end", None)
+    assert outcome.left_out == {1: "was still stopped at the end"}
+    assert not is_running(last)
+
+
+def test_the_others_learn_that_an_expendable_rank_died(tmp_path: Path) -> None:
+    running = Running(programs.notices_loss, tmp_path, 2)
+    wait_until((tmp_path / "1").exists, "rank 1 arrives")
+    os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
+    outcome = running.outcome()
+    assert outcome.results == ("went on without 1", None)
+    assert outcome.left_out == {1: "was killed by SIGKILL"}
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    text = failure(programs.wait_in_a_circle, None, 2, patience=0.5)
+    assert text == (
+        f"the run hangs: rank 0 waits for rank 1 (to receive, tag {programs.TAG}), "
+        f"rank 1 waits for rank 0 (to receive, tag {programs.TAG})"
+    )
+
+
+def test_a_rank_that_computes_without_end_is_named() -> None:
+    text = failure(programs.loop_for_ever, None, 2, patience=1.0)
+    assert text.startswith(f"rank 1 on {socket.gethostname()} hangs: no progress for ")
+
+
+def test_a_slow_step_that_holds_the_interpreter_is_not_killed() -> None:
+    outcome = launch(programs.slow_step, 4.5, 2, patience=20.0)
+    assert outcome.results == ("waited", "slow")
+    assert outcome.notices == ()
+
+
+def answer(address: tuple[str, int], *greetings: bytes) -> bytes:
+    """What the watcher says to a connection that sends `greetings`, until it hangs up."""
+    said = b""
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"".join(greetings))
+        while True:
+            try:
+                data = connection.recv(1000)
+            except ConnectionResetError:
+                return said
+            said += data
+            if not data or b"dismissed" in said:
+                return said
+
+
+def test_only_the_token_opens_a_seat() -> None:
+    watcher = Watcher(1, Limits(), host="127.0.0.1", token="secret", children=False)
+    watcher.start()
+    hello = {"kind": "hello", "rank": 0, "pid": os.getpid(), "address": ["127.0.0.1", 1]}
+    hello |= {"token": "guess", "host": "here", "machine": ""}
+    result = pack({"kind": "result"}, b"payload")
+    for stranger in (b"GET / HTTP/1.0\r\n\r\n", pack(hello), pack(hello | {"rank": 1}), result):
+        assert answer(watcher.address, stranger, result) == b""
+    assert watcher.results == {}
+    said = answer(watcher.address, pack(hello | {"token": "secret"}), result)
+    assert b"roster" in said
+    watcher.join()
+    assert watcher.results == {0: b"payload"}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Any]:
+    """Starts a launcher as a process of its own; nothing of it survives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(program: str, ranks: int) -> tuple[subprocess.Popen[str], list[int]]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.rank_programs", program, str(tmp_path), str(ranks)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process, pids(tmp_path, ranks)
+
+    yield start
+    for process in started:
+        left = descendants(process.pid)
+        process.kill()
+        process.communicate()
+        for pid in filter(is_running, left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_no_rank_survives_its_launcher(launcher: Any) -> None:
+    process, ranks = launcher("deaf", 4)
+    others = descendants(process.pid)
+    os.kill(ranks[3], signal.SIGSTOP)
+    wait_until(lambda: is_stopped(ranks[3]), "a rank is stopped")
+    process.kill()
+    wait_until(lambda: not any(map(is_running, {*ranks, *others})), "all processes end")
+
+
+def test_no_rank_survives_a_launcher_that_is_asked_to_end(launcher: Any) -> None:
+    process, ranks = launcher("until_asked_to_stop", 2)
+    process.terminate()
+    wait_until(lambda: not any(map(is_running, ranks)), "all ranks end")
+
+
+def test_ctrl_c_stops_in_good_order(launcher: Any) -> None:
+    process, _ = launcher("until_asked_to_stop", 2)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate()
+    assert "results=('stopped in order', 'stopped in order')" in out
+    assert "stopped=True" in out
+    assert "press Ctrl-C again" in error
+    assert process.returncode == 0
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(launcher: Any) -> None:
+    process, ranks = launcher("deaf", 3)
+    process.send_signal(signal.SIGINT)
+    assert "press Ctrl-C again" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate()
+    assert out == "failed: interrupted\n"
+    assert process.returncode == 1
+    assert not any(map(is_running, ranks))
+
+
+def test_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    launch(programs.say_rank, None, 1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_many_launches_leave_nothing_behind() -> None:
+    launch(programs.say_rank, None, 1)  # from here on the fork server runs
+    own = Path("/proc/self/fd")
+
+    def left() -> tuple[set[int], int, set[str], set[str]]:
+        files = {entry.name for entry in Path(tempfile.gettempdir()).glob("orchestra*")}
+        return descendants(), len(list(own.iterdir())), listening_ports(os.getpid()), files
+
+    before = left()
+    for _ in range(5):
+        launch(programs.collect_natively, None, 3)
+        failure(programs.fail_in_one, 0, 2)
+    assert left() == before

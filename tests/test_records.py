@@ -1,0 +1,219 @@
+"""What a run leaves behind: sums over its ranks, and `summary.json` as others rely on it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestra.records.environment import PACKAGES, environment
+from orchestra.records.record import (
+    RunRecord,
+    combine,
+    write_atomically,
+    write_curve,
+    write_summary,
+)
+from orchestra.records.report import ChiefReport, Point, RankReport
+
+CONTRACT = {
+    "name": str,
+    "strategy": str,
+    "engine": str,
+    "ranks": int,
+    "workers": int,
+    "servers": int,
+    "seed": int,
+    "status": str,
+    "setup_seconds": float,
+    "train_seconds": float,
+    "steps": int,
+    "samples": int,
+    "samples_per_second": float,
+    "final_loss": float,
+    "metrics": dict,
+    "time_to_target_seconds": float,
+    "bytes_sent": int,
+    "bytes_estimated": bool,
+    "seconds": dict,
+    "staleness": dict,
+    "switched_at_step": int,
+    "parameters_sha256": str,
+}
+"""The fields of a run in `summary.json`: more may stand there, none may be missing."""
+
+ABOUT = {
+    "name": "ring",
+    "strategy": "AllReduce('ring')",
+    "engine": "processes",
+    "ranks": 3,
+    "workers": 2,
+    "servers": 1,
+    "seed": 7,
+    "setup_seconds": 3.0,
+}
+
+
+def report(rank: int, **changes: Any) -> RankReport:
+    values: dict[str, Any] = {
+        "rank": rank,
+        "role": "worker",
+        "steps": 10 + rank,
+        "samples": 100 * (rank + 1),
+        "setup_seconds": 1.0,
+        "train_seconds": 2.0 + rank,
+        "seconds": {"compute": 1.0 + rank, "communicate": 0.5, "wait": 0.25 * rank},
+        "bytes_sent": 1000 + rank,
+        "bytes_estimated": False,
+        "staleness": {},
+        "peak_buffer_bytes": 64 * (rank + 1),
+        "switched_at_step": None,
+        "stopped": False,
+        "threads": 1,
+    }
+    return RankReport(**{**values, **changes})
+
+
+def server(**changes: Any) -> RankReport:
+    chief = ChiefReport(0.5, {"accuracy": 0.9}, 1.5, "ab12")
+    seconds = {"compute": 100.0, "communicate": 100.0, "wait": 100.0}
+    values = {"role": "server", "steps": 0, "samples": 0, "seconds": seconds, "chief": chief}
+    return report(2, **{**values, **changes})
+
+
+def test_a_record_sums_up_its_ranks() -> None:
+    record = combine([report(0), report(1), server()], **ABOUT)
+    assert record.status == "completed"
+    assert record.steps == 11
+    assert record.samples == 300
+    assert record.train_seconds == 4.0
+    assert record.samples_per_second == 75.0
+    assert record.bytes_sent == 1000 + 1001 + 1002
+    assert record.peak_buffer_bytes == 192
+    assert record.seconds == {"compute": 1.5, "communicate": 0.5, "wait": 0.125}
+    assert (record.final_loss, record.metrics) == (0.5, {"accuracy": 0.9})
+    assert (record.time_to_target_seconds, record.parameters_sha256) == (1.5, "ab12")
+    assert record.staleness is None
+    assert record.switched_at_step is None
+    assert (record.name, record.seed, record.setup_seconds) == ("ring", 7, 3.0)
+
+
+def test_staleness_is_counted_over_all_ranks() -> None:
+    record = combine([report(0, staleness={"0": 3}), server(staleness={"0": 1, "4": 2})], **ABOUT)
+    assert record.staleness == {"mean": 8 / 6, "max": 4}
+
+
+def test_a_server_that_worked_in_a_phase_counts_as_a_worker() -> None:
+    seconds = {"compute": 4.0, "communicate": 0.0, "wait": 0.0}
+    record = combine([report(0), server(samples=50, steps=40, seconds=seconds)], **ABOUT)
+    assert record.samples == 150
+    assert record.steps == 40
+    assert record.seconds["compute"] == 2.5
+
+
+def test_what_one_rank_says_holds_for_the_run() -> None:
+    record = combine(
+        [report(0), report(1, stopped=True, switched_at_step=9, bytes_estimated=True), server()],
+        **ABOUT,
+    )
+    assert record.status == "stopped"
+    assert record.switched_at_step == 9
+    assert record.bytes_estimated
+
+
+def test_a_run_without_time_has_no_pace() -> None:
+    record = combine([server(samples=1, train_seconds=0.0)], **ABOUT)
+    assert record.samples_per_second is None
+
+
+def test_summary_has_the_fields_that_others_rely_on(tmp_path: Path) -> None:
+    reports = [report(0, staleness={"1": 1}, switched_at_step=5), report(1), server()]
+    path = write_summary(tmp_path, "quickstart", [combine(reports, **ABOUT, folder=tmp_path)])
+    assert path == tmp_path / "summary.json"
+    summary = json.loads(path.read_text())
+    assert {key: summary[key] for key in ("schema", "experiment")} == {
+        "schema": 1,
+        "experiment": "quickstart",
+    }
+    (run,) = summary["runs"]
+    assert {field: type(run[field]) for field in CONTRACT} == CONTRACT
+    assert set(run["seconds"]) == {"compute", "communicate", "wait"}
+    assert set(run["staleness"]) == {"mean", "max"}
+    assert "folder" not in run
+    assert str(tmp_path) not in path.read_text()
+
+
+def test_what_cannot_be_known_is_null(tmp_path: Path) -> None:
+    record = RunRecord("a", "Single()", "processes", 1, 1, 0, 0, "failed", failure="rank 0 is gone")
+    (run,) = json.loads(write_summary(tmp_path, "x", [record]).read_text())["runs"]
+    for field in (
+        "setup_seconds",
+        "train_seconds",
+        "samples_per_second",
+        "final_loss",
+        "time_to_target_seconds",
+        "staleness",
+        "switched_at_step",
+        "parameters_sha256",
+    ):
+        assert run[field] is None, field
+    assert run["failure"] == "rank 0 is gone"
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_does_not_know_are_null(tmp_path: Path, bad: float) -> None:
+    chief = ChiefReport(bad, {"accuracy": bad, "r2": 0.5}, None, "ab12")
+    write_summary(tmp_path, "x", [combine([report(0, chief=chief)], **ABOUT)])
+    (run,) = strict((tmp_path / "summary.json").read_text())["runs"]
+    assert run["final_loss"] is None
+    assert run["metrics"] == {"accuracy": None, "r2": 0.5}
+
+
+def test_curve(tmp_path: Path) -> None:
+    write_curve(tmp_path, [Point(10, 1.5, {"loss": 0.5}), Point(20, 2.5, {"loss": math.nan})])
+    lines = [strict(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"samples": 10, "seconds": 1.5, "metrics": {"loss": 0.5}},
+        {"samples": 20, "seconds": 2.5, "metrics": {"loss": None}},
+    ]
+
+
+def failing(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("call", [(os, "fsync"), (Path, "replace")])
+def test_a_file_is_there_whole_or_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[Any, str]
+) -> None:
+    path = tmp_path / "summary.json"
+    write_atomically(path, "before")
+    with monkeypatch.context() as patched:
+        patched.setattr(*call, failing)
+        with pytest.raises(OSError, match="No space left"):
+            write_atomically(path, "after")
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path], "nothing half-written stays behind"
+    write_atomically(path, "after")
+    assert path.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_environment_is_plain_data() -> None:
+    found = environment()
+    assert json.loads(json.dumps(found)) == found
+    assert set(found["packages"]) == set(PACKAGES)
+    assert found["packages"]["torch"]

@@ -1,0 +1,282 @@
+"""Runs that are killed or stopped, and go on from their newest whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.commands import Training, rank_pids, run, started
+from tests.training import step_lines
+from tests.waiting import wait_until
+
+from orchestra.records.record import RunRecord
+
+TASK = "digits(dropout=0.3, augment=True, channels=4, hidden=16)"
+SETTINGS: dict[str, Any] = {
+    "epochs": 6,
+    "batch_size": 16,
+    "optimizer": "SGD(lr=0.05, momentum=0.9)",
+    "checkpoint_every": 7,
+    "snapshots": 2,
+}
+SYNCHRONOUS = {
+    "ring": "AllReduce('ring')",
+    "server": "ParameterServer",
+    "beside": "ParameterServer(servers=2, placement='beside')",
+    "switch": "Switch(AllReduce('ring'), ParameterServer, when=AfterSteps(60))",
+}
+ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+RANKS = 3
+
+
+def command(strategy: str, out: Path, **changes: Any) -> list[str]:
+    """The command line that says what `SETTINGS` and `changes` say in Python."""
+    words = ["train", "--task", TASK, "--strategy", strategy, "--ranks", str(RANKS)]
+    for key, value in {**SETTINGS, **changes}.items():
+        words += ["--set", f"{key}={value}"]
+    return [*words, "--out", str(out)]
+
+
+def training(strategy: str, out: Path, **changes: Any) -> Training:
+    return Training(TASK, strategy, RANKS, out=out, **{**SETTINGS, **changes})
+
+
+def newest(out: Path) -> int:
+    """The number of the newest checkpoint, 0 if there is none."""
+    folder = out / "checkpoints"
+    return max((int(path.name) for path in folder.glob("[0-9]*")), default=0)
+
+
+def kill_launcher(strategy: str, out: Path, at: int, **changes: Any) -> None:
+    """SIGKILL for the command itself once checkpoint `at` is there; its ranks go with it."""
+    with started(command(strategy, out, **changes), out.parent) as launched:
+        wait_until(lambda: newest(out) >= at or launched.process.poll() is not None, "checkpoints")
+        launched.process.kill()
+        assert launched.end().status == -signal.SIGKILL
+    assert not (out / "summary.json").exists()
+
+
+def kill_rank(strategy: str, out: Path, at: int, rank: int, **changes: Any) -> str:
+    """SIGKILL for one rank once checkpoint `at` is there; what the user is told."""
+    running = training(strategy, out, **changes)
+    running.wait_until(lambda: newest(out) >= at, f"checkpoint {at}")
+    running.signal(rank, signal.SIGKILL)
+    return running.failure()
+
+
+def columns(out: Path) -> list[list[tuple[Any, ...]]]:
+    """What the records of steps say that does not depend on time, for each rank."""
+    wanted = ("step", "samples", "consumed", "loss", "rates")
+    return [
+        [tuple(map(str, (line[key] for key in wanted))) for line in step_lines(out, rank)]
+        for rank in range(RANKS)
+    ]
+
+
+def assert_same(out: Path, record: RunRecord, whole: Path, expected: RunRecord) -> None:
+    for name in ("status", "parameters_sha256", "steps", "samples", "bytes_sent", "metrics"):
+        assert getattr(record, name) == getattr(expected, name), name
+    assert columns(out) == columns(whole)
+    assert (out / "curve.jsonl").read_text().count("\n") == SETTINGS["snapshots"]
+    for ours, theirs in zip(curve(out), curve(whole), strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+
+
+def curve(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+
+
+Whole = tuple[Path, RunRecord]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
+    """The uninterrupted run of each strategy."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {
+        label: (folder / label, training(strategy, folder / label).record())
+        for label, strategy in SYNCHRONOUS.items()
+    }
+
+
+@pytest.mark.parametrize("label", SYNCHRONOUS)
+def test_killed_twice_and_resumed_bit_for_bit(
+    label: str, whole: dict[str, Whole], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    strategy = SYNCHRONOUS[label]
+    kill_launcher(strategy, out, at=3)
+    failure = kill_rank(strategy, out, at=12, rank=1)
+    assert failure.startswith("rank 1 on ")
+    assert "was killed by SIGKILL" in failure.splitlines()[0]
+    assert_same(out, training(strategy, out).record(), *whole[label])
+
+
+def test_the_uninterrupted_runs_learn_and_differ(whole: dict[str, Whole]) -> None:
+    """What is compared above is worth comparing."""
+    assert whole["switch"][1].switched_at_step == 60
+    assert len({record.parameters_sha256 for _, record in whole.values()}) == len(SYNCHRONOUS)
+    assert all(record.metrics["accuracy"] > 0.5 for _, record in whole.values())
+
+
+def test_the_same_command_resumes_and_then_shows_its_record(
+    whole: dict[str, Whole], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    kill_launcher(SYNCHRONOUS["ring"], out, at=3)
+    resumed = run(command(SYNCHRONOUS["ring"], out), tmp_path)
+    assert resumed.status == 0, resumed.err
+    assert f"{out}: going on with this run" in resumed.out
+    assert resumed.err.startswith("orchestra: resumed from checkpoint ")
+    (entry,) = json.loads((out / "summary.json").read_text())["runs"]
+    assert entry["parameters_sha256"] == whole["ring"][1].parameters_sha256
+    again = run(command(SYNCHRONOUS["ring"], out), tmp_path)
+    assert (again.status, again.err) == (0, "")
+    assert "this run was completed before" in again.out
+
+
+def test_a_different_experiment_is_refused(whole: dict[str, Whole], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole["ring"][0], out)
+    before = (out / "summary.json").read_bytes()
+    refused = run(command(SYNCHRONOUS["ring"], out, batch_size=17), tmp_path)
+    assert refused.status == 2
+    assert refused.err == (
+        f"orchestra: {out}: holds a different experiment (in batch_size); "
+        "choose another --out, or none for a new folder\n"
+    )
+    assert (out / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_damaged_checkpoint_is_refused_by_name(
+    damage: str, whole: dict[str, Whole], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    kill_rank(SYNCHRONOUS["ring"], out, at=4, rank=0)
+    index = newest(out)
+    file = out / "checkpoints" / f"{index:04d}" / "rank-2.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    match damage:
+        case "changed":
+            file.write_bytes(content)
+        case "missing":
+            file.unlink()
+    record = training(SYNCHRONOUS["ring"], out).record()
+    assert any(f"checkpoint refused: {file}" in notice for notice in record.notices)
+    assert any(f"resumed from checkpoint {index - 1}," in notice for notice in record.notices)
+    assert_same(out, record, *whole["ring"])
+
+
+def test_with_every_checkpoint_damaged_it_begins_anew(
+    whole: dict[str, Whole], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    kill_rank(SYNCHRONOUS["ring"], out, at=3, rank=0)
+    manifests = list((out / "checkpoints").glob("[0-9]*/manifest.json"))
+    for manifest in manifests:
+        manifest.write_text("{")
+    record = training(SYNCHRONOUS["ring"], out).record()
+    refused = [notice for notice in record.notices if "manifest.json" in notice]
+    assert len(refused) == len(manifests)
+    assert not any("resumed" in notice for notice in record.notices)
+    assert_same(out, record, *whole["ring"])
+
+
+def test_killed_at_any_moment_there_is_something_to_resume_from(
+    whole: dict[str, Whole], tmp_path: Path
+) -> None:
+    """With a checkpoint after each step, many a kill hits one that is being written."""
+    out = tmp_path / "out"
+    draw = random.Random(5)
+    expected = training(SYNCHRONOUS["ring"], tmp_path / "whole", checkpoint_every=1).record()
+    at = 0
+    for _ in range(4):
+        at = newest(out) + draw.randrange(2, 12)
+        kill_rank(SYNCHRONOUS["ring"], out, at=at, rank=draw.randrange(3), checkpoint_every=1)
+    resumed = training(SYNCHRONOUS["ring"], out, checkpoint_every=1)
+    record = resumed.record()
+    (notice,) = record.notices
+    assert int(notice.split()[3].rstrip(",")) >= at
+    assert_same(out, record, tmp_path / "whole", expected)
+
+
+def interrupted(strategy: str, out: Path, at: int, **changes: Any) -> Any:
+    """Ctrl-C for the command once checkpoint `at` is there; what it left."""
+    with started(command(strategy, out, **changes), out.parent) as launched:
+        wait_until(lambda: newest(out) >= at or launched.process.poll() is not None, "checkpoints")
+        launched.process.send_signal(signal.SIGINT)
+        return launched.end()
+
+
+@pytest.fixture(params=["ring", "beside", "switch"])
+def stopped(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    label = str(request.param)
+    out = tmp_path / "out"
+    at = 10 if label == "switch" else 3
+    ended = interrupted(SYNCHRONOUS[label], out, at)
+    assert ended.status == 1, ended
+    assert ended.err == ("orchestra: stopping in good order; press Ctrl-C again to end at once\n")
+    assert "status           stopped" in ended.out
+    return label, out
+
+
+def test_ctrl_c_stops_in_good_order_and_can_be_resumed(
+    stopped: tuple[str, Path], whole: dict[str, Whole]
+) -> None:
+    label, out = stopped
+    path, expected = whole[label]
+    (entry,) = json.loads((out / "summary.json").read_text())["runs"]
+    assert entry["status"] == "stopped"
+    assert 0 < entry["steps"] < expected.steps
+    assert 0 < entry["samples"] < expected.samples
+    assert (out / "parameters.safetensors").is_file()
+    assert entry["parameters_sha256"]
+    assert len(step_lines(out, 0)) == entry["steps"]
+    record = training(SYNCHRONOUS[label], out).record()
+    (notice,) = record.notices
+    assert notice.endswith(f"step {entry['steps']}")
+    assert (record.status, record.steps) == ("completed", expected.steps)
+    assert record.parameters_sha256 == expected.parameters_sha256
+    assert columns(out) == columns(path)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_an_asynchronous_run_stops_and_goes_on(every: int, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = interrupted(ASYNCHRONOUS, out, at=3, checkpoint_every=every)
+    assert ended.status == 1, ended
+    assert "status           stopped" in ended.out
+    (entry,) = json.loads((out / "summary.json").read_text())["runs"]
+    assert 0 < entry["samples"] < 6 * 1198
+    record = training(ASYNCHRONOUS, out, checkpoint_every=every).record()
+    assert record.notices[0].startswith("resumed from checkpoint ")
+    assert (record.status, record.samples) == ("completed", 6 * 1198)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_asynchronous_run_resumes_and_completes_its_budget(victim: int, tmp_path: Path) -> None:
+    """A run that lost its server, or its launcher, goes on; each sample counts once."""
+    out = tmp_path / "out"
+    if victim == 2:
+        assert kill_rank(ASYNCHRONOUS, out, at=3, rank=2).startswith("rank 2 ")
+    else:
+        kill_launcher(ASYNCHRONOUS, out, at=3)
+    record = training(ASYNCHRONOUS, out).record()
+    assert record.notices[0].startswith("resumed from checkpoint ")
+    assert (record.status, record.samples) == ("completed", 6 * 1198)
+    for rank in (0, 1):
+        lines = step_lines(out, rank)
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    consumed = [line["consumed"] for rank in (0, 1) for line in step_lines(out, rank)]
+    assert max(consumed) == 6 * 1198
+
+
+def test_nothing_is_left_of_a_run() -> None:
+    assert rank_pids() == []

@@ -1,0 +1,229 @@
+"""Servers and clients together, over real sockets, ranks being threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.threads import run_ranks
+from torch import Tensor
+
+from orchestra.errors import PeerLost
+from orchestra.parameter_server import Client, Home, Server
+from orchestra.parameter_server.placement import place
+from orchestra.parameter_server.state import (
+    Answer,
+    Asynchronous,
+    Consistency,
+    Pause,
+    ServerState,
+    Synchronous,
+)
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
+from orchestra.worker.runtime import Runtime
+
+SIZE = 100
+
+
+def charge(kind: str, amount: int, function: Callable[[], None]) -> None:
+    function()
+
+
+def make_homes(servers: Sequence[int]) -> list[Home]:
+    slices = place([(0, SIZE)], SIZE, len(servers), divisible=True)
+    return [Home(rank, part) for rank, part in zip(servers, slices, strict=True)]
+
+
+def make_server(home: Home, consistency: Consistency, workers: set[int], **more: Any) -> Server:
+    """A server of its slice of zeros, with plain SGD."""
+    values = torch.zeros(home.slice.end - home.slice.first)
+    optimizer = torch.optim.SGD([values], lr=0.1)
+    state = ServerState(consistency, workers)
+    return Server(state, values, [(values, 0)], optimizer, charge, **more)
+
+
+def push(client: Client, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
+    return client.push(
+        gradient, into, samples=samples, loss=0.0, stop=False, rates=(0.5,), used=[True]
+    )
+
+
+def gradient_of(rank: int, step: int) -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def test_synchronous_servers_apply_the_weighted_average_in_rank_order() -> None:
+    workers, servers = (0, 1, 2), (3, 4)
+    homes = make_homes(servers)
+
+    def program(runtime: Runtime) -> Any:
+        if runtime.rank in servers:
+            home = homes[runtime.rank - servers[0]]
+            server = make_server(home, Synchronous(), set(workers))
+            server.serve_to_the_end(runtime.transport)
+            return server.values
+        client, into = Client(runtime.transport, homes), torch.zeros(SIZE)
+        for step in range(3):
+            push(client, gradient_of(runtime.rank, step), into, samples=runtime.rank + 1)
+        client.leave()
+        return into
+
+    results = run_ranks(5, program)
+    expected = torch.zeros(SIZE)
+    for step in range(3):
+        average = torch.zeros(SIZE)
+        for rank in workers:
+            average += gradient_of(rank, step) * ((rank + 1) / 6)
+        expected.add_(average, alpha=-0.5)
+    for rank in workers:
+        assert torch.equal(results[rank], expected)
+    assert torch.equal(torch.cat([results[rank] for rank in servers]), expected)
+
+
+def test_a_server_that_only_averages_returns_the_average() -> None:
+    homes = make_homes([2])
+
+    def program(runtime: Runtime) -> Any:
+        if runtime.rank == 2:
+            values = torch.zeros(SIZE)
+            state = ServerState(Synchronous(), {0, 1})
+            Server(state, values, [(values, 0)], None, charge).serve_to_the_end(runtime.transport)
+            return values
+        client, vector = Client(runtime.transport, homes), gradient_of(runtime.rank, 0)
+        push(client, vector, vector)
+        client.leave()
+        return vector
+
+    one, other, values = run_ranks(3, program)
+    assert torch.equal(one, gradient_of(0, 0) * 0.5 + gradient_of(1, 0) * 0.5)
+    assert torch.equal(one, other)
+    assert not values.any()
+
+
+def test_a_worker_suspended_in_mid_push_holds_up_nobody() -> None:
+    """Worker 1 gets half its message out, and the rest only after worker 0 took 20 steps."""
+    homes, finished = make_homes([2]), threading.Event()
+
+    def program(runtime: Runtime) -> Any:
+        transport = runtime.transport
+        if runtime.rank == 2:
+            server = make_server(homes[0], Asynchronous(), {0, 1})
+            server.serve_to_the_end(transport)
+            return server.state.staleness
+        client, into = (
+            Client(Suspended(transport, runtime.rank, finished), homes),
+            torch.zeros(SIZE),
+        )
+        for step in range(1 if runtime.rank else 20):
+            push(client, gradient_of(runtime.rank, step), into)
+        finished.set()
+        client.leave()
+        return client.versions
+
+    versions, late, staleness = run_ranks(3, program)
+    assert versions == [20]
+    assert late == [21]
+    assert staleness == [0] * 20 + [20]
+
+
+class Suspended:
+    """A transport whose rank 1 stops after the first message of its push."""
+
+    def __init__(self, transport: Transport, rank: int, until: threading.Event) -> None:
+        self._transport, self._suspended, self._until = transport, rank == 1, until
+        self._sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+        self._sent += 1
+        if self._suspended and self._sent == 2:
+            assert self._until.wait(60)
+        return self._transport.send(tensor, to, tag)
+
+
+@pytest.mark.parametrize("consistency", [Asynchronous(), Synchronous()])
+def test_the_loss_of_a_worker(consistency: Consistency) -> None:
+    """An asynchronous server goes on; a synchronous one ends."""
+    homes = make_homes([2])
+
+    def program(runtime: Runtime) -> Any:
+        transport = runtime.transport
+        if runtime.rank == 2:
+            server = make_server(homes[0], consistency, {0, 1})
+            server.serve_to_the_end(transport)
+            return server.state.version
+        if runtime.rank == 1:
+            transport.send(torch.zeros(SIZE), 2, Tag.GRADIENT).wait()
+            transport.abort(RuntimeError("killed"))  # type: ignore[attr-defined]
+            return None
+        client, into = Client(transport, homes), torch.zeros(SIZE)
+        for step in range(5):
+            push(client, gradient_of(0, step), into)
+        client.leave()
+        return client.versions
+
+    if isinstance(consistency, Synchronous):
+        with pytest.raises(PeerLost, match="rank 1 is gone"):
+            run_ranks(3, program)
+        return
+    assert run_ranks(3, program) == [[5], None, 5]
+
+
+def test_pause_returns_when_nothing_is_in_flight_and_tells_who_is_there() -> None:
+    """Worker 1 leaves after the first quiet point, so that the second is not complete."""
+    homes = make_homes([2, 3])
+
+    def program(runtime: Runtime) -> Any:
+        transport = runtime.transport
+        if runtime.rank >= 2:
+            server = make_server(homes[runtime.rank - 2], Asynchronous(), {0, 1})
+            return [server.serve(transport) for _ in range(3)], server.state.version
+        client, into = Client(transport, homes), torch.zeros(SIZE)
+        complete = []
+        for step in (1, 2) if runtime.rank == 0 else (1,):
+            for _ in range(3):
+                push(client, gradient_of(runtime.rank, step), into)
+            complete.append(client.pause(step))
+        client.leave()
+        return complete
+
+    results = run_ranks(4, program)
+    assert results[:2] == [[True, False], [True]]
+    assert results[2:] == [([Pause(1, True), Pause(2, False), None], 9)] * 2
+
+
+def test_servers_and_clients_go_on_from_what_they_saved() -> None:
+    homes = make_homes([1])
+    saved: dict[str, Any] = {}
+
+    def program(runtime: Runtime, resumed: bool) -> Any:
+        if runtime.rank == 1:
+            server = make_server(homes[0], Asynchronous(), {0})
+            if resumed:
+                server.load_state_dict(saved["server"])
+            server.serve_to_the_end(runtime.transport)
+            saved["server"] = {**server.state_dict(), "optimizer": {}}
+            return server.values
+        client, into = Client(runtime.transport, homes), torch.zeros(SIZE)
+        if resumed:
+            client.load_state_dict(saved["client"])
+        push(client, gradient_of(0, client.clock), into)
+        client.leave()
+        saved["client"] = dict(client.state_dict())
+        return into
+
+    run_ranks(2, lambda runtime: program(runtime, False))
+    into, values = run_ranks(2, lambda runtime: program(runtime, True))
+    expected = torch.zeros(SIZE)
+    for step in range(2):
+        expected.add_(gradient_of(0, step), alpha=-0.5)
+    assert torch.equal(into, expected)
+    assert torch.equal(values, expected)
+    assert saved["client"] == {"clock": 2, "versions": [2]}
+    assert saved["server"]["version"] == saved["server"]["consumed"] == 2

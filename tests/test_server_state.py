@@ -1,0 +1,303 @@
+"""Invariant 4: each push applied exactly once, whatever the order of messages and departures.
+
+Each test keeps books of its own beside the server's: who has read what, and what was applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestra.parameter_server.state import (
+    Asynchronous,
+    Consistency,
+    Decision,
+    Push,
+    ServerState,
+    Synchronous,
+)
+
+WORKERS = st.integers(1, 6)
+
+
+@dataclass
+class Books:
+    """A second opinion: workers as they are, and every push by what became of it."""
+
+    consistency: Consistency
+    workers: int
+    state: ServerState = field(init=False)
+    clocks: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)  # updates that had been applied
+    answered: set[int] = field(default_factory=set)  # workers that may act
+    paused: set[int] = field(default_factory=set)
+    pushed: list[Push] = field(default_factory=list)
+    withdrawn: list[Push] = field(default_factory=list)
+    applied: list[Push] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    updates: int = 0
+
+    def __post_init__(self) -> None:
+        self.state = ServerState(self.consistency, set(range(self.workers)))
+        self.answered = set(range(self.workers))
+        self.clocks = dict.fromkeys(range(self.workers), 0)
+        self.read = dict.fromkeys(range(self.workers), 0)
+
+    @property
+    def live(self) -> set[int]:
+        return set(self.clocks)
+
+    @property
+    def pending(self) -> list[Push]:
+        done = self.applied + self.withdrawn
+        return [push for push in self.pushed if push not in done]
+
+    def push(self, worker: int, samples: int) -> Decision:
+        self.clocks[worker] += 1
+        push = Push(worker, self.clocks[worker], samples, 0.5, False, self.read[worker])
+        self.answered.remove(worker)
+        self.pushed.append(push)
+        return self.follow(self.state.push(push))
+
+    def pause(self, worker: int) -> Decision:
+        self.answered.remove(worker)
+        self.paused.add(worker)
+        return self.follow(self.state.pause(worker))
+
+    def leave(self, worker: int) -> Decision:
+        self.withdrawn += [push for push in self.pending if push.worker == worker]
+        del self.clocks[worker]
+        self.answered.discard(worker)
+        self.paused.discard(worker)
+        return self.follow(self.state.leave(worker))
+
+    def follow(self, decision: Decision) -> Decision:
+        """Do what the server decided, and check it as far as every consistency promises it."""
+        for group in decision.apply:
+            for push in group:
+                assert push in self.pending, "applied twice, or never pushed"
+                self.applied.append(push)
+                if push.samples:
+                    self.staleness.append(self.updates - push.version_read)
+            self.updates += any(push.samples for push in group)
+        for answer in decision.answers:
+            assert answer.worker in self.live
+            assert answer.worker not in self.answered | self.paused
+            assert answer.worker not in {push.worker for push in self.pending}
+            assert answer.version == self.updates
+            assert answer.consumed == sum(push.samples for push in self.applied)
+            self.read[answer.worker] = self.updates
+            self.answered.add(answer.worker)
+        assert self.state.version == self.updates
+        assert self.state.staleness == self.staleness
+        assert self.state.clocks == {push.worker: push.clock for push in self.applied}
+        assert decision.quiet == (not self.pending and self.live == self.paused)
+        if decision.quiet:
+            self.state.resume()
+            self.answered |= self.paused
+            self.paused.clear()
+        return decision
+
+    def finish(self) -> None:
+        """Let everybody leave; every push was applied or withdrawn with its worker."""
+        for worker in sorted(self.live):
+            last = self.leave(worker)
+        if self.workers and self.pushed:
+            assert sorted(self.applied + self.withdrawn, key=_order) == sorted(
+                self.pushed, key=_order
+            )
+        assert last.quiet
+
+
+def _order(push: Push) -> tuple[int, int]:
+    return push.worker, push.clock
+
+
+def play(
+    books: Books, data: st.DataObject, steps: int = 40
+) -> Iterator[tuple[Push | None, Decision]]:
+    """Random messages from workers that may act, and departures of any, but for the last worker."""
+    for _ in range(steps):
+        choices = [("push", worker) for worker in sorted(books.answered)] * 4
+        choices += [("pause", worker) for worker in sorted(books.answered)]
+        choices += [("leave", worker) for worker in sorted(books.live)] * (len(books.live) > 1)
+        action, worker = data.draw(st.sampled_from(choices))
+        if action == "push":
+            decision = books.push(worker, data.draw(st.integers(0, 3)))
+            yield books.pushed[-1], decision
+        else:
+            yield None, books.pause(worker) if action == "pause" else books.leave(worker)
+
+
+@given(WORKERS, st.data())
+def test_asynchronous_applies_each_push_at_once_and_alone(
+    workers: int, data: st.DataObject
+) -> None:
+    books = Books(Asynchronous(), workers)
+    for push, decision in play(books, data):
+        if push is None:
+            assert not decision.apply
+            assert not decision.answers
+            continue
+        assert decision.apply == ((push,),)
+        (answer,) = decision.answers
+        assert answer.worker == push.worker
+    books.finish()
+    assert books.withdrawn == []
+
+
+@given(WORKERS, st.data())
+def test_staleness_is_the_number_of_updates_between_read_and_push(
+    workers: int, data: st.DataObject
+) -> None:
+    """Counted from the order of the messages alone."""
+    state = ServerState(Asynchronous(), set(range(workers)))
+    order = data.draw(st.lists(st.tuples(st.integers(0, workers - 1), st.integers(0, 2))))
+    clocks, versions = dict.fromkeys(range(workers), 0), dict.fromkeys(range(workers), 0)
+    expected = []
+    for place, (worker, samples) in enumerate(order):
+        clocks[worker] += 1
+        push = Push(worker, clocks[worker], samples, 0.0, False, versions[worker])
+        (answer,) = state.push(push).answers
+        versions[worker] = answer.version
+        since = next((i for i in reversed(range(place)) if order[i][0] == worker), -1)
+        between = sum(n > 0 for _, n in order[since + 1 : place])
+        assert answer.staleness == between
+        expected += [between] if samples else []
+    assert state.staleness == expected
+    assert state.version == sum(samples > 0 for _, samples in order)
+
+
+@given(WORKERS, st.data())
+def test_synchronous_makes_one_update_a_step_of_all_live_workers(
+    workers: int, data: st.DataObject
+) -> None:
+    books = Books(Synchronous(), workers)
+    for _, decision in play(books, data):
+        expected = books.live - books.paused
+        if decision.apply:
+            (group,) = decision.apply
+            members = [push.worker for push in group]
+            assert members == sorted(members)
+            assert [answer.worker for answer in decision.answers] == members
+        elif not decision.quiet:
+            assert decision.answers == ()
+            waiting = {push.worker for push in books.pending}
+            assert not waiting or expected - waiting, "all are here, and nothing was applied"
+    books.finish()
+
+
+@given(WORKERS, st.integers(1, 5), st.randoms())
+def test_synchronous_steps_hold_everybody_in_rank_order(
+    workers: int, steps: int, random: object
+) -> None:
+    books = Books(Synchronous(), workers)
+    for step in range(1, steps + 1):
+        order = list(range(workers))
+        random.shuffle(order)  # type: ignore[attr-defined]
+        for worker in order[:-1]:
+            assert books.push(worker, worker + 1) == Decision()
+        last = books.push(order[-1], order[-1] + 1)
+        assert [[push.worker for push in group] for group in last.apply] == [list(range(workers))]
+        assert {push.clock for group in last.apply for push in group} == {step}
+        assert [answer.staleness for answer in last.answers] == [0] * workers
+        assert books.state.version == step
+
+
+@pytest.mark.parametrize("consistency", [Synchronous(), Asynchronous()])
+@pytest.mark.parametrize("samples", [(0, 0), (0, 4)])
+def test_a_push_without_samples_is_no_update(
+    consistency: Consistency, samples: tuple[int, int]
+) -> None:
+    books = Books(consistency, 2)
+    for worker, count in enumerate(samples):
+        books.push(worker, count)
+    assert books.state.version == (sum(samples) > 0)
+    assert books.state.consumed == sum(samples)
+    assert books.state.staleness == [0] * sum(count > 0 for count in samples)
+    assert books.answered == {0, 1}
+
+
+def test_leaving_in_mid_round_completes_it() -> None:
+    books = Books(Synchronous(), 3)
+    books.push(2, 1)
+    assert books.push(0, 1) == Decision()
+    decision = books.leave(1)
+    assert [[push.worker for push in group] for group in decision.apply] == [[0, 2]]
+    assert [answer.worker for answer in decision.answers] == [0, 2]
+    assert not decision.quiet
+
+
+def test_a_worker_lost_with_its_push_takes_it_away() -> None:
+    books = Books(Synchronous(), 3)
+    books.push(1, 1)
+    assert books.leave(1) == Decision()
+    books.push(0, 1)
+    decision = books.push(2, 1)
+    assert [[push.worker for push in group] for group in decision.apply] == [[0, 2]]
+
+
+@pytest.mark.parametrize("consistency", [Synchronous(), Asynchronous()])
+def test_quiet_when_all_have_paused_and_again_after_resuming(consistency: Consistency) -> None:
+    books = Books(consistency, 3)
+    for _ in range(2):
+        for worker in range(3):
+            books.push(worker, 1)
+        assert [books.pause(worker).quiet for worker in (1, 0, 2)] == [False, False, True]
+    books.pause(0)
+    books.pause(2)
+    assert books.leave(1).quiet
+    books.pause(0)
+    assert [books.leave(worker).quiet for worker in (2, 0)] == [True, True]
+
+
+def test_loss_stop_and_used_of_the_pushes_applied_together() -> None:
+    state = ServerState(Synchronous(), {0, 1, 2})
+    push = Push(0, 1, 1, 4.0, False, 0, (0.1,), (True, False, False))
+    state.push(push)
+    idle = replace(push, worker=1, samples=0, loss=99.0, used=(False, False, False))
+    state.push(idle)
+    last = replace(push, worker=2, samples=3, loss=2.0, stop=True, used=(False, False, True))
+    for answer in state.push(last).answers:
+        assert answer.loss == (1 * 4.0 + 3 * 2.0) / 4
+        assert answer.stop
+        assert answer.used == (True, False, True)
+        assert answer.consumed == 4
+
+
+@pytest.mark.parametrize(
+    ("worker", "clock"), [(2, 1), (0, 1), (0, 3), (1, 2)], ids=["gone", "again", "ahead", "first"]
+)
+def test_pushes_that_nobody_may_send(worker: int, clock: int) -> None:
+    state = ServerState(Synchronous(), {0, 1})
+    state.push(Push(0, 1, 1, 0.0, False, 0))
+    with pytest.raises(AssertionError, match=f"worker {worker}"):
+        state.push(Push(worker, clock, 1, 0.0, False, 0))
+
+
+def test_only_an_asynchronous_server_goes_on_without_a_worker() -> None:
+    assert Asynchronous.tolerates_loss
+    assert not Synchronous.tolerates_loss
+
+
+class Bounded(Asynchronous):
+    """At most `bound` steps ahead of the slowest: what a third consistency has to write."""
+
+    bound = 1
+
+    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
+        return clock - min(clocks.get(worker, 0) for worker in live) <= self.bound
+
+
+def test_an_answer_can_be_held_back_until_others_have_caught_up() -> None:
+    books = Books(Bounded(), 2)
+    books.push(0, 1)
+    held = books.push(0, 1)
+    assert held.apply
+    assert held.answers == ()
+    released = books.push(1, 1)
+    assert [answer.worker for answer in released.answers] == [0, 1]

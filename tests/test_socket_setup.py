@@ -1,0 +1,182 @@
+"""The socket transport: how a mesh is set up, with tokens and with TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.meshes import (
+    TOKEN,
+    exchange,
+    exchange_randomly,
+    in_threads,
+    make_tls,
+    mesh,
+    on_ranks,
+    vanish,
+)
+
+from orchestra.errors import InputError, PeerLost
+from orchestra.transports import streams
+from orchestra.transports.framing import pack_header
+from orchestra.transports.matching import Mailbox
+from orchestra.transports.mesh import MAGIC, Listener, _hello, connect_mesh
+from orchestra.transports.sockets import SocketTransport
+from orchestra.transports.tls import TLS
+
+# --- set-up ----------------------------------------------------------------------------------
+
+
+def test_a_stranger_never_takes_a_ranks_place() -> None:
+    listeners = [Listener(), Listener()]
+    addresses = [listener.address for listener in listeners]
+    silent = socket.create_connection(addresses[0])
+    silent.sendall(MAGIC[:3])
+    noisy = socket.create_connection(addresses[0])
+    noisy.sendall(b"GET / HTTP/1.1\r\nHost: somebody\r\nAccept: everything, and more\r\n\r\n")
+    results: list[SocketTransport] = []
+    accepting = threading.Thread(
+        target=lambda: results.append(connect_mesh(0, addresses, listeners[0], TOKEN, timeout=60))
+    )
+    accepting.start()
+    with pytest.raises(PeerLost, match="rank 0 is gone: it could not be reached"):
+        connect_mesh(1, addresses, Listener(), b"a wrong token", timeout=60)
+    one = connect_mesh(1, addresses, listeners[1], TOKEN, timeout=60)
+    accepting.join(60)
+    (zero,) = results
+    one.send(torch.tensor(3), 0, 0)
+    assert int(zero.receive(1, 0).wait()) == 3
+    silent.settimeout(30)
+    assert silent.recv(1) == b""  # dropped, not kept
+    for closable in (silent, noisy, zero, one):
+        closable.close()
+
+
+def test_a_rank_that_is_there_keeps_its_place() -> None:
+    listener = Listener()
+    accepting = threading.Thread(
+        target=lambda: connect_mesh(0, [listener.address] * 3, listener, TOKEN, timeout=60).close()
+    )
+    accepting.start()
+    with contextlib.ExitStack() as stack:
+        answers = []
+        for claimed in (1, 1, 7, 2):
+            connection = socket.create_connection(listener.address, timeout=60)
+            stack.enter_context(connection)
+            connection.sendall(_hello(claimed, 0, TOKEN))
+            answers.append(connection.recv(1000))
+        assert answers == [_hello(0, 1, TOKEN), b"", b"", _hello(0, 2, TOKEN)]
+        accepting.join(60)
+        assert not accepting.is_alive()
+
+
+def test_set_up_names_the_rank_that_is_missing() -> None:
+    gone = Listener()
+    gone.close()
+    with Listener() as listener:
+        addresses = [("127.0.0.1", 1), listener.address, ("127.0.0.1", 1)]
+        with pytest.raises(PeerLost, match=r"rank 0 .* could not be reached at 127\.0\.0\.1:1"):
+            connect_mesh(1, addresses, listener, TOKEN, timeout=5)
+    with Listener() as listener:
+        with pytest.raises(PeerLost, match=r"rank 1 .* did not connect in time \(nor did 2\)"):
+            connect_mesh(0, [listener.address] * 3, listener, TOKEN, timeout=0.05)
+        assert listener.socket.fileno() == -1  # no open port remains
+
+
+def test_an_address_of_another_machine_is_an_input_error() -> None:
+    with pytest.raises(InputError, match=r"cannot listen on '192\.0\.2\.1'"):
+        Listener("192.0.2.1")
+
+
+# --- TLS -------------------------------------------------------------------------------------
+
+
+def test_messages_under_tls(tmp_path: Path) -> None:
+    with mesh(3, make_tls(tmp_path)) as transports:
+        on_ranks(transports, lambda t: exchange_randomly(t, 1))
+
+        def large(transport: SocketTransport) -> None:
+            peers = [rank for rank in range(3) if rank != transport.rank]
+            received = exchange(transport, peers, torch.full((2 << 20,), transport.rank))
+            for peer, tensor in zip(peers, received, strict=True):
+                assert bool((tensor == peer).all())
+
+        on_ranks(transports, large)
+        transports[1].close()
+        with pytest.raises(PeerLost, match="rank 1 is gone: it has left"):
+            transports[0].receive(1, 0).wait()
+        vanish(transports[2])
+        with pytest.raises(PeerLost, match="rank 2 is gone: its connection"):
+            transports[0].receive(2, 0).wait()
+
+
+def test_tls_leaves_no_decrypted_message_where_no_selector_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One record holds the end of a message, where a turn of reading ends, and the next one."""
+    monkeypatch.setattr(streams, "CALL_BYTES", 45_000)
+    tls = make_tls(tmp_path)
+    first, second = torch.ones(46_000, dtype=torch.uint8), torch.ones(900, dtype=torch.uint8)
+    wire = b"".join(pack_header(t, 0) + t.numpy().tobytes() for t in (first, second))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server, client = in_threads(
+            [lambda: tls.wrap(ours, server_side=True), lambda: tls.wrap(theirs, server_side=False)]
+        )
+        with server, client:
+            for start in range(0, len(wire), 10_000):
+                client.sendall(wire[start : start + 10_000])
+            mailbox = Mailbox(0)
+            stream = streams.Stream(server, 1, mailbox)
+            assert stream.read() == len(wire)  # in one turn
+
+
+@pytest.mark.parametrize("stranger", ["no certificate", "no TLS", "another authority"])
+def test_tls_refuses_who_shows_no_certificate_of_the_authority(
+    tmp_path: Path, stranger: str
+) -> None:
+    tls = make_tls(tmp_path)
+    listeners = [Listener(), Listener()]
+    addresses = [listener.address for listener in listeners]
+    results: list[SocketTransport] = []
+    accepting = threading.Thread(
+        target=lambda: results.append(
+            connect_mesh(0, addresses, listeners[0], TOKEN, tls=tls, timeout=60)
+        )
+    )
+    accepting.start()
+    shown = {
+        "no certificate": Anonymous(tls.certificate, tls.key, tls.authority),
+        "no TLS": None,
+        "another authority": dataclasses.replace(
+            make_tls(tmp_path, "foreign"), authority=tls.authority
+        ),
+    }
+    with pytest.raises(PeerLost, match="rank 0 is gone: it could not be reached"):
+        connect_mesh(1, addresses, Listener(), TOKEN, tls=shown[stranger], timeout=60)
+    one = connect_mesh(1, addresses, listeners[1], TOKEN, tls=tls, timeout=60)
+    accepting.join(60)
+    results[0].close()
+    one.close()
+
+
+class Anonymous(TLS):
+    """Trusts the authority, and shows nothing."""
+
+    def context(self, *, server_side: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.load_verify_locations(self.authority)
+        return context
+
+
+def test_tls_files_that_cannot_be_used_are_an_input_error(tmp_path: Path) -> None:
+    tls = make_tls(tmp_path)
+    with pytest.raises(InputError, match="TLS cannot use certificate"):
+        dataclasses.replace(tls, key=tmp_path / "absent.key").context(server_side=True)

@@ -1,0 +1,416 @@
+"""The watcher's verdicts in virtual time: no process, no socket, no clock."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestra.engines.processes.deadlock import stuck, tell
+from orchestra.engines.processes.events import (
+    Abort,
+    Beat,
+    Disconnect,
+    Disconnected,
+    Event,
+    Exited,
+    Failed,
+    Failure,
+    Finished,
+    Instruction,
+    Interrupted,
+    Joined,
+    Kill,
+    Notice,
+    Pulse,
+    Stop,
+)
+from orchestra.engines.processes.verdicts import Limits, Verdicts
+from orchestra.engines.processes.wire import BadFrame, Frames, pack
+
+LIMITS = Limits(patience=60.0)
+
+
+class Story:
+    """A run told event by event. All ranks have joined, and beat at each quarter of a second
+    that `pass_time` lets pass, unless they are silent or held."""
+
+    def __init__(self, ranks: int = 3, *, children: bool = True, step: int = 1) -> None:
+        self.now = 0.0
+        self.verdicts = Verdicts(ranks, LIMITS, start=0.0, children=children)
+        self.pulses = {rank: Pulse(step=step, phase="training") for rank in range(ranks)}
+        self.silent: set[int] = set()
+        self.held: set[int] = set()
+        self.done: list[Instruction] = []
+        for rank in range(ranks):
+            self.tell(Joined(rank, "host"))
+        self.beat()
+
+    def tell(self, event: Event) -> list[Instruction]:
+        instructions = self.verdicts.observe(self.now, event)
+        self.done += instructions
+        return instructions
+
+    def change(self, rank: int, **fields: Any) -> None:
+        self.pulses[rank] = replace(self.pulses[rank], **fields)
+
+    def beat(self) -> None:
+        for rank, pulse in self.pulses.items():
+            if rank not in self.silent | self.held:
+                self.tell(Beat(rank, pulse))
+
+    def pass_time(self, seconds: float, *, busy: tuple[int, ...] = ()) -> list[Instruction]:
+        """What the watcher did in these seconds; ranks in `busy` show progress all the time."""
+        before = len(self.done)
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            for rank in busy:
+                self.change(rank, activity=self.pulses[rank].activity + 1)
+            self.beat()
+            held = [rank for rank in self.verdicts.suspects(self.now) if rank in self.held]
+            self.done += self.verdicts.tick(self.now, held)
+        return self.done[before:]
+
+    def die(self, rank: int, status: int = -signal.SIGKILL) -> None:
+        self.silent.add(rank)
+        self.tell(Disconnected(rank))
+        self.tell(Exited(rank, status))
+
+    @property
+    def cause(self) -> str:
+        assert self.verdicts.cause is not None, "the run goes on"
+        return self.verdicts.cause
+
+
+def lost(rank: int) -> Failure:
+    return Failure("PeerLost", f"rank {rank} is gone", lost=rank)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (-signal.SIGKILL, "rank 2 on host was killed by SIGKILL"),
+        (-signal.SIGSEGV, "rank 2 on host was killed by SIGSEGV"),
+        (0, "rank 2 on host exited with status 0 without a result"),
+        (3, "rank 2 on host exited with status 3 without a result"),
+    ],
+)
+def test_a_dead_rank_ends_the_run_at_once(status: int, text: str) -> None:
+    story = Story()
+    assert story.tell(Disconnected(2)) == []  # its exit status says more
+    assert story.tell(Exited(2, status)) == [Abort(text)]
+
+
+def test_the_end_of_its_connection_is_all_that_is_known_of_a_rank_elsewhere() -> None:
+    story = Story(children=False)
+    assert story.tell(Disconnected(1)) == [
+        Abort("rank 1 on host is gone: its control connection closed")
+    ]
+
+
+def test_a_process_that_only_drops_its_connection_is_found_out() -> None:
+    story = Story()
+    story.silent.add(1)
+    story.tell(Disconnected(1))
+    assert story.pass_time(1.5) == []
+    assert Abort("rank 1 on host closed its control connection") in story.pass_time(2)
+
+
+def test_an_exception_is_the_cause_with_its_traceback() -> None:
+    story = Story()
+    story.tell(Failed(1, Failure("ValueError", "bad sample 17\nmore", "Traceback ...\n")))
+    assert story.cause == "rank 1 on host failed: ValueError: bad sample 17\nTraceback ..."
+
+
+def test_an_echo_waits_for_the_death_behind_it() -> None:
+    story = Story()
+    assert story.tell(Failed(0, lost(2))) == []
+    assert story.pass_time(1) == []
+    story.die(2)
+    assert story.cause == "rank 2 on host was killed by SIGKILL"
+
+
+def test_an_echo_waits_for_the_exception_behind_it() -> None:
+    story = Story()
+    story.tell(Failed(0, Failure("RunAborted", "a collective failed", aborted=True)))
+    story.tell(Failed(1, lost(2)))
+    story.tell(Failed(2, Failure("ValueError", "bad sample")))
+    assert story.cause == "rank 2 on host failed: ValueError: bad sample"
+
+
+def test_an_echo_without_a_cause_is_the_cause() -> None:
+    story = Story()
+    story.tell(Failed(0, lost(2)))
+    story.tell(Exited(0, 1))
+    assert story.pass_time(2.5) == []
+    story.pass_time(1)
+    assert story.cause == "rank 0 on host failed: PeerLost: rank 2 is gone"
+
+
+def test_later_failures_do_not_replace_the_cause() -> None:
+    story = Story()
+    story.die(1)
+    assert story.tell(Failed(0, Failure("ValueError", "confused by the end"))) == []
+    story.die(2)
+    assert story.cause == "rank 1 on host was killed by SIGKILL"
+
+
+def test_a_stopped_rank_ends_a_run_that_needs_it() -> None:
+    story = Story()
+    story.held.add(2)
+    assert story.pass_time(3) == []
+    assert story.pass_time(1) == [
+        Abort("rank 2 on host is stopped (by SIGSTOP or its terminal)"),
+        Kill(2),
+    ]
+
+
+def test_a_silent_rank_has_its_patience() -> None:
+    story = Story()
+    story.silent.add(1)
+    assert story.pass_time(59, busy=(0, 2)) == []
+    assert story.pass_time(2, busy=(0, 2)) == [
+        Abort("rank 1 on host does not respond: no sign of life for 60 s"),
+        Kill(1),
+    ]
+
+
+def test_an_expendable_rank_that_dies_is_left_out() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.done.clear()
+    story.die(2)
+    how = "was killed by SIGKILL"
+    assert story.done == [
+        Disconnect(2, how),
+        Notice(f"rank 2 on host {how}; going on without it"),
+    ]
+    story.tell(Finished(0))
+    story.tell(Exited(0, 0))
+    story.tell(Finished(1))
+    story.tell(Exited(1, 0))
+    assert story.verdicts.over
+    assert story.verdicts.cause is None
+    assert story.verdicts.left_out == {2: how}
+
+
+def test_an_exception_ends_the_run_also_in_an_expendable_rank() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.tell(Failed(2, Failure("ValueError", "bad sample")))
+    assert story.cause == "rank 2 on host failed: ValueError: bad sample"
+
+
+def test_a_rank_that_cannot_go_on_without_an_expendable_one_names_both() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.die(2)
+    story.tell(Failed(0, lost(2)))
+    assert story.cause == (
+        "rank 2 on host was killed by SIGKILL; "
+        "rank 0 on host could not go on: PeerLost: rank 2 is gone"
+    )
+
+
+def test_an_expendable_rank_is_taken_back_when_it_continues() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.held.add(2)
+    held = story.pass_time(200, busy=(0, 1))
+    assert held == [Notice("rank 2 on host is stopped; going on without it")]
+    story.held.clear()
+    story.silent.add(2)  # it runs again, and has yet to beat
+    assert story.pass_time(50, busy=(0, 1)) == []
+    story.silent.clear()
+    assert story.pass_time(50, busy=(0, 1)) == [Notice("rank 2 on host is back")]
+
+
+def test_an_expendable_rank_that_does_not_respond_is_killed_and_left_out() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.silent.add(2)
+    how = "does not respond: no sign of life for 60 s"
+    assert story.pass_time(61, busy=(0, 1)) == [
+        Disconnect(2, how),
+        Notice(f"rank 2 on host {how}; going on without it"),
+        Kill(2),
+    ]
+
+
+def test_stopped_ranks_alone_do_not_hold_up_the_end() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.held.add(2)
+    story.pass_time(5, busy=(0, 1))
+    story.change(0, phase="leaving")
+    assert story.pass_time(5, busy=(0, 1)) == []
+    story.tell(Finished(1))
+    story.tell(Exited(1, 0))
+    assert Kill(2) in story.pass_time(1, busy=(0,))
+    assert story.verdicts.left_out == {2: "was still stopped at the end"}
+
+
+@pytest.mark.parametrize(("step", "patience"), [(1, 60), (0, 180)])
+def test_a_slow_step_is_not_a_hang_before_its_patience(step: int, patience: int) -> None:
+    story = Story(step=step)
+    story.change(0, waits_for=(1,))
+    story.change(2, waits_for=(0,))
+    assert story.pass_time(patience - 1) == []
+    story.pass_time(2)
+    assert story.cause == (
+        f"rank 1 on host hangs: no progress for {patience} s (step {step}, training); "
+        "rank 0 waiting for it"
+    )
+
+
+def test_progress_of_any_kind_is_a_new_start() -> None:
+    story = Story()
+    for _ in range(5):
+        assert story.pass_time(50) == []
+        for rank in range(3):
+            story.change(rank, activity=story.pulses[rank].activity + 1)
+
+
+def test_ranks_that_wait_for_each_other_are_named_as_a_cycle() -> None:
+    story = Story()
+    story.change(0, waits_for=(1,), waits_what="to receive, tag 7")
+    story.change(1, waits_for=(0,), waits_what="to receive, tag 8")
+    assert story.pass_time(59, busy=(2,)) == []
+    story.pass_time(2, busy=(2,))
+    assert story.cause == (
+        "the run hangs: rank 0 waits for rank 1 (to receive, tag 7), "
+        "rank 1 waits for rank 0 (to receive, tag 8)"
+    )
+
+
+def test_waiting_for_a_rank_that_has_finished_is_a_hang() -> None:
+    story = Story()
+    story.tell(Finished(2))
+    story.tell(Exited(2, 0))
+    story.silent.add(2)
+    story.change(1, waits_for=(2,), waits_what="to receive, tag 1")
+    story.pass_time(61, busy=(0,))
+    assert story.cause == (
+        "the run hangs: rank 1 waits for rank 2 (to receive, tag 1), rank 2 has finished"
+    )
+
+
+def test_a_stopped_rank_that_holds_up_all_others_is_left_out() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.held.add(2)
+    story.change(0, waits_for=(1, 2))
+    story.change(1, waits_for=(2,))
+    notice = Notice("rank 2 on host is stopped; going on without it")
+    assert story.pass_time(59) == [notice]
+    assert Kill(2) in story.pass_time(3)
+    assert story.verdicts.left_out == {2: "is stopped, and all others wait for it"}
+    assert story.verdicts.cause is None
+
+
+def test_a_rank_that_leaves_may_wait_for_the_others() -> None:
+    story = Story()
+    story.change(0, phase="leaving")
+    assert story.pass_time(120, busy=(1, 2)) == []
+    story.change(1, phase="leaving")
+    story.change(2, phase="leaving")
+    story.pass_time(61)
+    assert "hangs" in story.cause
+
+
+def test_nobody_is_late_while_the_watcher_was_stopped() -> None:
+    story = Story()
+    story.pass_time(30)
+    story.now += 1000
+    assert story.verdicts.tick(story.now) == []
+    assert story.pass_time(25) == []
+
+
+def test_a_first_ctrl_c_asks_and_a_second_ends() -> None:
+    story = Story(ranks=2)
+    first = story.tell(Interrupted())
+    assert first[0] == Stop()
+    assert story.verdicts.stopped
+    assert story.tell(Interrupted()) == [Abort("interrupted"), Kill(0), Kill(1)]
+
+
+def test_ranks_that_do_not_leave_are_killed() -> None:
+    story = Story()
+    story.die(1)
+    assert story.pass_time(4.5) == []
+    assert story.pass_time(1) == [Kill(0), Kill(2)]
+    assert not story.verdicts.over
+    story.die(0)
+    story.die(2)
+    assert story.verdicts.over
+
+
+def test_a_rank_that_stays_after_its_result_is_killed() -> None:
+    story = Story()
+    story.tell(Finished(0))
+    story.silent.add(0)
+    story.tell(Disconnected(0))
+    assert Kill(0) in story.pass_time(6, busy=(1, 2))
+    story.tell(Exited(0, -signal.SIGKILL))
+    assert story.verdicts.cause is None
+
+
+def test_ranks_that_never_join_are_named() -> None:
+    verdicts = Verdicts(3, LIMITS, start=0.0, children=True)
+    verdicts.observe(0.0, Joined(1, "host"))
+    for now in range(1, 299):
+        assert verdicts.tick(now) == []
+        verdicts.observe(float(now), Beat(1, Pulse(activity=now)))
+    verdicts.tick(300.0)
+    assert verdicts.cause == "rank 0, rank 2 did not join within 300 s"
+
+
+def test_stuck_finds_the_ranks_that_nobody_releases() -> None:
+    everyone = range(5)
+    assert stuck({0: (1,), 1: (0,), 2: (3,)}, everyone) == {0: (1,), 1: (0,)}
+    assert stuck({0: (1, 4), 1: (0,)}, everyone) == {}
+    assert stuck({0: (1,), 1: (2,)}, {0, 1}) == {0: (1,), 1: (2,)}
+    assert tell({3: (3,)}, {}, {}) == "rank 3 waits for rank 3"
+
+
+def test_frames_arrive_whole_however_they_are_cut() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        frames = Frames(there)
+        data = pack({"kind": "a"}) + pack({"kind": "b", "x": [1, None]}, b"\0payload")
+        arrived = []
+        for index in range(len(data)):
+            here.send(data[index : index + 1])
+            assert frames.read()
+            arrived += list(frames.complete())
+        assert arrived == [({"kind": "a"}, b""), ({"kind": "b", "x": [1, None]}, b"\0payload")]
+        here.close()
+        assert not frames.read()
+
+
+@pytest.mark.parametrize(
+    "data", [pack({"kind": "x" * 100}), b"GET / HTTP/1.0\r\n\r\n", b"\0\0\0\1" + b"\0" * 8 + b"3"]
+)
+def test_bad_frames_are_refused(data: bytes) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        frames = Frames(there, largest=50)
+        here.send(data)
+        frames.read()
+        with pytest.raises(BadFrame):
+            list(frames.complete())
+
+
+def test_messages_are_json() -> None:
+    assert json.loads(pack({"loss": 1.5})[12:]) == {"loss": 1.5}

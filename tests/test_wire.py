@@ -1,0 +1,53 @@
+"""Pushes and answers survive the way over the wire."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestra.parameter_server.state import Answer, Pause, Push
+from orchestra.parameter_server.wire import (
+    Kind,
+    decode_answer,
+    decode_pause,
+    decode_push,
+    encode_answer,
+    encode_pause,
+    encode_push,
+    request,
+)
+
+COUNT = st.integers(0, 2**53)
+LOSS = st.floats(allow_nan=False)
+FLAGS = st.lists(st.booleans(), max_size=6).map(tuple)
+RATES = st.lists(st.floats(0, 10), max_size=4).map(tuple)
+
+
+@given(st.builds(Push, COUNT, COUNT, COUNT, LOSS, st.booleans(), COUNT, RATES, FLAGS))
+def test_push(push: Push) -> None:
+    message = encode_push(push)
+    assert message.dtype == torch.float64
+    assert message[0] == Kind.PUSH
+    assert decode_push(push.worker, message) == push
+
+
+@given(st.builds(Answer, COUNT, COUNT, COUNT, LOSS, st.booleans(), COUNT, FLAGS))
+def test_answer(answer: Answer) -> None:
+    message = encode_answer(answer)
+    assert message.dtype == torch.float64
+    assert decode_answer(answer.worker, message) == answer
+
+
+def test_a_loss_that_is_not_a_number_arrives_as_such() -> None:
+    push = decode_push(0, encode_push(Push(0, 1, 1, float("nan"), False, 0)))
+    assert push.loss != push.loss
+
+
+@given(st.builds(Pause, st.integers(-1, 2**53), st.booleans()))
+def test_pause(pause: Pause) -> None:
+    assert decode_pause(encode_pause(pause)) == pause
+
+
+def test_request() -> None:
+    assert request(Kind.PAUSE, -1).tolist() == [Kind.PAUSE, -1]

@@ -1,0 +1,94 @@
+"""Ranks as threads of this process, connected by real sockets: for tests of what ranks compute.
+
+Threads share torch's global generator; what draws from it is tested on processes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.worker.runtime import Runtime, Work
+
+T = TypeVar("T")
+
+
+@dataclass
+class Notes:
+    """A reporter that remembers."""
+
+    notices: list[str] = field(default_factory=list)
+    stop: bool = False
+    is_expendable: bool = False
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        pass
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
+        pass
+
+    def expendable(self, yes: bool) -> None:
+        self.is_expendable = yes
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    def stop_requested(self) -> bool:
+        return self.stop
+
+
+@dataclass
+class FreeCompute:
+    """Runs, and charges nothing."""
+
+    seconds: float = 0.0
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        return function()
+
+
+def run_ranks(ranks: int, program: Callable[[Runtime], Any], timeout: float = 60.0) -> list[Any]:
+    """What `program` returns on each rank; raises what the first failing rank raised."""
+    listeners = [Listener() for _ in range(ranks)]
+    addresses = [listener.address for listener in listeners]
+    token = secrets.token_bytes(16)
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        transport = connect_mesh(rank, addresses, listeners[rank], token, timeout=timeout)
+        try:
+            runtime = Runtime(rank, ranks, transport, FreeCompute(), Notes(), seed=lambda _: None)
+            results[rank] = program(runtime)
+        except BaseException as error:
+            errors.append(error)
+            transport.abort(RuntimeError(f"rank {rank} failed"))
+        finally:
+            transport.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
