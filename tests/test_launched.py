@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -159,13 +160,17 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def two_nodes(started: list[subprocess.Popen[str]], program: str, folder: Path) -> None:
+    """Two nodes that run a program of `rank_programs`."""
+    on_two_nodes(started, [str(ROOT / "tests" / "joined.py"), program, str(folder), "60"])
+
+
+def on_two_nodes(started: list[subprocess.Popen[str]], what: list[str]) -> None:
     """Two agents of torchrun on this machine, with two ranks each."""
     port = free_port()
     for node in range(2):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
         command += ["--nproc-per-node=2", f"--node-rank={node}", "--master-addr=127.0.0.1"]
-        command += [f"--master-port={port}", str(ROOT / "tests" / "joined.py"), program]
-        started.append(start([*command, str(folder), "60"], {}))
+        started.append(start([*command, f"--master-port={port}", *what], {}))
 
 
 def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
@@ -208,6 +213,27 @@ def test_two_nodes_of_torchrun(started: Any, tmp_path: Path) -> None:
     expected = [[6.0] * 3, [4.0] * 2, [1.0] * 2]
     assert (tmp_path / "outcome 0").read_text() == repr((expected,) * 4)
     assert (tmp_path / "outcome 3").read_text() == repr((None, None, None, expected))
+
+
+def test_a_training_on_two_nodes_of_torchrun_and_the_same_again(
+    started: Any, tmp_path: Path
+) -> None:
+    """With a rank that only serves; the second time all ranks leave at once."""
+    strategy = 'ParameterServer(consistency="asynchronous")'
+    what = ["-m", "orchestra", "train", "--task", "digits(channels=2, hidden=8)", "--strategy"]
+    what += [strategy, "--set", "steps=6", "--set", "batch_size=8", "--out", str(tmp_path / "run")]
+    summaries = []
+    for _ in range(2):
+        started.clear()
+        on_two_nodes(started, what)
+        for process in started:
+            status, error = ended(process)
+            assert status == 0, error
+        summaries.append((tmp_path / "run" / "summary.json").read_text())
+    assert summaries[0] == summaries[1]
+    (run,) = json.loads(summaries[0])["runs"]
+    assert (run["status"], run["workers"], run["servers"]) == ("completed", 3, 1)
+    assert run["samples"] == 6 * 4 * 8
 
 
 def test_the_first_cause_is_told_on_every_node(started: Any, tmp_path: Path) -> None:
