@@ -64,7 +64,7 @@ def report(rank: int, **changes: Any) -> RankReport:
         "role": "worker",
         "steps": 10 + rank,
         "samples": 100 * (rank + 1),
-        "setup_seconds": 1.0,
+        "setup": {"task": 0.5, "group": 0.25, "first_step": 0.25},
         "train_seconds": 2.0 + rank,
         "seconds": {"compute": 1.0 + rank, "communicate": 0.5, "wait": 0.25 * rank},
         "bytes_sent": 1000 + rank,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import count
 from pathlib import Path
 
 from orchestra.errors import InputError
 from orchestra.experiments.file import Experiment, to_yaml
-from orchestra.records.record import RunRecord, write_atomically
+from orchestra.records.record import RunRecord, read_summary, write_atomically
 from orchestra.settings.yaml_text import yaml_value
 
 RESOLVED = "experiment.yaml"
@@ -66,14 +65,10 @@ def finished(folder: Path) -> list[RunRecord]:
     Raises:
         InputError: it is there, but damaged.
     """
-    path = folder / SUMMARY
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        records = [RunRecord(**entry, folder=folder) for entry in summary["runs"]]
+        records = read_summary(folder / SUMMARY)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: is damaged ({error}); choose another --out") from None
     return [record for record in records if record.status == "completed"]
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestra.errors import InputError
 from orchestra.records.report import Point, RankReport
 
 SCHEMA = 1
@@ -20,7 +21,8 @@ class RunRecord:
     """One run, summed up over its ranks; see `summary.json` in the documentation for the fields.
 
     Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
-    `staleness` is None where no update could be stale. `folder` is where everything else lies.
+    `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
+    of. `folder` is where everything else lies.
     """
 
     name: str
@@ -32,22 +34,26 @@ class RunRecord:
     seed: int
     status: str
     setup_seconds: float | None = None
+    setup: Mapping[str, float] = field(default_factory=dict)
     train_seconds: float | None = None
     steps: int = 0
     samples: int = 0
     samples_per_second: float | None = None
     final_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    judged_on: str = "test"
     time_to_target_seconds: float | None = None
     bytes_sent: int = 0
     bytes_estimated: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     staleness: Mapping[str, float] | None = None
+    staleness_histogram: Mapping[str, int] = field(default_factory=dict)
     switched_at_step: int | None = None
     parameters_sha256: str | None = None
     peak_buffer_bytes: int = 0
     global_batch: int = 0
     threads: int = 1
+    by_rank: Sequence[Mapping[str, Any]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     notices: Sequence[str] = ()
     failure: str | None = None
@@ -65,6 +71,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     workers = [report for report in reports if report.role == "worker" or report.samples]
     chief = next(report.chief for report in reports if report.chief is not None)
     seconds = max(report.train_seconds for report in reports)
+    staleness = _staleness_histogram(reports)
     samples = sum(report.samples for report in workers)
     return RunRecord(
         status="stopped" if any(report.stopped for report in reports) else "completed",
@@ -81,13 +88,15 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
             part: sum(report.seconds[part] for report in workers) / len(workers)
             for part in ("compute", "communicate", "wait")
         },
-        staleness=_staleness(reports),
+        staleness=_mean_and_max(staleness),
+        staleness_histogram={str(value): count for value, count in sorted(staleness.items())},
         switched_at_step=next(
             (r.switched_at_step for r in workers if r.switched_at_step is not None), None
         ),
         parameters_sha256=chief.parameters_sha256,
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),
+        by_rank=[_own_part(report) for report in reports],
         **about,
     )
 
@@ -102,6 +111,22 @@ def write_summary(folder: Path, experiment: str, runs: Sequence[RunRecord]) -> P
     }
     write_atomically(path, json.dumps(summary, indent=2) + "\n")
     return path
+
+
+def read_summary(path: Path) -> list[RunRecord]:
+    """The runs that the `summary.json` at `path` tells of; the folder of each is that of `path`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        InputError: it is damaged.
+    """
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        return [RunRecord(**entry, folder=path.parent) for entry in summary["runs"]]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: is damaged ({error}); choose another --out") from None
 
 
 def write_curve(folder: Path, points: Sequence[Point]) -> None:
@@ -124,11 +149,21 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def _staleness(reports: Sequence[RankReport]) -> dict[str, float] | None:
+def _own_part(report: RankReport) -> dict[str, Any]:
+    """What stands in `by_rank` of one rank."""
+    names = ("rank", "role", "steps", "samples", "seconds", "bytes_sent")
+    return {name: getattr(report, name) for name in names}
+
+
+def _staleness_histogram(reports: Sequence[RankReport]) -> dict[int, int]:
     counts: dict[int, int] = {}
     for report in reports:
         for staleness, count in report.staleness.items():
             counts[int(staleness)] = counts.get(int(staleness), 0) + count
+    return counts
+
+
+def _mean_and_max(counts: Mapping[int, int]) -> dict[str, float] | None:
     if not counts:
         return None
     mean = sum(value * count for value, count in counts.items()) / sum(counts.values())

@@ -22,6 +22,8 @@ class Point:
 class RankReport:
     """One rank's part in a run.
 
+    `setup` are the seconds before the stopwatch by what they went to: task (data and model),
+    group (the strategy's start), first_step (the warm-up, and waiting for the others).
     `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
     `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
     """
@@ -30,7 +32,7 @@ class RankReport:
     role: str
     steps: int
     samples: int
-    setup_seconds: float
+    setup: dict[str, float]
     train_seconds: float
     seconds: dict[str, float]
     bytes_sent: int

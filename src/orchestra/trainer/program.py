@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import Dataset
 
 from orchestra.collectives import broadcast, gather_objects
 from orchestra.data.feed import epoch_samples, open_samples
@@ -69,7 +70,7 @@ class Session:
         self.runtime, self.run, self.strategy, self.folder = runtime, run, strategy, folder
         training = run.training
         self.began = runtime.transport.now()
-        self.setup_seconds = 0.0
+        self.setup: dict[str, float] = {}
         self.stopped = False
         self.roles = strategy.roles(training.ranks)
         runtime.seed(run.seed)
@@ -83,7 +84,9 @@ class Session:
         self.position = Position()
         self.totals = Totals()
         self.checkpoints = CollectiveCheckpoints(self.worker, folder / "checkpoints")
+        self._passed("task")
         self.state = self._start()
+        self._passed("group")
         self.recorder = Recorder(self.worker, folder, self.totals, self.position.steps)
 
     def train(self) -> None:
@@ -105,7 +108,7 @@ class Session:
         self.runtime.reporter.phase("training")
         self._barrier()
         self.worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
-        self.setup_seconds = self.runtime.transport.now() - self.began
+        self._passed("first_step")
         self.recorder.resume()
         loop.run()
         self.stopped = loop.stopped
@@ -125,7 +128,7 @@ class Session:
         if worker.rank != chief:
             return report
         worker.reporter.phase("evaluating")
-        dataset = self.task.test if self.task.test is not None else self.task.validation
+        dataset = self._final_dataset()
         figures: dict[str, float] = {}
         with signs_of_life(worker, self.position.steps):
             points = curve(worker, self.task, parts, EVALUATION_BATCH)
@@ -140,6 +143,18 @@ class Session:
         )
         return replace(report, chief=chief_report)
 
+    def _final_dataset(self) -> Dataset[Any] | None:
+        """What the final parameters are judged on; one split where the task lacks the other."""
+        test, validation = self.task.test, self.task.validation
+        if self.run.judged_on == "validation":
+            return validation
+        return test if test is not None else validation
+
+    def _passed(self, part: str) -> None:
+        """The set-up has come to the end of `part`."""
+        passed = self.runtime.transport.now() - self.began
+        self.setup[part] = passed - sum(self.setup.values())
+
     def _report(self) -> RankReport:
         worker, totals, measures = self.worker, self.totals, self.worker.measures
         roles = self.strategy.current_roles(worker, self.state)
@@ -149,7 +164,7 @@ class Session:
             role="worker" if worker.rank in roles.workers else "server",
             steps=self.position.steps,
             samples=totals.samples,
-            setup_seconds=self.setup_seconds,
+            setup=self.setup,
             train_seconds=totals.elapsed,
             seconds={
                 "compute": spent.compute,

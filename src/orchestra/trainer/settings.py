@@ -97,3 +97,6 @@ class Run(Settings):
     strategy: Strategy[Any] = setting(REQUIRED, "when and what the ranks exchange")
     seed: int = setting(0, "of parameters, shuffling and dropout", low=0)
     training: Training = setting(Training(), "everything else")
+    judged_on: Literal["test", "validation"] = setting(
+        "test", "the split that the final figures are of: trials of a tuning leave the test alone"
+    )

@@ -91,7 +91,7 @@ def join(
         if watcher is None:
             own = [None] * launched.ranks
             own[launched.rank] = result
-            return Outcome(tuple(own), {}, stopped=False, notices=(), setup_seconds=0.0)
+            return Outcome(tuple(own), {}, stopped=False, notices=(), setup={})
         watcher.join()
         return outcome(watcher, range(launched.ranks))
 

@@ -110,7 +110,7 @@ def outcome(watcher: Watcher, ranks: range) -> Outcome:
         left_out=verdicts.left_out,
         stopped=verdicts.stopped,
         notices=tuple(verdicts.notices),
-        setup_seconds=watcher.setup_seconds,
+        setup=watcher.setup,
     )
 
 

@@ -15,11 +15,12 @@ class Outcome:
         left_out: why, for each rank that the run went on without.
         stopped: whether the user asked for an orderly stop.
         notices: what the user was told on the way, one line each.
-        setup_seconds: from the launch until all ranks were connected.
+        setup: seconds before the program began: `processes`, from the launch until every rank
+            was there, and `connections`, until all were connected to each other.
     """
 
     results: tuple[Any, ...]
     left_out: dict[int, str]
     stopped: bool
     notices: tuple[str, ...]
-    setup_seconds: float
+    setup: dict[str, float]

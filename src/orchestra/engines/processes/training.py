@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -119,17 +120,24 @@ def _write_environment(folder: Path) -> None:
 
 def record_of(run: Run, roles: Roles, outcome: Outcome, folder: Path) -> RunRecord:
     """The record of a run that ended well, written into `folder` too."""
-    reports = [cast("RankReport", result) for result in outcome.results if result is not None]
+    reports = [cast(RankReport, result) for result in outcome.results if result is not None]
+    setup: dict[str, float] = {**outcome.setup, **slowest(report.setup for report in reports)}
     record = combine(
         reports,
         **_identity(run, roles, folder),
-        setup_seconds=outcome.setup_seconds + max(report.setup_seconds for report in reports),
+        setup_seconds=sum(setup.values()),
+        setup=setup,
         left_out={str(rank): reason for rank, reason in outcome.left_out.items()},
         notices=outcome.notices,
     )
     chief = next(report.chief for report in reports if report.chief is not None)
     write_curve(folder, chief.curve)
     return record
+
+
+def slowest(setups: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The parts of the longest set-up: the one that the others waited for."""
+    return dict(max(setups, key=lambda setup: sum(setup.values())))
 
 
 def failed_record(run: Run, folder: Path, failure: RunFailed) -> RunRecord:
@@ -148,5 +156,6 @@ def _identity(run: Run, roles: Roles, folder: Path) -> dict[str, Any]:
         "servers": len(roles.servers),
         "seed": run.seed,
         "global_batch": round(run.training.batch_size * sum(roles.shares)),
+        "judged_on": run.judged_on,
         "folder": folder,
     }

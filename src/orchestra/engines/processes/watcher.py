@@ -87,7 +87,7 @@ class Watcher:
         on_event: Callable[[Event | Notice], None] | None = None,
     ) -> None:
         self.results: dict[int, bytes] = {}
-        self.setup_seconds = 0.0
+        self.setup: dict[str, float] = {}
         self._ranks = ranks
         self._token = token
         self._tls = None if tls is None else tls.context(server_side=True)
@@ -296,13 +296,16 @@ class Watcher:
         elif kind == "connected":
             self._connected.add(rank)
             if len(self._connected) == self._ranks:
-                self.setup_seconds = time.monotonic() - self._started_at
+                self.setup["connections"] = self._age() - self.setup["processes"]
         elif kind == "result":
             self.results[rank] = payload
             link.send({"kind": "dismissed"})
             self._observe(Finished(rank))
         elif kind == "failure":
             self._observe(Failed(rank, Failure(**_named(Failure, message))))
+
+    def _age(self) -> float:
+        return time.monotonic() - self._started_at
 
     def _admit(self, link: _Link, message: Message) -> None:
         rank, token = message["rank"], str(message["token"])
@@ -320,6 +323,7 @@ class Watcher:
             link.send({"kind": "abort", "cause": self.verdicts.cause})  # it came late for that
         if len(self._links) == self._ranks:
             addresses = [self._links[r].address for r in range(self._ranks)]
+            self.setup["processes"] = self._age()
             self._broadcast({"kind": "roster", "addresses": addresses})
             if self.verdicts.stopped:
                 self._broadcast({"kind": "stop"})

@@ -1,0 +1,22 @@
+"""Where things lie in the folder of a comparison.
+
+    DIR/experiment.yaml, summary.json, tuning.json, report.html, figures/
+    DIR/runs/LABEL/N-ranks/seed-S/       the folder of a run, as that of a training
+    DIR/tuning/LABEL/N-ranks/trial-T/    the same for a trial, judged on the validation data
+
+The folder of a training is that of its one run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def run_folder(comparison: Path, label: str, ranks: int, seed: int) -> Path:
+    """The folder of one run of the comparison in `comparison`."""
+    return comparison / "runs" / label / f"{ranks}-ranks" / f"seed-{seed}"
+
+
+def trial_folder(comparison: Path, label: str, ranks: int, trial: int) -> Path:
+    """The folder of one trial of its tuning."""
+    return comparison / "tuning" / label / f"{ranks}-ranks" / f"trial-{trial}"

@@ -1,0 +1,116 @@
+"""Read what runs have left: everything that a report shows comes from here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import InputError
+from orchestra.records.layout import run_folder
+from orchestra.records.record import RunRecord, read_summary
+from orchestra.records.report import Point
+from orchestra.settings.yaml_text import yaml_value
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run: its record, and what lies beside it, read when first asked for."""
+
+    record: RunRecord
+
+    @cached_property
+    def curve(self) -> list[Point]:
+        """The figures of its snapshots, in order; none for a run that failed."""
+        return [Point(**line) for line in _lines(self.record.folder / "curve.jsonl")]
+
+    @cached_property
+    def steps(self) -> dict[int, list[dict[str, Any]]]:
+        """For each rank that computed steps, what it wrote down of each."""
+        paths = self.record.folder.glob("steps-rank-*.jsonl")
+        by_rank = {int(path.stem.rpartition("-")[2]): list(_lines(path)) for path in paths}
+        return {rank: by_rank[rank] for rank in sorted(by_rank) if by_rank[rank]}
+
+    @property
+    def trace(self) -> Path | None:
+        """Its timeline, where it left one."""
+        path = self.record.folder / "trace.json.gz"
+        return path if path.exists() else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder that was given: a comparison's or a training's.
+
+    `experiment` is its file as plain data, `environment` that of its first run, and `tuning` what
+    `tuning.json` says; each empty where there is none.
+    """
+
+    folder: Path
+    experiment: Mapping[str, Any]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    runs: Sequence[RunData] = ()
+
+
+def collect(folders: Sequence[Path]) -> list[Source]:
+    """What the folders of trainings and comparisons hold, in the order given.
+
+    Raises:
+        InputError: a folder that is none of a run, or that holds no finished run yet.
+    """
+    sources = [_source(folder) for folder in folders]
+    if not any(source.runs for source in sources):
+        names = ", ".join(str(folder) for folder in folders) or "no folder given"
+        raise InputError(f"{names}: there is no run to report on yet")
+    return sources
+
+
+def _source(folder: Path) -> Source:
+    try:
+        experiment = yaml_value((folder / "experiment.yaml").read_text(encoding="utf-8"))
+        records = read_summary(folder / "summary.json")
+    except FileNotFoundError as error:
+        name = Path(error.filename).name
+        raise InputError(
+            f"{folder}: is not the folder of a run or comparison: it has no {name}"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
+    runs = [RunData(_placed(record, folder)) for record in records]
+    places = [run.record.folder / "environment.json" for run in runs]
+    environments = [_json(place) for place in places if place.exists()]
+    return Source(
+        folder,
+        experiment if isinstance(experiment, dict) else {},
+        environments[0] if environments else {},
+        _json(folder / "tuning.json") if (folder / "tuning.json").exists() else {},
+        runs,
+    )
+
+
+def _placed(record: RunRecord, folder: Path) -> RunRecord:
+    """`record` with the run's own folder, which in a comparison lies further down."""
+    inner = run_folder(folder, record.name, record.ranks, record.seed)
+    return replace(record, folder=inner) if inner.is_dir() else record
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: is damaged: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise InputError(f"{path}:{number}: is damaged: not JSON") from None
