@@ -120,7 +120,7 @@ def _write_environment(folder: Path) -> None:
 
 def record_of(run: Run, roles: Roles, outcome: Outcome, folder: Path) -> RunRecord:
     """The record of a run that ended well, written into `folder` too."""
-    reports = [cast(RankReport, result) for result in outcome.results if result is not None]
+    reports = [cast("RankReport", result) for result in outcome.results if result is not None]
     setup: dict[str, float] = {**outcome.setup, **slowest(report.setup for report in reports)}
     record = combine(
         reports,
@@ -137,7 +137,8 @@ def record_of(run: Run, roles: Roles, outcome: Outcome, folder: Path) -> RunReco
 
 def slowest(setups: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The parts of the longest set-up: the one that the others waited for."""
-    return dict(max(setups, key=lambda setup: sum(setup.values())))
+    longest: Mapping[str, float] = max(setups, key=lambda setup: sum(setup.values()))
+    return dict(longest)
 
 
 def failed_record(run: Run, folder: Path, failure: RunFailed) -> RunRecord:
