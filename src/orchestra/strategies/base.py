@@ -61,6 +61,13 @@ class Strategy(Settings, ABC, Generic[S]):
         """`synchronous`, of the phase under way."""
         return self.synchronous
 
+    def currently_lockstep(self, state: S) -> bool:
+        """Whether, in the phase under way, a worker takes part in steps in which it has no samples.
+
+        Synchronous strategies need that, and others that exchange in every step.
+        """
+        return self.currently_synchronous(state)
+
     @property
     def hands_over_moments(self) -> bool:
         """Whether a following phase can inherit the optimizer's moments from the workers."""

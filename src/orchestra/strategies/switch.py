@@ -92,6 +92,10 @@ class Switch(Strategy[SwitchState]):
         """As the phase under way is."""
         return self._phase(state).currently_synchronous(state.inner)
 
+    def currently_lockstep(self, state: SwitchState) -> bool:
+        """As the phase under way is."""
+        return self._phase(state).currently_lockstep(state.inner)
+
     def start(self, worker: Worker) -> SwitchState:
         """Start the first phase."""
         return SwitchState(self.first.start(worker), RuleState())

@@ -106,7 +106,7 @@ class Loop:
         counts = self._feed.plan.counts(position.plan_step)
         position.plan_step += 1
         synchronous = self._strategy.currently_synchronous(self._state)
-        if not samples and not synchronous:
+        if not samples and not self._strategy.currently_lockstep(self._state):
             return
         fraction = position.consumed / self._budget
         factor = self._training.schedule.factor(fraction)
