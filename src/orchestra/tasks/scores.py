@@ -33,8 +33,7 @@ def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
       as one pool; the one mean of that whole pool is subtracted.
     - `r2_pooled`: 1 - (sum of squared errors) / (sum of squared deviations from that one mean);
       so it is 1 - mse / test_variance.
-    - `r2_0`, `r2_1` ...: R² of each output, from the mean of that output's own targets.
-    - `r2_mean`: the plain mean of these.
+    - `r2_mean`: the plain mean of the R² of each output, from that output's own mean.
     """
     predictions, targets = predictions.double(), targets.double()
     errors = targets - predictions
@@ -50,5 +49,4 @@ def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
         "test_variance": variance,
         "r2_pooled": 1 - unexplained.item(),
         "r2_mean": each.mean().item(),
-        **{f"r2_{output}": value for output, value in enumerate(each.tolist())},
     }
