@@ -63,7 +63,7 @@ def settings(
         training.setdefault("epochs", 1)
     if isinstance(training.get("optimizer"), str):
         training["optimizer"] = Optimizer.parse(training["optimizer"], where="optimizer")
-    return Run("test", TASKS + task, strategy, seed, Training(ranks=ranks, **training))
+    return Run("test", task if ":" in task else TASKS + task, strategy, seed, Training(ranks=ranks, **training))
 
 
 def train_threads(

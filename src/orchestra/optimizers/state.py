@@ -58,4 +58,6 @@ def restore(target: Any, saved: Any) -> Any:
                 before = getattr(target, item.name)
                 setattr(target, item.name, restore(before, saved[item.name]))
         return target
+    if isinstance(target, list) and len(target) == len(saved):
+        return [restore(before, item) for before, item in zip(target, saved, strict=True)]
     return tuple(saved) if isinstance(target, tuple) else saved

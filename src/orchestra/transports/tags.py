@@ -20,6 +20,7 @@ class Tag(enum.IntEnum):
     DONE = 10
     COMPLETED = 11
     READY = 12
+    REPLICAS = 13
 
     # between workers and servers
     REQUEST = 16
@@ -27,3 +28,11 @@ class Tag(enum.IntEnum):
     ANSWER = 18
     VALUES = 19
     NORM = 20
+
+
+_NAMES = {tag.value: tag.name.lower() for tag in Tag}
+
+
+def tag_name(tag: int) -> str:
+    """What a tag is about, in a word; a tag that is not one of these as its number."""
+    return _NAMES.get(tag, str(tag))

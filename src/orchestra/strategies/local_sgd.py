@@ -1,0 +1,216 @@
+"""Local SGD and its kin: workers train apart, and average their parameters once in a while."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from orchestra import exchange, optimizers
+from orchestra.errors import InputError
+from orchestra.settings import setting
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.outer import Average, Elastic, Outer, OuterState, Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from orchestra.transports.protocol import Task
+    from orchestra.worker.worker import Worker
+
+
+@dataclass
+class Fragment:
+    """A part of the parameters that is averaged at once, and how it stands.
+
+    `samples` are this worker's since the last average, `total` those of all workers. While an
+    average is on its way `travelling` holds it, to be applied at step `due`.
+    """
+
+    outer: OuterState
+    samples: int = 0
+    total: int = 0
+    travelling: Tensor | None = None
+    due: int = 0
+    flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
+
+
+@dataclass
+class LocalSGDState:
+    """`fragments` lie at `cuts` (first, end) of the flat parameters; `epochs` are those over."""
+
+    optimizer: Optimizer
+    fragments: list[Fragment]
+    cuts: list[tuple[int, int]] = field(metadata=optimizers.TRANSIENT)
+    steps: int = 0
+    epochs: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class LocalSGD(Strategy[LocalSGDState]):
+    """Each worker takes `every` steps of its own; then the replicas are averaged.
+
+    Averages are weighted by the samples behind each replica. `outer` makes of the average what
+    the next round begins with: DiLoCo is LocalSGD(500, outer=Nesterov()) with Adam as the
+    optimizer; post-local SGD (Lin et al., ICLR 2020) is Switch(AllReduce(), LocalSGD()).
+
+    Streaming DiLoCo (Douillard et al., 2025) averages one of `fragments` at a time, in turn, and
+    applies the result `overlap` steps after it was sent, mixed with what the worker learnt since:
+    theta <- mix theta + (1 - mix) theta_outer.
+    """
+
+    every: int | None = setting(
+        8, "H: local steps of a round; None: one average, at the very end", low=1
+    )
+    _: KW_ONLY
+    every_epochs: int | None = setting(
+        None, "rounds of so many passes over the data, in place of `every`", low=1
+    )
+    outer: Outer = setting(
+        Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
+    )
+    algorithm: Literal["ring", "ring_gather", "parallel", "reduce_to_one"] = setting(
+        "ring", "how the average is made"
+    )
+    fragments: int = setting(1, "parts of the parameters that are averaged in turn", low=1)
+    overlap: int = setting(0, "tau: steps that go on while a fragment is averaged", low=0)
+    mix: float = setting(
+        0.5, "share of the worker's own values when a late average arrives", low=0, high=1
+    )
+
+    def check(self) -> None:
+        """What overlaps has to fit between two exchanges."""
+        if self.every_epochs is not None and self.every not in (None, 8):
+            raise InputError("LocalSGD: every and every_epochs are both set; give one")
+        by_steps = self.every is not None and self.every_epochs is None
+        if (self.fragments > 1 or self.overlap) and not by_steps:
+            raise InputError("LocalSGD: fragments and overlap need rounds of steps: set every")
+        if self.every is not None and self.fragments > self.every:
+            raise InputError(
+                f"LocalSGD: {self.fragments} fragments in rounds of {self.every} steps leave some "
+                "step with several: raise every or lower fragments"
+            )
+        if self.every is not None and self.overlap > self.every // self.fragments:
+            raise InputError(
+                f"LocalSGD: overlap={self.overlap} is longer than the "
+                f"{self.every // self.fragments} steps between two exchanges: raise every, or "
+                "lower overlap or fragments"
+            )
+        if self.overlap and isinstance(self.outer, Elastic):
+            raise InputError("LocalSGD: overlap does not go with Elastic, whose replicas differ")
+
+    @property
+    def synchronous(self) -> bool:
+        """Replicas differ between two averages, and losses are each worker's own."""
+        return False
+
+    def currently_lockstep(self, state: LocalSGDState) -> bool:
+        """All count the steps alike."""
+        return True
+
+    def start(self, worker: Worker) -> LocalSGDState:
+        """Everyone begins with the parameters of the first rank."""
+        exchange.agree_on_parameters(worker)
+        worker.reporter.expendable(False)
+        cuts = exchange.fragments_of(worker, self.fragments)
+        fragments = [Fragment(self.outer.begin(worker.parameters[a:b])) for a, b in cuts]
+        return LocalSGDState(
+            worker.local_optimizer(), fragments, cuts, epochs=int(worker.step.epoch)
+        )
+
+    def reduce(self, worker: Worker, state: LocalSGDState) -> None:
+        """Nothing is exchanged."""
+        worker.gradients.collect_rest()
+        worker.gradients.forget_unused()
+
+    def update(self, worker: Worker, state: LocalSGDState) -> None:
+        """A local step; then what is due: averages arrive, and others leave."""
+        worker.clip()
+        worker.update_locally(state.optimizer)
+        state.steps += 1
+        for fragment in state.fragments:
+            fragment.samples += worker.step.samples
+            fragment.total += worker.step.total_samples
+        for index, fragment in enumerate(state.fragments):
+            if fragment.travelling is not None and state.steps >= fragment.due:
+                self._arrive(worker, state, index)
+        for index in self._leaving(worker, state):
+            self._send(worker, state, index)
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+
+    def _leaving(self, worker: Worker, state: LocalSGDState) -> list[int]:
+        """The fragments whose round ends with this step."""
+        if self.every_epochs is not None:
+            before, state.epochs = state.epochs, int(worker.step.epoch)
+            ends = state.epochs // self.every_epochs > before // self.every_epochs
+            return [0] if ends else []
+        if self.every is None:
+            return []
+        count = len(state.fragments)
+        return [
+            k for k in range(count) if (state.steps + k * self.every // count) % self.every == 0
+        ]
+
+    def _send(self, worker: Worker, state: LocalSGDState, index: int) -> None:
+        fragment, (first, end) = state.fragments[index], state.cuts[index]
+        if not fragment.total:
+            return
+        weight = fragment.samples / fragment.total
+        fragment.travelling = exchange.scaled_copy(worker, worker.parameters[first:end])
+        fragment.samples = fragment.total = 0
+        fragment.due = state.steps + self.overlap
+        average = partial(
+            exchange.average_replicas,
+            worker,
+            values=fragment.travelling,
+            weight=weight,
+            algorithm=self.algorithm,
+        )
+        if self.overlap:
+            fragment.flow = worker.transport.spawn(average)
+        else:
+            average(worker.transport)
+            self._arrive(worker, state, index)
+
+    def _arrive(self, worker: Worker, state: LocalSGDState, index: int) -> None:
+        """What the average becomes, into the replica."""
+        fragment, (first, end) = state.fragments[index], state.cuts[index]
+        self._land(fragment)
+        assert fragment.travelling is not None
+        own = worker.parameters[first:end]
+        learnt = own.clone() if self.overlap else own
+        self.outer.step(
+            fragment.outer,
+            own,
+            fragment.travelling,
+            Round(worker.step.rates[0], len(worker.workers)),
+        )
+        if self.overlap:
+            own.lerp_(learnt, self.mix)
+        fragment.travelling = None
+
+    def _land(self, fragment: Fragment) -> None:
+        if fragment.flow is not None:
+            fragment.flow.wait()
+            fragment.flow = None
+
+    def quiesce(self, worker: Worker, state: LocalSGDState, step: int) -> bool:
+        """Averages on their way land; they are applied when they are due."""
+        for fragment in state.fragments:
+            self._land(fragment)
+        return True
+
+    def agree(self, worker: Worker, state: LocalSGDState) -> None:
+        """The average of the replicas, or what `outer` keeps in its place."""
+        self.quiesce(worker, state, state.steps)
+        for index, (first, end) in enumerate(state.cuts):
+            if state.fragments[index].travelling is not None:
+                self._arrive(worker, state, index)
+            own, weight = worker.parameters[first:end], 1 / len(worker.workers)
+            exchange.average_replicas(worker, worker.transport, own, weight, self.algorithm)
+            self.outer.finish(state.fragments[index].outer, own)
+
+    def optimizer_of(self, state: LocalSGDState) -> Optimizer:
+        """This worker's own."""
+        return state.optimizer

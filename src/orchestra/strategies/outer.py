@@ -1,0 +1,131 @@
+"""Outer optimizers: what becomes of the average of the replicas when a round of local steps ends.
+
+x_0 is what the round began with, the same on every worker; x the average of the replicas; Delta =
+x_0 - x. Each rule is written so that rate 1 without momentum gives x itself, bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
+
+from orchestra.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class OuterState:
+    """`start` is x_0 (under `Elastic` the centre), `velocity` the outer momentum; both flat."""
+
+    start: Tensor | None = None
+    velocity: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Round:
+    """`rate` is gamma, the learning rate of the local steps; `workers` is p."""
+
+    rate: float
+    workers: int
+
+
+@dataclass(frozen=True, repr=False)
+class Outer(Settings, ABC):
+    """From the average of the replicas to what the next round begins with."""
+
+    def begin(self, parameters: Tensor) -> OuterState:
+        """The state before the first round."""
+        return OuterState(parameters.clone(), parameters.new_zeros(parameters.shape))
+
+    @abstractmethod
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+        """`own` (this worker's replica), in place, becomes what the next round begins with."""
+
+    def finish(self, state: OuterState, parameters: Tensor) -> None:
+        """The final parameters, in place of the average of the replicas."""
+
+
+@dataclass(frozen=True, repr=False)
+class Average(Outer):
+    """The average itself: local SGD (Stich, ICLR 2019)."""
+
+    def begin(self, parameters: Tensor) -> OuterState:
+        """Nothing is kept."""
+        return OuterState()
+
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+        """x_0 <- x."""
+        own.copy_(average)
+
+
+@dataclass(frozen=True, repr=False)
+class SlowMo(Outer):
+    """Slow momentum (Wang et al., ICLR 2020); with rate 1 it is BMUF.
+
+    u <- beta u + (x_0 - x) / gamma;  x_0 <- x_0 - alpha gamma u.
+    """
+
+    momentum: float = setting(0.5, "beta: of the slow momentum", low=0.0, high=1.0)
+    _: KW_ONLY
+    rate: float = setting(1.0, "alpha: the slow learning rate", above=0.0)
+
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+        """As above; a local rate of 0 moves nothing, so it adds nothing to the momentum."""
+        assert state.start is not None
+        assert state.velocity is not None
+        delta = state.start - average
+        own.copy_(average).add_(delta, alpha=1 - self.rate)
+        if round.rate > 0:
+            state.velocity.mul_(self.momentum)
+            own.sub_(state.velocity, alpha=self.rate * round.rate)
+            state.velocity.add_(delta, alpha=1 / round.rate)
+        state.start.copy_(own)
+
+
+@dataclass(frozen=True, repr=False)
+class Nesterov(Outer):
+    """The outer optimizer of DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum on Delta.
+
+    v <- mu v + Delta;  x_0 <- x_0 - eta (Delta + mu v).
+    """
+
+    rate: float = setting(0.7, "eta: the outer learning rate", above=0.0)
+    momentum: float = setting(0.9, "mu: of the outer momentum", low=0.0, high=1.0)
+
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+        """As above."""
+        assert state.start is not None
+        assert state.velocity is not None
+        delta = state.start - average
+        state.velocity.mul_(self.momentum).add_(delta)
+        own.copy_(average).add_(delta, alpha=1 - self.rate)
+        own.sub_(state.velocity, alpha=self.rate * self.momentum)
+        state.start.copy_(own)
+
+
+@dataclass(frozen=True, repr=False)
+class Elastic(Outer):
+    """Elastic averaging (EASGD; Zhang, Choromanska and LeCun, NeurIPS 2015), synchronous.
+
+    With the centre c: x_i <- x_i - alpha (x_i - c), and c <- c + beta (x - c), beta = p alpha
+    for p workers, both from the values before. The replicas stay apart; c is what was learnt.
+    """
+
+    beta: float = setting(
+        0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
+    )
+
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+        """As above."""
+        centre = state.start
+        assert centre is not None
+        own.lerp_(centre, self.beta / round.workers)
+        centre.lerp_(average, self.beta)
+
+    def finish(self, state: OuterState, parameters: Tensor) -> None:
+        """The centre."""
+        assert state.start is not None
+        parameters.copy_(state.start)
