@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -43,15 +44,16 @@ def gated(folder: str, samples: int) -> Task:
     return Task(model=Counted, train=data, loss=loss, collate=TensorData.collate)
 
 
-def let_run(folder: Path, steps: int) -> None:
-    """Every worker may complete `steps` steps in all."""
+def let_run(folder: Path, steps: int, pid: int | None = None) -> None:
+    """Every worker may complete `steps` steps in all; or the one that is process `pid`."""
     draft = folder / "limit.draft"
     draft.write_text(str(steps))
-    draft.rename(folder / LIMIT)
+    draft.rename(folder / (LIMIT if pid is None else f"{LIMIT}-{pid}"))
 
 
 def _limit(folder: Path) -> int:
-    return int((folder / LIMIT).read_text())
+    own = folder / f"{LIMIT}-{os.getpid()}"
+    return int((own if own.exists() else folder / LIMIT).read_text())
 
 
 def train_noted(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:

@@ -16,6 +16,7 @@ Vector = NDArray[Any]
 def interpret(schedule: Schedule, vectors: Sequence[Vector]) -> list[Vector]:
     """Every rank's vector after `schedule`; what it never received is NaN."""
     length = len(vectors[0])
+    edges = schedule.edges(length)
     memories = [vector.copy() for vector in vectors]
     if schedule.slots:
         memories = [np.full(schedule.pieces * length, np.nan, v.dtype) for v in vectors]
@@ -23,8 +24,8 @@ def interpret(schedule: Schedule, vectors: Sequence[Vector]) -> list[Vector]:
             memories[rank][rank * length : (rank + 1) * length] = vector
     for transfers in schedule.rounds():
         before = [memory.copy() for memory in memories]
-        for source, target, piece, operation in transfers.tolist():
-            part = slice(*schedule.cut(piece, length))
+        for source, target, first, end, operation in transfers.tolist():
+            part = slice(edges[first], edges[end])
             arrived = before[source][part]
             memories[target][part] = (
                 memories[target][part] + arrived if operation == REDUCE else arrived

@@ -179,3 +179,12 @@ def test_what_is_half_deleted_does_not_count(tmp_path: Path) -> None:
     digest = checkpoints.write_rank(tmp_path, 3, 0, {"step": 3})
     checkpoints.commit(tmp_path, 3, {checkpoints.rank_file(0): digest})
     assert not half.exists()
+
+
+def test_what_a_killed_run_left_half_deleted_is_in_nobodys_way(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / ".0001.deleted").mkdir()
+    (tmp_path / ".0001.deleted" / "rank-0.safetensors").write_text("")
+    for index in (2, 3):
+        write(tmp_path, index)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0002", "0003"]

@@ -148,7 +148,10 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert {*STRATEGIES.names(), *TASKS.names(), "Cosine", "experiment"} <= listed
 
 
-def test_list_describes_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_describes_every_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # else words wrap inside the columns
     for name in [*STRATEGIES.names(), *TASKS.names(), "Cosine", "Target", "experiment"]:
         assert main(["list", name]) == 0
         assert capsys.readouterr().out

@@ -37,9 +37,13 @@ WHOLE = "Adafactor(lr=0.05)"
 """An optimizer that looks at whole tensors."""
 MOMENTUM = OPTIMIZERS[1]
 
-ALGORITHMS = ("ring", "ring_gather", "parallel", "reduce_to_one")
+ALGORITHMS = (
+    "ring", "halving_doubling", "butterfly", "tree", "ring_gather", "parallel", "reduce_to_one",
+)  # fmt: skip
 SYNCHRONOUS = {
     **{name: AllReduce(name) for name in ALGORITHMS},  # type: ignore[arg-type]
+    "hierarchical": AllReduce("hierarchical", ranks_per_node=2),
+    "sharded": AllReduce(shard="optimizer"),
     "one server": ParameterServer(placement="beside"),
     "two servers": ParameterServer(placement="beside", servers=2),
 }

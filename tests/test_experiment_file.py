@@ -20,6 +20,7 @@ from orchestra.experiments import (
     runs,
     to_yaml,
 )
+from orchestra.experiments.tune import Tune
 from orchestra.optimizers.settings import Cosine, Group, Optimizer
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import setting
@@ -47,6 +48,7 @@ strategies:
   ring: AllReduce("ring")
   switch: Switch(AllReduce, ParameterServer(consistency="asynchronous"), when=LossStable(4))
 """
+TUNE = "tune: {{settings: {{{}}}}}\n"
 SMALL = "task: digits\nstrategies: {ring: AllReduce}\n"
 
 Write = Callable[[str], Path]
@@ -113,16 +115,18 @@ def test_a_file_becomes_an_experiment(write: Write) -> None:
     )
 
 
-def test_its_runs_are_all_strategies_with_each_seed(write: Write) -> None:
+def test_its_runs_are_all_strategies_on_all_ranks_with_each_seed(write: Write) -> None:
     experiment = load(write(FULL))
-    all_runs = runs(experiment)
-    assert [(run.name, run.seed) for run in all_runs] == [
-        ("ring", 0),
-        ("switch", 0),
-        ("ring", 1),
-        ("switch", 1),
+    all_runs = runs(replace(experiment, ranks=(1, 2)))
+    assert [(run.name, run.training.ranks, run.seed) for run in all_runs] == [
+        ("ring", 1, 0),
+        ("ring", 2, 0),
+        ("switch", 2, 0),
+        ("ring", 1, 1),
+        ("ring", 2, 1),
+        ("switch", 2, 1),
     ]
-    assert all_runs[0] == Run(
+    assert runs(experiment)[0] == Run(
         "ring", experiment.task, AllReduce("ring"), 0, training=experiment.training
     )
 
@@ -181,7 +185,35 @@ ERRORS = [
     ("task: digits\nstrategies: {}\n", "exp.yaml:2: strategies is empty; give a label"),
     ("task: digits\nstrategies: [a]\n", "exp.yaml:2: strategies has to map labels"),
     (SMALL + "\nbatchsize: 3\n", "exp.yaml:4: unknown key 'batchsize'; did you mean 'batch_size'"),
-    (SMALL + "tune: {}\n", "exp.yaml:3: unknown key 'tune'"),
+    (SMALL + "tune: 3\n", "exp.yaml:3: tune has to be a mapping such as"),
+    (SMALL + "tune: {}\n", "exp.yaml:3: tune lacks settings, as in {settings: {optimizer.lr:"),
+    (SMALL + "tune:\n  setings: {}\n", "exp.yaml:4: Tune has no setting 'setings'; did you mean"),
+    (SMALL + TUNE.format("clip_norm: [1]"), "exp.yaml:3: tune.settings: lacks optimizer.lr"),
+    (SMALL + TUNE.format("optimizer.lr: 1"), "exp.yaml:3: Tune.settings: expected list of object"),
+    (SMALL + TUNE.format("optimizer.lr: []"), "tune.settings.optimizer.lr: there is no value"),
+    (SMALL + TUNE.format("optimizer.lr: [1, 1.0]"), "optimizer.lr: [1, 1.0] holds a value twice"),
+    (SMALL + TUNE.format("optimizer.lr: [x]"), "optimizer.lr: 'x' is not a number"),
+    (
+        SMALL + TUNE.format("optimizer.lr: [1], batch_size: [1, 2]"),
+        "exp.yaml:3: tune.settings.batch_size: cannot be tuned for each strategy on its own",
+    ),
+    (
+        SMALL + TUNE.format("optimizer.lr: [1], schedule: [Cosin]"),
+        "tune.settings.schedule: unknown schedule 'Cosin'; did you mean",
+    ),
+    (
+        SMALL + TUNE.format("optimizer.lr: [1], clip_norm: [0]"),
+        "tune.settings.clip_norm: Training.clip_norm: 0.0 is not above 0",
+    ),
+    (
+        SMALL + "tune: {settings: {optimizer.lr: [1]}, by: target}\n",
+        "exp.yaml: tune.by: there is no target to choose by",
+    ),
+    (
+        SMALL + "tune: {settings: {optimizer.lr: [1]}, by: los}\n",
+        "exp.yaml:3: Tune.by: 'los' is not known; did you mean 'loss'?",
+    ),
+    (SMALL + "seeds: [1000]\n" + TUNE.format("optimizer.lr: [1]"), "1000 is among the seeds"),
     (SMALL + "ranks: 2\nranks: 3\n", "exp.yaml:4: 'ranks' stands in line 3, too"),
     ("task: digits\nstrategies:\n  a: Single\n  a: Single\n", "exp.yaml:4: 'a' stands in line 3"),
     (
@@ -203,6 +235,9 @@ ERRORS = [
     ("task: nowhere_at_all:f\nstrategies: {a: Single}\n", "no package or module 'nowhere_at_all'"),
     (SMALL + "ranks: four\n", "exp.yaml:3 ranks: expected whole number, got 'four'"),
     (SMALL + "ranks: 0\n", "exp.yaml:3 ranks: 0 is below 1"),
+    (SMALL + "ranks: [2, 0]\n", "exp.yaml:3 ranks: 0 is below 1"),
+    (SMALL + "ranks: [2, 2]\n", "exp.yaml: ranks: [2, 2] holds a number twice"),
+    (SMALL + "ranks: []\n", "exp.yaml: ranks: there is none"),
     (SMALL + "ranks: 2.5\n", "exp.yaml:3 ranks: expected whole number, got 2.5"),
     (SMALL + "seeds: 3\n", "exp.yaml:3 seeds: expected list of whole numbers, got 3"),
     (SMALL + "seeds: [1, 1]\n", "exp.yaml: seeds: [1, 1] holds a seed twice"),
@@ -217,13 +252,17 @@ ERRORS = [
     (SMALL + "schedule: Cosin\n", "exp.yaml:3 schedule: unknown schedule 'Cosin'; did you mean"),
     (SMALL + "target: 0.9\n", "exp.yaml:3: target has to be a mapping such as"),
     (SMALL + "target:\n  metric: a\n  atleast: 1\n", "exp.yaml:5: Target has no setting 'atleast'"),
-    (SMALL + "target: {at_least: 1}\n", "exp.yaml:3: target lacks a metric"),
+    (SMALL + "target: {at_least: 1}\n", "exp.yaml:3: target lacks metric, as in {metric:"),
     (SMALL + "target: {metric: a}\n", "exp.yaml:3: Target: give one of at_least and at_most"),
     (SMALL + "parameter_groups: 3\n", "exp.yaml:3: parameter_groups has to be a list such as"),
     (SMALL + "parameter_groups: [{lr: 1}]\n", "exp.yaml:3: parameter_groups has to be a list"),
     (SMALL + "parameter_groups: [{match: (}]\n", "exp.yaml:3: Group.match: '(' is not a regular"),
     (
         "task: digits\nranks: 1\nstrategies: {ps: ParameterServer}\n",
+        "exp.yaml: strategies.ps: ParameterServer: ",
+    ),
+    (
+        "task: digits\nranks: [1, 2]\nstrategies: {ps: ParameterServer(servers=2)}\n",
         "exp.yaml: strategies.ps: ParameterServer: ",
     ),
 ]
@@ -260,6 +299,7 @@ def _strategy(label: str, strategy: Strategy[Any]) -> Callable[[Experiment], Exp
     )
 
 
+RATES = Tune({"optimizer.lr": (1, 2)})
 GROUPS = (Group("bias|bn", arguments={"weight_decay": 0.0}),)
 ASYNCHRONOUS = ParameterServer(consistency="asynchronous")
 
@@ -267,6 +307,9 @@ ASYNCHRONOUS = ParameterServer(consistency="asynchronous")
 @pytest.mark.parametrize(
     ("override", "change"),
     [
+        ("ranks=[1, 2]", lambda e: replace(e, ranks=(1, 2))),
+        ("ranks=2", lambda e: replace(e, ranks=(2,))),
+        ("tune={settings: {optimizer.lr: [1, 2]}}", lambda e: replace(e, tune=RATES)),
         ("name=other", lambda e: replace(e, name="other")),
         ("seeds=[3]", lambda e: replace(e, seeds=(3,))),
         ("batch_size=8", _training(batch_size=8)),
@@ -323,7 +366,7 @@ def test_set_reaches_into_the_task(write: Write) -> None:
         ("batchsize=3", "--set batchsize: unknown key 'batchsize'; did you mean 'batch_size'?"),
         ("batch_size=x", "--set batch_size: expected whole number, got 'x'"),
         ("optimzer.lr=1", "--set optimzer.lr: unknown key 'optimzer'; did you mean 'optimizer'?"),
-        ("ranks.x=1", "--set ranks.x: ranks is 4, which has no settings of its own"),
+        ("ranks.x=1", "--set ranks.x: ranks is (4,), which has no settings of its own"),
         ("strategies.rin=Single", "--set strategies.rin: there is no 'rin'; did you mean 'ring'?"),
         ("strategies.ring.algoritm=a", "AllReduce has no setting 'algoritm'; did you mean 'algor"),
         ("schedule.at=[1]", "--set schedule.at: Cosine has no setting 'at'; known: final, warmup"),
@@ -342,8 +385,12 @@ def test_a_bad_set_is_told_in_one_line(write: Write, override: str, message: str
 
 # One other value for every setting of a training: a new setting needs a row here.
 OTHER = {
-    "ranks": "5",
+    "ranks": "[1, 5]",
+    "devices": "{ring: auto}",
+    "tune": "{settings: {optimizer.lr: [0.01, 0.1], schedule: [Cosine]}, by: loss, seed: 7}",
     "batch_size": "7",
+    "shares": "[1, 2, 3, 4]",
+    "sharding": "Dirichlet(0.25)",
     "accumulation": "2",
     "epochs": "3",
     "steps": "9",
@@ -359,6 +406,8 @@ OTHER = {
     "patience": "9.5",
     "bucket_megabytes": "0.5",
     "overlap": "false",
+    "tensorboard": "true",
+    "trace_steps": "3",
     "parameter_groups": "[{match: x, lr: 1}]",
     "task": "regression",
     "seeds": "[5]",
@@ -368,9 +417,9 @@ OTHER = {
 
 
 def test_every_key_of_the_file_is_reached_from_file_and_set(write: Write) -> None:
-    keys = [field.name for cls in (Experiment, Training) for field in settings_of(cls)]
-    keys = [*(key for key in keys if key != "training"), "parameter_groups"]
-    assert sorted(OTHER) == sorted(keys)
+    fields = [field.name for cls in (Experiment, Training) for field in settings_of(cls)]
+    keys = {*fields, "parameter_groups"} - {"training"}
+    assert set(OTHER) == keys
     before = load(write(SMALL))
     for key in keys:
         by_set = load(write(SMALL), [f"{key}={OTHER[key]}"])
@@ -440,7 +489,9 @@ def test_only_completed_runs_are_finished(tmp_path: Path) -> None:
     assert finished(tmp_path) == []
     write_summary(tmp_path, "exp", [_record("completed"), _record("failed"), _record("stopped")])
     assert [record.status for record in finished(tmp_path)] == ["completed"]
-    assert finished(tmp_path)[0] == replace(_record("completed"), folder=tmp_path, notices=[])
+    expected = replace(_record("completed"), folder=tmp_path, notices=[], by_rank=[])
+    assert finished(tmp_path) == [expected]
+    assert [r.status for r in finished(tmp_path, failed=True)] == ["completed", "failed"]
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(InputError, match="is damaged"):
         finished(tmp_path)

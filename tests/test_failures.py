@@ -16,6 +16,8 @@ from tests.training import step_lines
 from tests.waiting import is_running, wait_until
 
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+BOUNDED = "ParameterServer(consistency='bounded', staleness=1)"
+BACKUP = "ParameterServer(backup=1)"
 RING = "AllReduce('ring')"
 HOST = socket.gethostname()
 
@@ -106,8 +108,11 @@ def test_a_dead_rank_ends_the_run_by_name(
     assert first in (3, 4), "the steps before the failure are kept"
 
 
-def test_an_asynchronous_run_goes_on_without_a_dead_worker(tmp_path: Path) -> None:
-    with Gate(tmp_path, ASYNCHRONOUS, 2) as gate:
+@pytest.mark.parametrize("strategy", [ASYNCHRONOUS, BOUNDED, BACKUP])
+def test_a_run_that_is_not_synchronous_goes_on_without_a_dead_worker(
+    strategy: str, tmp_path: Path
+) -> None:
+    with Gate(tmp_path, strategy, 2) as gate:
         gate.signal(0, signal.SIGKILL)
         gate.open()
         ended = gate.end()
@@ -142,6 +147,16 @@ def test_an_asynchronous_run_leaves_out_a_worker_that_is_stopped_to_the_end(
         ended = gate.end()
     assert ended.status == 0, ended.err
     assert gate.entry()["left_out"] == {"1": "was still stopped at the end"}
+    assert len(step_lines(tmp_path / "out", 0)) == 60
+
+
+def test_a_bounded_run_leaves_out_a_stopped_worker_once_all_wait_for_it(tmp_path: Path) -> None:
+    with Gate(tmp_path, BOUNDED, 2, patience=3) as gate:
+        gate.signal(1, signal.SIGSTOP)
+        gate.open()
+        ended = gate.end()
+    assert ended.status == 0, ended.err
+    assert gate.entry()["left_out"] == {"1": "is stopped, and all others wait for it"}
     assert len(step_lines(tmp_path / "out", 0)) == 60
 
 

@@ -83,7 +83,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> State:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["AllReduce('ring')", "AllReduce('native')", "Single", "ParameterServer(placement='beside')"],
+    [
+        "AllReduce('ring')",
+        "AllReduce('native')",
+        "Single",
+        "ParameterServer(placement='beside')",
+        "Gossip",
+        "PairwiseAveraging",
+    ],
 )
 def test_one_worker_is_the_original_bit_for_bit(
     strategy: str, original: State, tmp_path: Path
@@ -240,7 +247,14 @@ def by_hand(order: list[list[int]], count: int, epochs: int = 2) -> State:
 
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "own sampler", "loading ahead", "stream"])
-@pytest.mark.parametrize("strategy", ["AllReduce('ring')", ASYNCHRONOUS, SWITCH, "ParameterServer"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "AllReduce('ring')", ASYNCHRONOUS, SWITCH, "ParameterServer", "Gossip",
+        "StochasticGradientPush(overlap=1)", "PairwiseAveraging",
+        "Switch(Gossip, AllReduce, when=AfterSteps(2), moments='reset')",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("count", [1, 7, 8])
 def test_uneven_data_never_hangs(count: int, strategy: str, kind: str) -> None:
     """Fewer samples than ranks, fewer batches than ranks, a batch that is not full."""

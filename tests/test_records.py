@@ -102,6 +102,12 @@ def test_a_record_sums_up_its_ranks() -> None:
     assert (record.name, record.seed, record.setup_seconds) == ("ring", 7, 3.0)
 
 
+def test_dropped_gradients_are_counted_over_all_ranks() -> None:
+    record = combine([report(0, dropped=2), report(1, dropped=3), server()], **ABOUT)
+    assert record.dropped == 5
+    assert [part["dropped"] for part in record.by_rank] == [2, 3, 0]
+
+
 def test_staleness_is_counted_over_all_ranks() -> None:
     record = combine([report(0, staleness={"0": 3}), server(staleness={"0": 1, "4": 2})], **ABOUT)
     assert record.staleness == {"mean": 8 / 6, "max": 4}
@@ -186,8 +192,8 @@ def test_curve(tmp_path: Path) -> None:
     write_curve(tmp_path, [Point(10, 1.5, {"loss": 0.5}), Point(20, 2.5, {"loss": math.nan})])
     lines = [strict(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     assert lines == [
-        {"samples": 10, "seconds": 1.5, "metrics": {"loss": 0.5}},
-        {"samples": 20, "seconds": 2.5, "metrics": {"loss": None}},
+        {"samples": 10, "seconds": 1.5, "metrics": {"loss": 0.5}, "consensus_distance": None},
+        {"samples": 20, "seconds": 2.5, "metrics": {"loss": None}, "consensus_distance": None},
     ]
 
 

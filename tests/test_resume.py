@@ -29,6 +29,7 @@ SYNCHRONOUS = {
     "server": "ParameterServer",
     "beside": "ParameterServer(servers=2, placement='beside')",
     "switch": "Switch(AllReduce('ring'), ParameterServer, when=AfterSteps(60))",
+    "gossip": "Gossip(Exponential(peers=1))",  # not synchronous, but as sure to repeat
 }
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 RANKS = 3
@@ -247,15 +248,23 @@ def test_ctrl_c_stops_in_good_order_and_can_be_resumed(
     assert columns(out) == columns(path)
 
 
-@pytest.mark.parametrize("every", [1, 7])
-def test_an_asynchronous_run_stops_and_goes_on(every: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "every"),
+    [
+        (ASYNCHRONOUS, 1),
+        (ASYNCHRONOUS, 7),
+        ("PairwiseAveraging", 7),
+        ("StochasticGradientPush(overlap=2)", 7),
+    ],
+)
+def test_an_asynchronous_run_stops_and_goes_on(strategy: str, every: int, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ended = interrupted(ASYNCHRONOUS, out, at=3, checkpoint_every=every)
+    ended = interrupted(strategy, out, at=3, checkpoint_every=every)
     assert ended.status == 1, ended
     assert "status           stopped" in ended.out
     (entry,) = json.loads((out / "summary.json").read_text())["runs"]
     assert 0 < entry["samples"] < 6 * 1198
-    record = training(ASYNCHRONOUS, out, checkpoint_every=every).record()
+    record = training(strategy, out, checkpoint_every=every).record()
     assert record.notices[0].startswith("resumed from checkpoint ")
     assert (record.status, record.samples) == ("completed", 6 * 1198)
 

@@ -13,15 +13,9 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.parameter_server import Client, Home, Server
+from orchestra.parameter_server.consistency import Asynchronous, Consistency, Synchronous
 from orchestra.parameter_server.placement import place
-from orchestra.parameter_server.state import (
-    Answer,
-    Asynchronous,
-    Consistency,
-    Pause,
-    ServerState,
-    Synchronous,
-)
+from orchestra.parameter_server.state import Answer, Pause, ServerState
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -48,7 +42,14 @@ def make_server(home: Home, consistency: Consistency, workers: set[int], **more:
 
 def push(client: Client, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
     return client.push(
-        gradient, into, samples=samples, loss=0.0, stop=False, rates=(0.5,), used=[True]
+        gradient,
+        into,
+        samples=samples,
+        step_samples=samples,
+        loss=0.0,
+        stop=False,
+        rates=(0.5,),
+        used=[True],
     )
 
 
@@ -119,10 +120,10 @@ def test_a_worker_suspended_in_mid_push_holds_up_nobody() -> None:
             torch.zeros(SIZE),
         )
         for step in range(1 if runtime.rank else 20):
-            push(client, gradient_of(runtime.rank, step), into)
+            answers = push(client, gradient_of(runtime.rank, step), into)
         finished.set()
         client.leave()
-        return client.versions
+        return [answer.version for answer in answers]
 
     versions, late, staleness = run_ranks(3, program)
     assert versions == [20]
@@ -164,9 +165,9 @@ def test_the_loss_of_a_worker(consistency: Consistency) -> None:
             return None
         client, into = Client(transport, homes), torch.zeros(SIZE)
         for step in range(5):
-            push(client, gradient_of(0, step), into)
+            answers = push(client, gradient_of(0, step), into)
         client.leave()
-        return client.versions
+        return [answer.version for answer in answers]
 
     if isinstance(consistency, Synchronous):
         with pytest.raises(PeerLost, match="rank 1 is gone"):
@@ -225,5 +226,6 @@ def test_servers_and_clients_go_on_from_what_they_saved() -> None:
         expected.add_(gradient_of(0, step), alpha=-0.5)
     assert torch.equal(into, expected)
     assert torch.equal(values, expected)
-    assert saved["client"] == {"clock": 2, "versions": [2]}
+    assert saved["client"] == {"clock": 2}
+    assert saved["server"]["read"] == {"0": 2}
     assert saved["server"]["version"] == saved["server"]["consumed"] == 2

@@ -5,23 +5,27 @@ Each test keeps books of its own beside the server's: who has read what, and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestra.parameter_server.state import (
+from orchestra.parameter_server.consistency import (
     Asynchronous,
+    Bounded,
     Consistency,
-    Decision,
-    Push,
-    ServerState,
+    FirstArrivals,
     Synchronous,
 )
+from orchestra.parameter_server.state import Decision, Push, ServerState
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 WORKERS = st.integers(1, 6)
+STEP_SAMPLES = 18
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Books:
     paused: set[int] = field(default_factory=set)
     pushed: list[Push] = field(default_factory=list)
     withdrawn: list[Push] = field(default_factory=list)
+    dropped: list[Push] = field(default_factory=list)
     applied: list[Push] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     updates: int = 0
@@ -53,12 +58,12 @@ class Books:
 
     @property
     def pending(self) -> list[Push]:
-        done = self.applied + self.withdrawn
+        done = self.applied + self.withdrawn + self.dropped
         return [push for push in self.pushed if push not in done]
 
     def push(self, worker: int, samples: int) -> Decision:
         self.clocks[worker] += 1
-        push = Push(worker, self.clocks[worker], samples, 0.5, False, self.read[worker])
+        push = Push(worker, self.clocks[worker], samples, STEP_SAMPLES, 0.5, False)
         self.answered.remove(worker)
         self.pushed.append(push)
         return self.follow(self.state.push(push))
@@ -77,24 +82,30 @@ class Books:
 
     def follow(self, decision: Decision) -> Decision:
         """Do what the server decided, and check it as far as every consistency promises it."""
-        for group in decision.apply:
-            for push in group:
+        for update in decision.apply:
+            stale = {push.worker: self.updates - self.read[push.worker] for push in update.pushes}
+            assert update.staleness == max(stale.values())
+            for push in update.pushes:
                 assert push in self.pending, "applied twice, or never pushed"
                 self.applied.append(push)
                 if push.samples:
-                    self.staleness.append(self.updates - push.version_read)
-            self.updates += any(push.samples for push in group)
+                    self.staleness.append(stale[push.worker])
+            self.updates += any(push.samples for push in update.pushes)
         for answer in decision.answers:
             assert answer.worker in self.live
             assert answer.worker not in self.answered | self.paused
+            if answer.dropped:
+                self.dropped += [push for push in self.pending if push.worker == answer.worker]
+                self.clocks[answer.worker] = self.newest
+            assert answer.clock == self.clocks[answer.worker]
             assert answer.worker not in {push.worker for push in self.pending}
             assert answer.version == self.updates
-            assert answer.consumed == sum(push.samples for push in self.applied)
+            assert answer.consumed == self.consumed
             self.read[answer.worker] = self.updates
             self.answered.add(answer.worker)
         assert self.state.version == self.updates
         assert self.state.staleness == self.staleness
-        assert self.state.clocks == {push.worker: push.clock for push in self.applied}
+        assert self.state.dropped == len(self.dropped)
         assert decision.quiet == (not self.pending and self.live == self.paused)
         if decision.quiet:
             self.state.resume()
@@ -102,19 +113,37 @@ class Books:
             self.paused.clear()
         return decision
 
+    def behind(self, worker: int) -> int:
+        """The last step of `worker` that was applied."""
+        return max((push.clock for push in self.applied if push.worker == worker), default=0)
+
+    @property
+    def newest(self) -> int:
+        return max((push.clock for push in self.applied), default=0)
+
+    @property
+    def consumed(self) -> int:
+        if self.consistency.drops_late:
+            return STEP_SAMPLES * self.newest
+        return sum(push.samples for push in self.applied)
+
     def finish(self) -> None:
-        """Let everybody leave; every push was applied or withdrawn with its worker."""
+        """Let everybody leave; every push was applied, dropped or withdrawn with its worker."""
         for worker in sorted(self.live):
             last = self.leave(worker)
-        if self.workers and self.pushed:
-            assert sorted(self.applied + self.withdrawn, key=_order) == sorted(
-                self.pushed, key=_order
-            )
+        done = self.applied + self.withdrawn + self.dropped
+        assert sorted(done, key=_order) == sorted(self.pushed, key=_order)
         assert last.quiet
 
 
 def _order(push: Push) -> tuple[int, int]:
     return push.worker, push.clock
+
+
+def members_of(decision: Decision) -> list[int]:
+    """The workers whose pushes became the one update of `decision`."""
+    (update,) = decision.apply
+    return [push.worker for push in update.pushes]
 
 
 def play(
@@ -143,7 +172,7 @@ def test_asynchronous_applies_each_push_at_once_and_alone(
             assert not decision.apply
             assert not decision.answers
             continue
-        assert decision.apply == ((push,),)
+        assert [update.pushes for update in decision.apply] == [(push,)]
         (answer,) = decision.answers
         assert answer.worker == push.worker
     books.finish()
@@ -157,13 +186,12 @@ def test_staleness_is_the_number_of_updates_between_read_and_push(
     """Counted from the order of the messages alone."""
     state = ServerState(Asynchronous(), set(range(workers)))
     order = data.draw(st.lists(st.tuples(st.integers(0, workers - 1), st.integers(0, 2))))
-    clocks, versions = dict.fromkeys(range(workers), 0), dict.fromkeys(range(workers), 0)
+    clocks = dict.fromkeys(range(workers), 0)
     expected = []
     for place, (worker, samples) in enumerate(order):
         clocks[worker] += 1
-        push = Push(worker, clocks[worker], samples, 0.0, False, versions[worker])
+        push = Push(worker, clocks[worker], samples, STEP_SAMPLES, 0.0, False)
         (answer,) = state.push(push).answers
-        versions[worker] = answer.version
         since = next((i for i in reversed(range(place)) if order[i][0] == worker), -1)
         between = sum(n > 0 for _, n in order[since + 1 : place])
         assert answer.staleness == between
@@ -180,8 +208,7 @@ def test_synchronous_makes_one_update_a_step_of_all_live_workers(
     for _, decision in play(books, data):
         expected = books.live - books.paused
         if decision.apply:
-            (group,) = decision.apply
-            members = [push.worker for push in group]
+            members = members_of(decision)
             assert members == sorted(members)
             assert [answer.worker for answer in decision.answers] == members
         elif not decision.quiet:
@@ -202,8 +229,8 @@ def test_synchronous_steps_hold_everybody_in_rank_order(
         for worker in order[:-1]:
             assert books.push(worker, worker + 1) == Decision()
         last = books.push(order[-1], order[-1] + 1)
-        assert [[push.worker for push in group] for group in last.apply] == [list(range(workers))]
-        assert {push.clock for group in last.apply for push in group} == {step}
+        assert members_of(last) == list(range(workers))
+        assert {push.clock for push in last.apply[0].pushes} == {step}
         assert [answer.staleness for answer in last.answers] == [0] * workers
         assert books.state.version == step
 
@@ -227,7 +254,7 @@ def test_leaving_in_mid_round_completes_it() -> None:
     books.push(2, 1)
     assert books.push(0, 1) == Decision()
     decision = books.leave(1)
-    assert [[push.worker for push in group] for group in decision.apply] == [[0, 2]]
+    assert members_of(decision) == [0, 2]
     assert [answer.worker for answer in decision.answers] == [0, 2]
     assert not decision.quiet
 
@@ -238,10 +265,10 @@ def test_a_worker_lost_with_its_push_takes_it_away() -> None:
     assert books.leave(1) == Decision()
     books.push(0, 1)
     decision = books.push(2, 1)
-    assert [[push.worker for push in group] for group in decision.apply] == [[0, 2]]
+    assert members_of(decision) == [0, 2]
 
 
-@pytest.mark.parametrize("consistency", [Synchronous(), Asynchronous()])
+@pytest.mark.parametrize("consistency", [Synchronous(), Asynchronous(), Bounded(1)])
 def test_quiet_when_all_have_paused_and_again_after_resuming(consistency: Consistency) -> None:
     books = Books(consistency, 3)
     for _ in range(2):
@@ -257,7 +284,7 @@ def test_quiet_when_all_have_paused_and_again_after_resuming(consistency: Consis
 
 def test_loss_stop_and_used_of_the_pushes_applied_together() -> None:
     state = ServerState(Synchronous(), {0, 1, 2})
-    push = Push(0, 1, 1, 4.0, False, 0, (0.1,), (True, False, False))
+    push = Push(0, 1, 1, 4, 4.0, False, (0.1,), (True, False, False))
     state.push(push)
     idle = replace(push, worker=1, samples=0, loss=99.0, used=(False, False, False))
     state.push(idle)
@@ -274,30 +301,134 @@ def test_loss_stop_and_used_of_the_pushes_applied_together() -> None:
 )
 def test_pushes_that_nobody_may_send(worker: int, clock: int) -> None:
     state = ServerState(Synchronous(), {0, 1})
-    state.push(Push(0, 1, 1, 0.0, False, 0))
+    state.push(Push(0, 1, 1, 2, 0.0, False))
     with pytest.raises(AssertionError, match=f"worker {worker}"):
-        state.push(Push(worker, clock, 1, 0.0, False, 0))
+        state.push(Push(worker, clock, 1, 2, 0.0, False))
 
 
-def test_only_an_asynchronous_server_goes_on_without_a_worker() -> None:
+def test_only_a_synchronous_server_cannot_go_on_without_a_worker() -> None:
     assert Asynchronous.tolerates_loss
+    assert Bounded.tolerates_loss
+    assert FirstArrivals.tolerates_loss
     assert not Synchronous.tolerates_loss
 
 
-class Bounded(Asynchronous):
-    """At most `bound` steps ahead of the slowest: what a third consistency has to write."""
+@given(WORKERS, st.integers(0, 4), st.data())
+def test_no_bounded_read_is_staler_than_the_bound_and_nobody_waits_in_vain(
+    workers: int, bound: int, data: st.DataObject
+) -> None:
+    """Whatever the speeds, and whoever pauses or is lost: see what each answer had to contain."""
+    books = Books(Bounded(bound), workers)
+    for push, decision in play(books, data):
+        if push is not None:
+            assert [update.pushes for update in decision.apply] == [(push,)]
+        at_work = books.live - books.paused
+        for answer in decision.answers:
+            slowest = min(books.behind(worker) for worker in at_work)
+            assert slowest >= answer.clock - bound
+        assert books.answered, "nobody may act: a deadlock"
+        for worker in at_work - books.answered:
+            assert any(books.clocks[worker] - books.behind(w) > bound for w in at_work)
+    books.finish()
 
-    bound = 1
 
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
-        return clock - min(clocks.get(worker, 0) for worker in live) <= self.bound
+@given(st.integers(2, 6), st.integers(0, 4), st.data())
+def test_the_bound_on_steps_bounds_the_staleness_in_updates(
+    workers: int, bound: int, data: st.DataObject
+) -> None:
+    """Between a read and its push each other worker pushes 2 s + 1 times at most."""
+    books = Books(Bounded(bound), workers)
+    favourite = data.draw(st.integers(0, workers - 1))
+    for _ in range(60):
+        choices = sorted(books.answered)
+        fast = [worker for worker in choices if worker != favourite] or choices
+        books.push(data.draw(st.sampled_from(data.draw(st.sampled_from([choices, fast])))), 1)
+    assert max(books.staleness) <= (workers - 1) * (2 * bound + 1)
 
 
-def test_an_answer_can_be_held_back_until_others_have_caught_up() -> None:
-    books = Books(Bounded(), 2)
-    books.push(0, 1)
-    held = books.push(0, 1)
-    assert held.apply
-    assert held.answers == ()
-    released = books.push(1, 1)
-    assert [answer.worker for answer in released.answers] == [0, 1]
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_the_fast_wait_exactly_at_the_bound(bound: int) -> None:
+    books = Books(Bounded(bound), 3)
+    for _ in range(bound):
+        for worker in (0, 1):
+            assert [answer.worker for answer in books.push(worker, 1).answers] == [worker]
+    for worker in (0, 1):
+        held = books.push(worker, 1)
+        assert held.apply
+        assert held.answers == ()
+    released = books.push(2, 1)
+    assert [answer.worker for answer in released.answers] == [0, 1, 2]
+    assert {answer.version for answer in released.answers} == {2 * (bound + 1) + 1}
+    assert books.staleness[-1] == 2 * (bound + 1)
+
+
+@pytest.mark.parametrize("event", ["leave", "pause"])
+def test_nobody_waits_for_a_worker_that_is_gone_or_paused(event: str) -> None:
+    books = Books(Bounded(1), 3)
+    for worker in (0, 0, 1, 1):
+        books.push(worker, 1)
+    assert books.answered == {2}
+    decision = getattr(books, event)(2)
+    assert [answer.worker for answer in decision.answers] == [0, 1]
+
+
+@given(WORKERS, st.data())
+def test_without_a_bound_it_decides_as_asynchronous_does(workers: int, data: st.DataObject) -> None:
+    books, other = Books(Asynchronous(), workers), ServerState(Bounded(None), set(range(workers)))
+    for push, decision in play(books, data):
+        if push is not None:
+            assert other.push(push) == decision
+            continue
+        for worker in sorted(other.live - books.live):
+            assert other.leave(worker) == decision
+        for worker in sorted(books.paused - other.paused):
+            assert other.pause(worker) == decision
+        if decision.quiet:
+            break  # the books have resumed already
+    assert (other.version, other.read) == (books.state.version, books.state.read)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_first_arrivals_make_each_step_once_and_late_ones_are_dropped(
+    workers: int, count: int, data: st.DataObject
+) -> None:
+    books = Books(FirstArrivals(count), workers)
+    steps = 0
+    for push, decision in play(books, data):
+        if decision.apply:
+            members = members_of(decision)
+            steps += 1
+            assert members == sorted(members)
+            assert {push.clock for push in decision.apply[0].pushes} == {steps}
+            assert decision.apply[0].staleness == 0
+            if push is not None:
+                assert len(members) == min(count, len(books.live - books.paused))
+        elif push is not None and push.clock <= steps:
+            assert [(a.worker, a.dropped, a.clock) for a in decision.answers] == [
+                (push.worker, True, steps)
+            ]
+        assert books.answered, "nobody may act: a deadlock"
+    books.finish()
+
+
+def test_a_late_worker_goes_on_with_the_step_after_the_newest() -> None:
+    books = Books(FirstArrivals(2), 3)
+    for _ in range(3):
+        books.push(0, 1)
+        assert members_of(books.push(1, 1)) == [0, 1]
+    (late,) = books.push(2, 1).answers
+    assert (late.dropped, late.clock, late.version) == (True, 3, 3)
+    assert (books.state.dropped, books.state.consumed) == (1, 3 * STEP_SAMPLES)
+    books.push(2, 1)
+    assert members_of(books.push(1, 1)) == [1, 2]
+    assert books.push(0, 1).answers[0].dropped
+    assert books.staleness == [0] * 8
+
+
+def test_who_was_given_the_values_at_a_quiet_point_has_read_them() -> None:
+    state = ServerState(Asynchronous(), {0, 1})
+    for clock in (1, 2, 3):
+        state.push(Push(0, clock, 1, 1, 0.0, False))
+    state.all_have_read()
+    (answer,) = state.push(Push(1, 1, 1, 1, 0.0, False)).answers
+    assert answer.staleness == 0

@@ -10,19 +10,53 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
+from orchestra.data.sharding import SHARDINGS, Sharding
 from orchestra.experiments import Entry, Experiment, load, to_yaml
 from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule
 from orchestra.settings import Registry, Settings, write
 from orchestra.settings.base import Limits, settings_of, type_hints
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.registry import TASKS
+from orchestra.topologies import Topology
 from orchestra.trainer.settings import Target, Training
 
 #: Examples of classes that cannot be made without arguments.
 SAMPLES: dict[str, str] = {
     "Switch": "Switch(AllReduce('ring'), ParameterServer, when=LossStable)",
+    "Both": "LossStable & AfterSteps(3)",
+    "cifar10": "cifar10('folder')",
+    "mnist": "mnist('folder')",
+    "Either": "LossStable | AfterSteps(3)",
+}
+
+
+#: What holds settings that are part of a strategy, and where.
+HOLDERS: dict[type, tuple[str, str]] = {
+    Rule: ("Switch(AllReduce, ParameterServer, when={})", "when"),
+    Topology: ("Gossip({})", "topology"),
+    Outer: ("LocalSGD(outer={})", "outer"),
+}
+
+#: Settings that make no sense beside the defaults of the others.
+ASYNCHRONOUS = "ParameterServer(consistency='asynchronous'"
+BESIDE: dict[str, str] = {
+    "AllReduce.ranks_per_node": "AllReduce('hierarchical')",
+    "ParameterServer.staleness": "ParameterServer(consistency='bounded')",
+    "ParameterServer.learning_rate": f"{ASYNCHRONOUS})",
+    "ParameterServer.delay_compensation": f"{ASYNCHRONOUS})",
+    "ParameterServer.lambda0": f"{ASYNCHRONOUS}, delay_compensation='constant')",
+    "ParameterServer.mean_square": f"{ASYNCHRONOUS}, delay_compensation='adaptive')",
+}
+
+#: Values for settings that do not take any of their type.
+VALUES: dict[str, object] = {
+    "AllReduce.order": (1, 0, 3, 2),
+    "Straggler.ratio": 2.375,
+    "Training.shares": (2.0, 1.0, 1.0, 1.0),
+    "characters.width": 32,
 }
 
 
@@ -32,13 +66,13 @@ def resolved(registry: Registry, name: str) -> Any:
     return parse(SAMPLES.get(name, name), registry, where="test")
 
 
-def is_strategy(name: str) -> bool:
+def is_one(name: str, kind: type) -> bool:
     module, _, attribute = STRATEGIES.place(name, where="test").partition(":")
-    return issubclass(getattr(importlib.import_module(module), attribute), Strategy)
+    return issubclass(getattr(importlib.import_module(module), attribute), kind)
 
 
-STRATEGY_NAMES = [name for name in STRATEGIES.names() if is_strategy(name)]
-RULE_NAMES = [name for name in STRATEGIES.names() if not is_strategy(name)]
+STRATEGY_NAMES = [name for name in STRATEGIES.names() if is_one(name, Strategy)]
+PART_NAMES = [name for name in STRATEGIES.names() if not is_one(name, Strategy)]
 
 
 def another(hint: Any, value: object, limits: Limits) -> object:
@@ -71,12 +105,14 @@ def another_object(hint: Any, value: object) -> object:
         return Target("loss", at_most=0.375)
     if kind is Schedule:
         return resolved(SCHEDULES, "Cosine" if type(value).__name__ != "Cosine" else "Constant")
+    if kind is Sharding:
+        return resolved(SHARDINGS, "IID")
     if kind is Strategy:
         name = "AllReduce('parallel')"
         return resolved(STRATEGIES, name)
-    if kind is Rule:
-        name = next(name for name in RULE_NAMES if name != type(value).__name__)
-        return resolved(STRATEGIES, name)
+    if issubclass(kind, Settings):
+        others = (name for name in PART_NAMES if is_one(name, kind) and name not in SAMPLES)
+        return resolved(STRATEGIES, next(n for n in others if n != type(value).__name__))
     raise AssertionError(f"say here what another value of {hint} is")
 
 
@@ -126,9 +162,9 @@ def walk(registry: Registry, names: list[str]) -> list[Any]:
 
 def changed_one(registry: Registry, name: str, field: str) -> tuple[Settings, object, Settings]:
     """The settings `name`, another value of `field`, and the settings with it."""
-    settings = resolved(registry, name)
+    settings = resolved(registry, BESIDE.get(f"{name}.{field}", name))
     (hint, limits) = next((h, limits) for n, h, limits in fields_of(settings) if n == field)
-    value = another(hint, getattr(settings, field), limits)
+    value = VALUES.get(f"{name}.{field}") or another(hint, getattr(settings, field), limits)
     return settings, value, settings.with_setting(field, value)
 
 
@@ -142,17 +178,17 @@ def test_strategies(name: str, field: str, tmp_path: Path) -> None:
     assert_reachable(f"strategies.it.{field}", text, expected, before, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "field"), walk(STRATEGIES, RULE_NAMES))
-def test_rules_inside_a_strategy(name: str, field: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "field"), walk(STRATEGIES, PART_NAMES))
+def test_parts_of_a_strategy(name: str, field: str, tmp_path: Path) -> None:
     settings, value, other = changed_one(STRATEGIES, name, field)
+    holder, place = next(text for kind, text in HOLDERS.items() if isinstance(settings, kind))
 
-    def switch(rule: Settings) -> Experiment:
-        text = f"Switch(AllReduce, ParameterServer, when={write(rule, STRATEGIES)})"
-        return experiment(strategies={"it": text})
+    def holding(part: Settings) -> Experiment:
+        return experiment(strategies={"it": holder.format(write(part, STRATEGIES))})
 
-    before, expected = switch(settings), switch(other)
+    before, expected = holding(settings), holding(other)
     text = text_of(value, STRATEGIES)
-    assert_reachable(f"strategies.it.when.{field}", text, expected, before, tmp_path)
+    assert_reachable(f"strategies.it.{place}.{field}", text, expected, before, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "field"), walk(TASKS, TASKS.names()))
@@ -171,7 +207,7 @@ def test_schedules(name: str, field: str, tmp_path: Path) -> None:
     assert_reachable(f"schedule.{field}", repr(value), expected, before, tmp_path)
 
 
-TRAINING_FIELDS = [field for field, _, _ in fields_of(Training())]
+TRAINING_FIELDS = [field for field, _, _ in fields_of(Training()) if field != "ranks"]
 
 
 @pytest.mark.parametrize("field", TRAINING_FIELDS)
@@ -179,12 +215,14 @@ def test_training(field: str, tmp_path: Path) -> None:
     """In a file and on the command line its settings are keys of the experiment."""
     training = Training()
     (hint, limits) = next((h, limits) for n, h, limits in fields_of(training) if n == field)
-    value = another(hint, getattr(training, field), limits)
+    value = VALUES.get(f"Training.{field}") or another(hint, getattr(training, field), limits)
     before = experiment()
     expected = before.with_setting("training", before.training.with_setting(field, value))
     text: object = text_of(value, SCHEDULES)
     if isinstance(value, Target):
         text = "{metric: loss, at_most: 0.375}"
+    if isinstance(value, tuple):
+        text = str(list(value))
     assert_reachable(field, text, expected, before, tmp_path)
     assert getattr(expected.training, field) == value
 
@@ -205,7 +243,13 @@ EXPERIMENT: Mapping[str, tuple[str, object]] = {
     "name": ("other", "other"),
     "task": ("regression(noise=0.25)", "regression(noise=0.25)"),
     "strategies": ("{other: Single}", {"other": "Single"}),
+    "ranks": ("[1, 2]", [1, 2]),
     "seeds": ("[3, 4]", [3, 4]),
+    "devices": ("{it: auto}", {"it": "auto"}),
+    "tune": (
+        "{settings: {optimizer.lr: [1, 2]}, by: loss, seed: 3}",
+        {"settings": {"optimizer.lr": [1, 2]}, "by": "loss", "seed": 3},
+    ),
 }
 
 
@@ -217,6 +261,20 @@ def test_experiment(field: str, tmp_path: Path) -> None:
     before = experiment(name="digits")
     expected = experiment(**{"name": "digits", field: value})
     assert_reachable(field, text, expected, before, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("settings", "{optimizer.lr: [3]}", {"optimizer.lr": [3]}),
+        ("by", "loss", "loss"),
+        ("seed", "3", 3),
+    ],
+)
+def test_tune(field: str, text: str, value: object, tmp_path: Path) -> None:
+    tune = {"settings": {"optimizer.lr": [1, 2]}}
+    before, expected = experiment(tune=tune), experiment(tune={**tune, field: value})
+    assert_reachable(f"tune.{field}", text, expected, before, tmp_path)
 
 
 @pytest.mark.parametrize("argument", ["lr=0.25", "momentum=0.5", "nesterov=True"])

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.tasks_for_tests import Weight
-from tests.threads import run_ranks
-from tests.training import Case, Trained, distance, equal, single_process, train_threads
+from tests.threads import FreeCompute, run_ranks
+from tests.training import TASKS, Case, Trained, distance, equal, single_process, train_threads
 
+from orchestra.data import Feed, Plan, open_samples
 from orchestra.errors import InputError
 from orchestra.exchange import hand_over_moments
+from orchestra.optimizers.settings import StepDecay
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.gossip import Gossip
+from orchestra.strategies.local_sgd import LocalSGD
+from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
-from orchestra.strategies.switch import Switch
-from orchestra.strategies.switch_rules import AfterSteps, LossStable
+from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
+from orchestra.strategies.switch import Switch, SwitchState
+from orchestra.strategies.switch_rules import (
+    AfterDecay,
+    AfterFraction,
+    AfterSteps,
+    LossStable,
+    NoiseScale,
+    NoiseState,
+    Straggler,
+)
+from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
-from orchestra.worker.worker import Worker
+from orchestra.worker.worker import Step, Worker
 
 MOMENTUM = "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)"
 ADAM = "Adam(lr=0.01)"
@@ -197,10 +213,218 @@ def test_the_last_batch_may_be_smaller_in_either_phase(
     assert (switched_at(result) == {None}) == (when == 99)
 
 
-@pytest.mark.parametrize("first", [ASYNCHRONOUS, Switch(AllReduce(), ASYNCHRONOUS)])
-def test_an_asynchronous_first_phase_is_refused(first: Any) -> None:
-    with pytest.raises(InputError, match="not synchronous, so its workers have no common step"):
-        Switch(first, AllReduce())
+APART: list[Any] = [
+    ASYNCHRONOUS,
+    ParameterServer(consistency="asynchronous", placement="beside"),
+    Gossip(),
+    StochasticGradientPush(overlap=1),
+    PairwiseAveraging(),
+    LocalSGD(3),
+    Switch(AllReduce(), Gossip(), when=AfterSteps(3)),
+]
+
+
+@pytest.mark.parametrize("then", [AllReduce(), ParameterServer(), *APART[:6]], ids=repr)
+@pytest.mark.parametrize("first", APART, ids=repr)
+def test_phases_whose_workers_go_apart_may_come_first(
+    first: Any, then: Any, tmp_path: Path
+) -> None:
+    """Counted steps are everybody's; every sample is used once, and all parameters are agreed."""
+    strategy = Switch(first, then, when=AfterSteps(5), moments="reset")
+    result = train_threads(strategy, 4, tmp_path, "scripted(samples=403)", batch_size=8)
+    workers = first.roles(4).workers
+    assert {result.reports[rank].switched_at_step for rank in workers} == {5}
+    seen = [sample for module in result.modules for batch in module.seen for sample in batch]
+    assert sorted(seen) == list(range(403))
+    agreed = [replica["weight"] for replica in result.replicas]
+    assert all(weight.equal(result.final["weight"]) for weight in agreed)
+
+
+@pytest.mark.parametrize("then", [AllReduce(), ASYNCHRONOUS, Gossip()], ids=repr)
+@pytest.mark.parametrize("first", APART, ids=repr)
+def test_where_losses_are_not_shared_one_worker_judges_for_all(
+    first: Any, then: Any, tmp_path: Path
+) -> None:
+    """All switch at one step, a little later than the loss was stable: from step 12 on."""
+    rule = LossStable(window=3)
+    strategy = Switch(first, then, when=rule, moments="reset")
+    task = "scripted(plateau=12, samples=4803)"
+    result = train_threads(strategy, 4, tmp_path, task, batch_size=8)
+    workers = first.roles(4).workers
+    (step,) = {result.reports[rank].switched_at_step for rank in workers}
+    assert step is not None
+    assert 14 <= step < 4803 / 8 / 4
+    for rank in workers:
+        assert len(result.modules[rank].seen) >= step
+    seen = [sample for module in result.modules for batch in module.seen for sample in batch]
+    assert sorted(seen) == list(range(4803))
+
+
+def test_a_chain_of_phases_returns_to_where_it_began(tmp_path: Path) -> None:
+    inner = Switch(Gossip(), ASYNCHRONOUS, when=AfterSteps(4), moments="reset")
+    for strategy in (
+        Switch(Switch(AllReduce(), inner, when=AfterSteps(3)), AllReduce(), when=AfterSteps(12),
+               moments="reset"),
+        Switch(AllReduce(), Switch(inner, AllReduce(), when=AfterSteps(9), moments="reset"),
+               when=AfterSteps(3)),
+    ):  # fmt: skip
+        folder = tmp_path / str(strategy.nesting)
+        result = train_threads(strategy, 3, folder, "scripted(samples=403)")
+        seen = [sample for module in result.modules for batch in module.seen for sample in batch]
+        assert sorted(seen) == list(range(403))
+        lines = result.lines(0)
+        assert all("staleness" not in line for line in lines[:7] + lines[12:])
+        assert all("staleness" in line for line in lines[7:12])
+
+
+def test_moments_that_differ_cannot_be_kept_where_they_have_to_be_equal(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="moments='averaged' or 'reset'"):
+        Switch(Gossip(), AllReduce()).roles(3)
+    strategy = Switch(Gossip(), AllReduce(), when=AfterSteps(7), moments="averaged")
+    result = train_threads(strategy, 3, tmp_path, "images(samples=240)", optimizer=MOMENTUM)
+    assert all(equal(replica, result.final) for replica in result.replicas)
+
+
+def test_the_learning_rate_can_be_multiplied_again(tmp_path: Path) -> None:
+    inner = Switch(AllReduce(), Gossip(), when=AfterSteps(3), learning_rate="divided")
+    strategy = Switch(
+        inner, AllReduce(), when=AfterSteps(6), learning_rate="multiplied", moments="averaged"
+    )
+    result = train_threads(strategy, 2, tmp_path, "images(samples=240)", optimizer=MOMENTUM)
+    rates = [line["rates"] for line in result.lines(0)]
+    assert rates[:9] == [[0.05]] * 3 + [[0.025]] * 3 + [[0.05]] * 3
+
+
+@dataclass(frozen=True, repr=False)
+class Stopped(Switch):
+    """The user stops the run: it reaches rank r before step `at` + 2 r of the first phase."""
+
+    at: int = 1000
+
+    def update(self, worker: Worker, state: SwitchState) -> None:
+        super().update(worker, state)
+        if state.steps + 1 >= self.at + 2 * worker.rank:
+            worker.reporter.stop = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("at", [3, 10])
+@pytest.mark.parametrize("first", APART, ids=repr)
+def test_a_run_is_stopped_and_resumed_before_its_switch_or_after(
+    first: Any, at: int, tmp_path: Path
+) -> None:
+    def train(at: int) -> Trained:
+        strategy = Stopped(first, AllReduce(), when=AfterSteps(14), moments="reset", at=at)
+        return train_threads(strategy, 4, tmp_path, "scripted(samples=4803)")
+
+    stopped = train(at)
+    assert any(report.stopped for report in stopped.reports)
+    resumed = train(1000)
+    seen = [
+        sample
+        for result in (stopped, resumed)
+        for module in result.modules
+        for batch in module.seen
+        for sample in batch
+    ]
+    assert sorted(seen) == list(range(4803))
+    assert {resumed.reports[rank].switched_at_step for rank in first.roles(4).workers} == {14}
+    assert sum(report.samples for report in resumed.reports) == 4803
+
+
+@dataclass(frozen=True, repr=False)
+class Slowed(Switch):
+    """Rank 1 computes three times as long as the others, in some steps of the run."""
+
+    slow: tuple[int, ...] = ()
+
+    def start(self, worker: Worker) -> SwitchState:
+        worker.runtime = replace(worker.runtime, compute=FreeCompute())
+        return super().start(worker)
+
+    def update(self, worker: Worker, state: SwitchState) -> None:
+        slow = worker.rank == 1 and worker.step.planned // 24 in self.slow
+        worker.compute.seconds += 3.0 if slow else 1.0  # type: ignore[misc]
+        super().update(worker, state)
+
+
+@pytest.mark.parametrize("first", [AllReduce(), Gossip()], ids=repr)
+def test_a_straggler_ends_a_phase_and_its_recovery_the_next(first: Any, tmp_path: Path) -> None:
+    back = Switch(
+        PairwiseAveraging(), first, when=Straggler(window=3, present=False), moments="reset"
+    )
+    slow = tuple(range(10, 40))
+    strategy = Slowed(first, back, when=Straggler(window=3), moments="reset", slow=slow)
+    result = train_threads(strategy, 3, tmp_path, "scripted(samples=3200)")
+    apart = [line["step"] for line in result.lines(0) if "staleness" in line]
+    assert 11 <= apart[0] <= 13 + 3 * 4
+    assert 40 <= apart[-1] < 130  # a worker may be far ahead of the one that judges
+    assert apart == list(range(apart[0], apart[-1] + 1))
+
+
+def test_rules_of_counts_and_rates_switch_at_their_step_in_any_phase(tmp_path: Path) -> None:
+    schedule = StepDecay(at=(0.5,))
+    for first in (AllReduce(), Gossip(), ASYNCHRONOUS):
+        for number, (rule, step) in enumerate(
+            [(AfterFraction(0.25), 5), (AfterSteps(3) & AfterFraction(0.25), 5)]
+        ):
+            strategy = Switch(first, AllReduce(), when=rule, moments="reset")
+            folder = tmp_path / repr(first) / str(number)
+            ranks = 3 if first is ASYNCHRONOUS else 2
+            result = train_threads(strategy, ranks, folder, "scripted(samples=320)")
+            assert result.reports[0].switched_at_step == step
+    strategy = Switch(AllReduce(), Gossip(), when=AfterDecay())
+    result = train_threads(
+        strategy, 2, tmp_path / "decay", "scripted(samples=320)", schedule=schedule
+    )
+    assert result.reports[0].switched_at_step == 11  # the first step at the lower rate
+
+
+@dataclass(frozen=True, repr=False)
+class Noted(NoiseScale):
+    """Notes what it is told of each step; never fires."""
+
+    log: str = ""
+
+    def observe(self, state: NoiseState, step: Step) -> bool:
+        NOTED.setdefault(self.log, []).append(step)
+        return super().observe(state, step) and False
+
+
+NOTED: dict[str, list[Step]] = {}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+def test_a_rule_learns_the_squares_of_gradients_before_and_after_averaging(
+    clip_norm: float | None, tmp_path: Path
+) -> None:
+    """In float64, with equal parameters: the average is that of the workers' gradients."""
+    log = f"squares {clip_norm}"
+    task = "images(samples=240, dtype='float64')"
+    strategy = Switch(AllReduce(), Gossip(), when=Noted(log=log))
+    options: dict[str, Any] = {"optimizer": "SGD(lr=0.0)", "clip_norm": clip_norm}
+    train_threads(strategy, 3, tmp_path, task, **options)
+    steps = NOTED[log]
+    loaded = load_task(TASKS + task)
+    module = loaded.model()
+    plan = Plan(0, 240, 8, (1.0,) * 3)
+    samples = open_samples(loaded.train, 0, loaded.collate)
+    assert len(steps) == plan.steps
+    for number, step in enumerate(steps):
+        gradients = []
+        for rank in range(3):
+            module.zero_grad()
+            loaded.loss(module, Feed(samples, plan, rank).next(number)[0]).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in module.parameters()]))  # type: ignore[union-attr]
+        own = [float(gradient.square().sum()) for gradient in gradients]
+        assert step.squares == pytest.approx(own, rel=1e-12)
+        assert step.square == pytest.approx(float(sum(gradients).div(3).square().sum()), rel=1e-12)  # type: ignore[union-attr]
+        assert step.counts == (8, 8, 8)
+
+
+def test_the_noise_scale_needs_averaged_gradients() -> None:
+    for first in (Gossip(), AllReduce(shard="optimizer"), ParameterServer()):
+        with pytest.raises(InputError, match="needs whole averaged gradients"):
+            Switch(first, AllReduce(), when=AfterSteps(5) & NoiseScale())
 
 
 def test_phases_have_to_agree_on_the_processes() -> None:

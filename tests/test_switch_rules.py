@@ -8,13 +8,26 @@ import random
 import pytest
 
 from orchestra.errors import InputError
-from orchestra.strategies.switch_rules import AfterSteps, LossStable, Rule, RuleState
+from orchestra.optimizers import capture, restore
+from orchestra.settings import parse, write
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.switch_rules import (
+    AfterDecay,
+    AfterFraction,
+    AfterSteps,
+    Both,
+    Either,
+    LossStable,
+    NoiseScale,
+    Rule,
+    Straggler,
+)
 from orchestra.worker.worker import Step
 
 
 def fires_at(rule: Rule, steps: list[Step]) -> int | None:
     """The number of the step after which `rule` says so, counted from 1."""
-    state = RuleState()
+    state = rule.begin()
     for number, step in enumerate(steps, 1):
         if rule.observe(state, step):
             return number
@@ -141,3 +154,93 @@ def test_only_what_reads_the_loss_says_so() -> None:
 def test_settings_without_meaning_are_refused(setting: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(setting))):
         LossStable(**setting)  # type: ignore[arg-type]
+
+
+def test_after_a_fraction_of_the_work() -> None:
+    steps = [Step(fraction=number / 40) for number in range(1, 41)]
+    assert fires_at(AfterFraction(0.125), steps) == 5
+    assert fires_at(AfterFraction(1.0), steps) == 40
+    with pytest.raises(InputError, match="no known end; use AfterSteps"):
+        fires_at(AfterFraction(), [Step()])
+
+
+def test_a_warm_up_is_no_decay() -> None:
+    rates = [0.1, 0.2, 0.3, 0.3, 0.29, 0.03]
+    steps = [Step(rates=(rate, 5.0)) for rate in rates]
+    assert fires_at(AfterDecay(), steps) == 5
+    assert fires_at(AfterDecay(below=0.5), steps) == 6
+    assert fires_at(AfterDecay(below=0.05), steps) is None
+
+
+def test_a_straggler_is_seen_in_the_mean_of_a_window() -> None:
+    usual, slow = (1.0, 1.1, 0.9, 1.0), (1.0, 1.1, 3.0, 1.0)
+    steps = [Step(seconds=seconds) for seconds in [usual] * 5 + [slow] + [usual] * 4 + [slow] * 9]
+    # A worker that takes 3.0 in k of 5 steps is at (k 3.0 + (5 - k) 0.9) / 5.
+    assert fires_at(Straggler(1.5, window=5), steps) == 12
+    assert fires_at(Straggler(1.5, window=1), steps) == 6
+    assert fires_at(Straggler(4.0, window=1), steps) is None
+    assert fires_at(Straggler(1.5, window=5, present=False), steps[10:]) is None
+    assert fires_at(Straggler(1.5, window=3, present=False), steps[5:]) == 4
+    assert fires_at(Straggler(1.5, window=1), [Step(seconds=(1.0, 2.0))]) == 1
+    assert fires_at(Straggler(1.5, window=1), [Step(seconds=(0.0, 0.0))]) is None
+    assert fires_at(Straggler(1.5, window=1), [Step(seconds=(1.0,))]) is None
+
+
+def test_rules_combine() -> None:
+    steps = steps_of([1.0] * 3 + [2.0] + [1.0] * 10)
+    stable = LossStable(window=3)
+    assert fires_at(stable, steps) == 3
+    assert fires_at(stable & AfterSteps(4), steps) == 7
+    assert fires_at(stable | AfterSteps(2), steps) == 2
+    assert fires_at((stable & AfterSteps(20)) | AfterSteps(9), steps) == 9
+    assert (stable & AfterSteps(4)).reads_loss
+    assert not (stable | AfterSteps(4)).counts
+    assert (AfterFraction() | AfterSteps(4)).counts
+    assert (Straggler() | AfterSteps(4)).compares_workers
+    assert not AfterSteps(4).compares_workers
+
+
+def test_combined_rules_have_a_notation() -> None:
+    rule = Either(Both(LossStable(), AfterSteps(9)), Straggler(2.0))
+    text = "LossStable & AfterSteps(9) | Straggler(2.0)"
+    assert parse(text, STRATEGIES, where="here") == rule
+    assert parse(write(rule, STRATEGIES), STRATEGIES, where="here") == rule
+    with pytest.raises(InputError, match="is not a literal"):
+        parse("LossStable + AfterSteps(9)", STRATEGIES, where="here")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [AfterDecay(), Straggler(window=7), LossStable(3) & (AfterDecay() | AfterSteps(8))],
+    ids=repr,
+)
+@pytest.mark.parametrize("saved_after", [2, 5])
+def test_what_a_rule_remembers_goes_through_a_checkpoint(rule: Rule, saved_after: int) -> None:
+    steps = [
+        Step(loss=1.0, rates=(0.1 if n < 6 else 0.01,), seconds=(1.0, 1.0, float(n)))
+        for n in range(1, 20)
+    ]
+    expected = fires_at(rule, steps)
+    assert expected is not None
+    assert expected > saved_after
+    before = rule.begin()
+    for step in steps[:saved_after]:
+        rule.observe(before, step)
+    after = restore(rule.begin(), capture(before))
+    fired = [rule.observe(after, step) for step in steps[saved_after:]]
+    assert fired.index(True) + saved_after + 1 == expected
+
+
+def test_the_noise_scale_is_found_from_gradients_of_two_sizes() -> None:
+    """Gradients of n samples have |G|^2 = 4 and noise tr(Sigma) / n, with tr(Sigma) = 300."""
+
+    def step(counts: tuple[int, ...]) -> Step:
+        squares = tuple(4 + 300 / n if n else 0.0 for n in counts)
+        return Step(counts=counts, squares=squares, square=4 + 300 / sum(counts))
+
+    steps = [step((8, 8, 8)), step((16, 8, 0))] * 15  # B = 75 samples, 75/24 of a batch
+    assert fires_at(NoiseScale(75.1 / 24), steps) is None
+    assert fires_at(NoiseScale(74.9 / 24), steps) == 20
+    assert fires_at(NoiseScale(74.9 / 24, least=3), steps) == 3
+    assert fires_at(NoiseScale(0.1, least=1), [step((8, 0, 0))] * 5) is None
+    assert fires_at(NoiseScale(0.1, least=1), [step((8,))] * 5) is None

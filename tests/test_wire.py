@@ -24,7 +24,7 @@ FLAGS = st.lists(st.booleans(), max_size=6).map(tuple)
 RATES = st.lists(st.floats(0, 10), max_size=4).map(tuple)
 
 
-@given(st.builds(Push, COUNT, COUNT, COUNT, LOSS, st.booleans(), COUNT, RATES, FLAGS))
+@given(st.builds(Push, COUNT, COUNT, COUNT, COUNT, LOSS, st.booleans(), RATES, FLAGS))
 def test_push(push: Push) -> None:
     message = encode_push(push)
     assert message.dtype == torch.float64
@@ -32,7 +32,9 @@ def test_push(push: Push) -> None:
     assert decode_push(push.worker, message) == push
 
 
-@given(st.builds(Answer, COUNT, COUNT, COUNT, LOSS, st.booleans(), COUNT, FLAGS))
+@given(
+    st.builds(Answer, COUNT, COUNT, COUNT, LOSS, st.booleans(), COUNT, COUNT, st.booleans(), FLAGS)
+)
 def test_answer(answer: Answer) -> None:
     message = encode_answer(answer)
     assert message.dtype == torch.float64
@@ -40,7 +42,7 @@ def test_answer(answer: Answer) -> None:
 
 
 def test_a_loss_that_is_not_a_number_arrives_as_such() -> None:
-    push = decode_push(0, encode_push(Push(0, 1, 1, float("nan"), False, 0)))
+    push = decode_push(0, encode_push(Push(0, 1, 1, 2, float("nan"), False)))
     assert push.loss != push.loss
 
 

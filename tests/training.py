@@ -63,7 +63,8 @@ def settings(
         training.setdefault("epochs", 1)
     if isinstance(training.get("optimizer"), str):
         training["optimizer"] = Optimizer.parse(training["optimizer"], where="optimizer")
-    return Run("test", task if ":" in task else TASKS + task, strategy, seed, Training(ranks=ranks, **training))
+    named = task if ":" in task else TASKS + task
+    return Run("test", named, strategy, seed, Training(ranks=ranks, **training))
 
 
 def train_threads(

@@ -17,45 +17,82 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from orchestra.engines.processes.own_loop import distribute
     from orchestra.errors import InputError, OrchestraError, RunFailed
-    from orchestra.experiments.api import train
+    from orchestra.experiments.api import compare, train
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
+    from orchestra.strategies.gossip import Gossip
+    from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.strategies.single import Single
+    from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
     from orchestra.strategies.switch import Switch
-    from orchestra.strategies.switch_rules import AfterSteps, LossStable
+    from orchestra.strategies.switch_rules import (
+        AfterDecay,
+        AfterFraction,
+        AfterSteps,
+        LossStable,
+        NoiseScale,
+        Straggler,
+    )
     from orchestra.tasks.task import Task
+    from orchestra.topologies.graphs import Complete, Exponential, RandomRegular, Ring, Star
 
     __all__ = [
+        "AfterDecay",
+        "AfterFraction",
         "AfterSteps",
         "AllReduce",
+        "Complete",
+        "Exponential",
+        "Gossip",
         "InputError",
         "LossStable",
         "OrchestraError",
+        "NoiseScale",
+        "PairwiseAveraging",
         "ParameterServer",
+        "RandomRegular",
+        "Ring",
         "Roles",
         "RunFailed",
         "Single",
+        "Star",
+        "StochasticGradientPush",
+        "Straggler",
         "Strategy",
         "Switch",
         "Task",
+        "compare",
         "distribute",
         "train",
     ]
 else:
     PLACES = {
+        "AfterDecay": "strategies.switch_rules",
+        "AfterFraction": "strategies.switch_rules",
         "AfterSteps": "strategies.switch_rules",
         "AllReduce": "strategies.all_reduce",
+        "Complete": "topologies.graphs",
+        "Exponential": "topologies.graphs",
+        "Gossip": "strategies.gossip",
         "InputError": "errors",
         "LossStable": "strategies.switch_rules",
         "OrchestraError": "errors",
+        "NoiseScale": "strategies.switch_rules",
+        "PairwiseAveraging": "strategies.pairwise_averaging",
         "ParameterServer": "strategies.parameter_server",
+        "RandomRegular": "topologies.graphs",
+        "Ring": "topologies.graphs",
         "Roles": "strategies.base",
         "RunFailed": "errors",
         "Single": "strategies.single",
+        "Star": "topologies.graphs",
+        "StochasticGradientPush": "strategies.stochastic_gradient_push",
+        "Straggler": "strategies.switch_rules",
         "Strategy": "strategies.base",
         "Switch": "strategies.switch",
         "Task": "tasks.task",
+        "compare": "experiments.api",
         "distribute": "engines.processes.own_loop",
         "train": "experiments.api",
     }

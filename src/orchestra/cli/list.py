@@ -8,13 +8,17 @@ from typing import Any
 
 from orchestra.cli.arguments import Parser
 from orchestra.cli.tables import print_names, print_settings
+from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments import Experiment
+from orchestra.experiments.file import TRAINING_KEYS
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.settings import Described, Registry, Settings, describe
+from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.registry import TASKS
+from orchestra.topologies import Topology
 from orchestra.trainer.settings import Target, Training
 
 DESCRIPTION = """\
@@ -22,7 +26,12 @@ Show the names that an experiment may use, each with one line; or, for one NAME,
 the meaning, values and default of each of its settings.
 """
 
-REGISTRIES = (STRATEGIES, TASKS, SCHEDULES)
+REGISTRIES = (STRATEGIES, TASKS, SCHEDULES, SHARDINGS)
+KINDS: dict[str, type] = {
+    "rules, for Switch(..., when=RULE)": Rule,
+    "outer optimizers, for LocalSGD(outer=OUTER)": Outer,
+    "topologies, for Gossip(TOPOLOGY) and its kin": Topology,
+}
 GROUPS = Described(
     "parameter_groups", "list of mappings", "[]", "", "match (a pattern of names) and arguments"
 )
@@ -44,24 +53,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _names() -> dict[str, list[tuple[str, str]]]:
-    strategies: list[tuple[str, str]] = []
-    rules: list[tuple[str, str]] = []
+    titles: dict[str, list[tuple[str, str]]] = {title: [] for title in ("strategies", *KINDS)}
     for name in STRATEGIES.names():
         target = _resolved(STRATEGIES, name)
-        is_rule = isinstance(target, type) and issubclass(target, Rule)
-        (rules if is_rule else strategies).append((name, _first_line(target)))
-    return {
-        "strategies": strategies,
-        "rules, for Switch(..., when=RULE)": rules,
-        "tasks": [(name, _first_line(_resolved(TASKS, name))) for name in TASKS.names()],
-        "schedules of the learning rate": [
-            (name, _first_line(_resolved(SCHEDULES, name))) for name in SCHEDULES.names()
-        ],
-        "the rest": [
-            ("experiment", "The keys of an experiment file."),
-            ("Target", _first_line(Target)),
-        ],
-    }
+        titles[_kind(target)].append((name, _first_line(target)))
+    for title, registry in (
+        ("tasks", TASKS),
+        ("schedules of the learning rate", SCHEDULES),
+        ("shardings of the data", SHARDINGS),
+    ):
+        titles[title] = [
+            (name, _first_line(_resolved(registry, name))) for name in registry.names()
+        ]
+    titles["the rest"] = [
+        ("experiment", "The keys of an experiment file."),
+        ("Target", _first_line(Target)),
+    ]
+    return titles
+
+
+def _kind(target: Any) -> str:
+    for title, base in KINDS.items():
+        if isinstance(target, type) and issubclass(target, base):
+            return title
+    return "strategies"
 
 
 def _resolved(registry: Registry, name: str) -> Any:
@@ -106,4 +121,5 @@ def _signature(target: Any) -> str:
 def _describe_experiment() -> None:
     print("The keys of an experiment file; task and strategies are required.\n")
     name, *rows = (row for row in describe(Experiment) if row.name != "training")
-    print_settings([name._replace(default="the file's"), *rows, *describe(Training), GROUPS])
+    rows += (row for row in describe(Training) if row.name in TRAINING_KEYS)
+    print_settings([name._replace(default="the file's"), *rows, GROUPS])

@@ -21,13 +21,19 @@ Orchestra trains a PyTorch model on several processes under any distribution str
 naming the strategy: a task says what to train, a strategy when the processes exchange what.
 
 commands:
+  compare  train a task under every strategy of a file, and report on them side by side
   train    train a task under one strategy, and write the record of the run
+  report   make a report of any past runs
   bench    measure speed on this machine, beside peers measured in the same run
   list     show strategies, tasks and schedules, or the settings of one of them
 
   orchestra COMMAND --help says more about each. --version shows the version.
 
 examples:
+  orchestra compare examples/quickstart.yaml
+      every strategy of the file on the same data, one after the other, and runs/quickstart-1/
+      report.html with the answer: which was first, why, and did distributing pay
+
   orchestra train --task digits --strategy 'AllReduce("ring")'
       four processes, a small CNN on handwritten digits, gradients averaged round a ring
 
@@ -40,7 +46,9 @@ examples:
 
 COMMANDS = {
     "bench": "orchestra.cli.bench",
+    "compare": "orchestra.cli.compare",
     "list": "orchestra.cli.list",
+    "report": "orchestra.cli.report",
     "train": "orchestra.cli.train",
 }
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,12 @@ from orchestra.cli.arguments import Parser
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments import (
+    PARENT,
     Entry,
     Experiment,
     claim,
     finished,
+    for_training,
     fresh_folder,
     load,
     release,
@@ -45,15 +46,13 @@ examples:
   orchestra train experiment.yaml --set strategies.ring.algorithm=parallel --out runs/parallel
 """
 
-PARENT = Path("runs")
-
 
 def main(arguments: Sequence[str]) -> int:
     """Train as the command line says; 0 if the run was completed."""
     options = _parser().read(arguments)
     launched = detect(os.environ)
     experiment = resolve(options, launched)
-    _check_task(experiment.task)
+    check_task(experiment.task)
     (run,) = runs(experiment)
     if launched is not None and launched.rank > 0:
         from orchestra.engines.processes.training import take_part
@@ -92,13 +91,7 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
             )
         options.ranks = launched.ranks if options.ranks is None else options.ranks
     experiment = load(options.experiment, options.set, _given(options))
-    if len(experiment.strategies) > 1:
-        labels = ", ".join(experiment.strategies)
-        raise InputError(
-            f"{options.experiment}: holds {len(experiment.strategies)} strategies ({labels}); "
-            "train takes one: name it with --strategy"
-        )
-    return replace(experiment, seeds=experiment.seeds[:1])
+    return for_training(experiment, str(options.experiment or "command line"))
 
 
 def _parser() -> Parser:
@@ -137,6 +130,7 @@ def _given(options: Namespace) -> dict[str, Entry]:
     if options.strategy is not None:
         label = read(options.strategy, where="--strategy").name.rpartition(":")[2]
         given["strategies"] = Entry({label: options.strategy}, "--strategy")
+        given["devices"] = Entry({}, "--strategy")
     if options.ranks is not None:
         given["ranks"] = Entry(options.ranks, "--ranks")
     if options.seed is not None:
@@ -144,7 +138,7 @@ def _given(options: Namespace) -> dict[str, Entry]:
     return given
 
 
-def _check_task(text: str) -> None:
+def check_task(text: str) -> None:
     """Import a task of the user's own, and check its arguments, before anything is started."""
     bound(read(text, where="task"), TASKS, where="task")
 

@@ -1,5 +1,5 @@
 """Run a schedule over a transport."""
 
-from orchestra.collectives.executor import Group, all_reduce, broadcast, gather_objects
+from orchestra.collectives.executor import Group, all_reduce, broadcast, execute, gather_objects
 
-__all__ = ["Group", "all_reduce", "broadcast", "gather_objects"]
+__all__ = ["Group", "all_reduce", "broadcast", "execute", "gather_objects"]

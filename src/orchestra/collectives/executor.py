@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +36,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank does in one round."""
+    """What one rank does in one round; pieces go from the first to before the end."""
 
-    sends: tuple[tuple[int, int], ...]  # (target, piece)
-    receives: tuple[tuple[int, int, int], ...]  # (source, piece, operation)
+    sends: tuple[tuple[int, int, int], ...]  # (target, first, end)
+    receives: tuple[tuple[int, int, int, int], ...]  # (source, first, end, operation)
 
 
 @functools.cache
@@ -56,8 +57,8 @@ def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
     """The rounds of `schedule` as one rank sees them."""
     parts = []
     for transfers in schedule.rounds():
-        sends = transfers[transfers[:, 0] == index][:, [1, 2]]
-        receives = transfers[transfers[:, 1] == index][:, [0, 2, 3]]
+        sends = transfers[transfers[:, 0] == index][:, [1, 2, 3]]
+        receives = transfers[transfers[:, 1] == index][:, [0, 2, 3, 4]]
         if len(sends) or len(receives):
             parts.append(
                 Part(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
@@ -79,65 +80,73 @@ def broadcast(transport: Transport, vector: Tensor, root: int, group: Group, tag
 
 
 def execute(
-    transport: Transport, vector: Tensor, schedule: Schedule, group: Group, tag: int
+    transport: Transport,
+    vector: Tensor,
+    schedule: Schedule,
+    group: Group,
+    tag: int,
+    edges: Sequence[int] | None = None,
 ) -> int:
-    """Take this rank's part in `schedule`; returns the bytes of buffer used beside `vector`."""
+    """Take this rank's part in `schedule`; returns the bytes of buffer used beside `vector`.
+
+    `edges`, the same on all ranks, says where its pieces begin, and ends with the length of
+    `vector`; without them the pieces are as equal as can be.
+    """
     assert vector.dim() == 1
     assert vector.is_contiguous()
     index, length = group.index(transport.rank), vector.numel()
+    memory = vector
     if schedule.slots and len(group) > 1:
         memory = vector.new_empty(schedule.pieces * length)
         memory[index * length : (index + 1) * length].copy_(vector)
-    else:
-        memory = vector
+    cuts = schedule.edges(length) if edges is None else edges
+    assert cuts[-1] == memory.numel()
     peak = 0
     for part in _parts(schedule, index):
-        peak = max(peak, _round(transport, memory, length, schedule, part, group, tag))
+        peak = max(peak, _round(transport, memory, cuts, part, group, tag))
     if memory is vector:
         return peak
     slots = memory.view(schedule.pieces, length)
     vector.copy_(slots[0])
     for slot in slots[1:]:
         vector.add_(slot)
-    return memory.numel() * memory.element_size()
+    return memory.nbytes
 
 
 def _round(
     transport: Transport,
     memory: Tensor,
-    length: int,
-    schedule: Schedule,
+    edges: Sequence[int],
     part: Part,
     group: Group,
     tag: int,
 ) -> int:
-    """Exchange one round's pieces; an empty piece makes no message. Returns scratch bytes."""
+    """Exchange one round's pieces; an empty run makes no message. Returns scratch bytes."""
 
-    def segments(piece: int) -> Sequence[Tensor]:
-        first, end = schedule.cut(piece, length)
-        elements = SEGMENT_BYTES // memory.element_size()
-        values = memory[first:end]
-        return (values,) if end - first <= elements else torch.split(values, elements)
+    def segments(first: int, end: int) -> Sequence[Tensor]:
+        values = memory[edges[first] : edges[end]]
+        parts = torch.split(values, SEGMENT_BYTES // memory.element_size())
+        return [segment for segment in parts if segment.numel()]
 
     arriving = [
-        Arrival(transport, segments(piece), group.ranks[source], tag, operation)
-        for source, piece, operation in part.receives
+        Arrival(transport, segments(first, end), group.ranks[source], tag, operation)
+        for source, first, end, operation in part.receives
     ]
-    leaving = [
-        transport.send(segment, group.ranks[target], tag)
-        for target, piece in part.sends
-        for segment in segments(piece)
-        if segment.numel()
-    ]
-    for arrival in arriving:
-        arrival.finish()
-    for handle in leaving:
-        handle.wait()
+    leaving: dict[tuple[int, int], list[list[Handle]]] = {}
+    for target, first, end in part.sends:
+        to = group.ranks[target]
+        sending = [transport.send(segment, to, tag) for segment in segments(first, end)]
+        leaving.setdefault((first, end), []).append(sending)
+    for arrival, (_, first, end, _) in zip(arriving, part.receives, strict=True):
+        arrival.finish(leaving.get((first, end), []))
+    for sendings in leaving.values():
+        for handle in itertools.chain(*sendings):
+            handle.wait()
     return sum(arrival.scratch_bytes for arrival in arriving)
 
 
 class Arrival:
-    """A piece on its way in, segment by segment.
+    """A run of pieces on its way in, segment by segment.
 
     A segment is small enough to be still in the processor's cache when it is added, and while
     one is added the next one is on its way: two segments of scratch are enough.
@@ -146,7 +155,7 @@ class Arrival:
     def __init__(
         self, transport: Transport, own: Sequence[Tensor], source: int, tag: int, operation: int
     ) -> None:
-        self._own = [segment for segment in own if segment.numel()]
+        self._own = own
         self._receive = functools.partial(transport.receive, source, tag)
         self._scratch: list[Tensor] = []
         if operation == REDUCE:
@@ -160,11 +169,16 @@ class Arrival:
             return self._receive(own)
         return self._receive(self._scratch[index % 2][: own.numel()])
 
-    def finish(self) -> None:
-        """Take in every segment, in order."""
+    def finish(self, leaving: Sequence[Sequence[Handle]]) -> None:
+        """Take in every segment, in order; `leaving` are sends of the same ones in this round.
+
+        What leaves is what was there when the round began: it has to be gone before the sum.
+        """
         for index, own in enumerate(self._own):
             arrived = self._handles[index].wait()
             if self._scratch:
+                for sending in leaving:
+                    sending[index].wait()
                 own.add_(arrived)
             if index + 2 < len(self._own):
                 self._handles.append(self._start(index + 2))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
+import numpy
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from orchestra.data.order import GlobalOrder
 from orchestra.data.plan import Plan
+from orchestra.data.sharding import Sharding
 from orchestra.errors import InputError
 
 T = TypeVar("T")
@@ -27,16 +31,24 @@ class Samples(Protocol):
 
 
 class MapSamples:
-    """A map-style dataset in its global order. Any place can be read at any time."""
+    """A map-style dataset in its global order. Any place can be read at any time.
 
-    def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate) -> None:
+    With `members` it consists of these samples only, in an order of their own.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, collate: Collate, members: Tensor | None = None
+    ) -> None:
         self._dataset: Any = dataset
         self._collate = collate
-        self._order = GlobalOrder(epoch_samples(dataset), seed)
+        self._members = members
+        samples = epoch_samples(dataset) if members is None else len(members)
+        self._order = GlobalOrder(samples, seed)
 
     def read(self, start: int, stop: int) -> Any:
         """Draws no random numbers but those of the dataset itself."""
-        indices = self._order.indices(start, stop).tolist()
+        places = self._order.indices(start, stop)
+        indices = (places if self._members is None else self._members[places]).tolist()
         if getattr(self._dataset, "__getitems__", None):
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[index] for index in indices])
@@ -91,6 +103,53 @@ def open_samples(dataset: Dataset[Any], seed: int, collate: Collate | None) -> S
     return MapSamples(dataset, seed, collate)
 
 
+def open_shard(
+    dataset: Dataset[Any],
+    seed: int,
+    collate: Collate | None,
+    sharding: Sharding,
+    shares: Sequence[float],
+    worker: int,
+) -> Samples:
+    """The stream of the samples that `sharding` gives to one worker; `shares` are all workers'.
+
+    Raises:
+        InputError: there is no telling which sample is where, or of which class.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise InputError(
+            f"sharding: the samples of a {type(dataset).__name__} have no places to be shared out "
+            "by; give a map-style dataset, or leave sharding out"
+        )
+    whole = sum(shares)
+    samples = epoch_samples(dataset)
+    labels = labels_of(dataset) if sharding.needs_labels else numpy.zeros(samples, numpy.int64)
+    parts = sharding.split(labels, [share / whole for share in shares], seed)
+    if not len(parts[worker]):
+        raise InputError(f"sharding: {samples} samples are too few for {len(shares)} workers")
+    return MapSamples(dataset, seed, collate or default_collate, torch.from_numpy(parts[worker]))
+
+
+def labels_of(dataset: Any) -> NDArray[numpy.int64]:
+    """The class of every sample: the dataset's `targets` or `labels`, else read one by one.
+
+    Raises:
+        InputError: a sample's last part is no whole number.
+    """
+    known = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if known is None and isinstance(tensors := getattr(dataset, "tensors", None), Sequence):
+        known = tensors[-1]
+    if known is None:
+        known = [dataset[index][-1] for index in range(len(dataset))]
+    labels = numpy.asarray(known)
+    if labels.ndim != 1 or not numpy.issubdtype(labels.dtype, numpy.integer):
+        raise InputError(
+            f"sharding: a {type(dataset).__name__} has no classes to shard by (the last part of a "
+            "sample is no whole number); use IID or Contiguous"
+        )
+    return labels.astype(numpy.int64)
+
+
 def epoch_samples(dataset: Dataset[Any]) -> int:
     """The samples of an epoch, for a budget in epochs.
 
@@ -109,16 +168,21 @@ def epoch_samples(dataset: Dataset[Any]) -> int:
 
 @dataclass(frozen=True)
 class Feed:
-    """The batches of one rank. At a switch, a new feed of the same `samples` takes over."""
+    """The batches of one rank. At a switch, a new feed takes over.
+
+    `own` tells that `samples` are this rank's shard, and not those of all.
+    """
 
     samples: Samples
     plan: Plan
     rank: int
+    own: bool = False
 
     def next(self, step: int) -> tuple[Any, int]:
         """The batch of `step` and how many samples it holds; (None, 0) if there are none.
 
         Steps may begin anywhere (a run is resumed), and then rise.
         """
-        start, stop = self.plan.part(step, self.rank)
+        part = self.plan.own_part if self.own else self.plan.part
+        start, stop = part(step, self.rank)
         return (self.samples.read(start, stop) if stop > start else None), stop - start

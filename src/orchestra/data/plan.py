@@ -64,6 +64,15 @@ class Plan:
         start = self.position(step) + sum(counts[:rank])
         return start, start + counts[rank]
 
+    def own_part(self, step: int, rank: int) -> tuple[int, int]:
+        """The positions in the stream of the rank's own shard that it reads in `step`.
+
+        What it read before `start` is what an equal plan would have dealt to it.
+        """
+        share = Fraction(self.shares[rank]) / sum(map(Fraction, self.shares))
+        first = int(self.start * share) + step * (self.counts(0)[rank] if step else 0)
+        return first, first + self.counts(step)[rank]
+
     def from_position(self, position: int, shares: Sequence[float]) -> Plan:
         """The plan of what is left from `position` of the stream, with other roles."""
         return replace(self, start=position, shares=tuple(shares))

@@ -14,36 +14,73 @@ if TYPE_CHECKING:
         broadcast_buffers,
         hand_over_moments,
     )
+    from orchestra.exchange.collective import Collective, make_collective
+    from orchestra.exchange.common_step import CommonStep
+    from orchestra.exchange.gossip import (
+        exact_mean,
+        exact_mean_of_buffers,
+        keep_gradient,
+        mix_with_neighbours,
+        wait_for_everyone,
+    )
+    from orchestra.exchange.pairwise import PairwiseAverage
+    from orchestra.exchange.partial import PartialAverage
+    from orchestra.exchange.push_sum import PushSum
     from orchestra.exchange.replicas import average_replicas, fragments_of, scaled_copy
     from orchestra.exchange.servers import collect_slices, homes_of, make_server, push_and_pull
+    from orchestra.exchange.shards import Shards
 
     __all__ = [
         "agree_on_parameters",
+        "CommonStep",
+        "Collective",
         "GradientAverage",
+        "PartialAverage",
+        "Shards",
         "average_replicas",
         "broadcast_buffers",
         "collect_slices",
+        "exact_mean",
+        "exact_mean_of_buffers",
         "fragments_of",
         "hand_over_moments",
         "homes_of",
+        "make_collective",
+        "keep_gradient",
         "make_server",
+        "mix_with_neighbours",
+        "PairwiseAverage",
         "push_and_pull",
+        "PushSum",
         "scaled_copy",
+        "wait_for_everyone",
     ]
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "agree_on_parameters": "average",
+            "CommonStep": "common_step",
+            "Collective": "collective",
             "GradientAverage": "average",
+            "PartialAverage": "partial",
+            "Shards": "shards",
             "average_replicas": "replicas",
             "broadcast_buffers": "average",
             "collect_slices": "servers",
+            "exact_mean": "gossip",
+            "exact_mean_of_buffers": "gossip",
             "fragments_of": "replicas",
             "hand_over_moments": "average",
             "homes_of": "servers",
+            "make_collective": "collective",
+            "keep_gradient": "gossip",
             "make_server": "servers",
+            "mix_with_neighbours": "gossip",
+            "PairwiseAverage": "pairwise",
             "push_and_pull": "servers",
+            "PushSum": "push_sum",
             "scaled_copy": "replicas",
+            "wait_for_everyone": "gossip",
         },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce, broadcast
 from orchestra.optimizers.moments import Moments, export_moments
-from orchestra.transports.native import NativeWork
 from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
@@ -22,21 +22,23 @@ class GradientAverage:
 
     The flat gradient is cut into buckets; each is summed as soon as backward has filled it, by a
     background flow, while backward goes on. The loss of every worker, the wish to stop, and
-    which tensors were used travel with the last bucket. `algorithm` names a schedule, or
-    "native" for torch.distributed's own all-reduce.
+    which tensors were used travel with the last bucket.
+
+    `reduce` sums a bucket over the workers, over the transport of the flow that it is given, and
+    returns the bytes of buffer that it used. None: torch.distributed's own all-reduce.
     """
 
-    def __init__(self, worker: Worker, algorithm: str) -> None:
+    def __init__(self, worker: Worker, reduce: Callable[[Transport, Bucket], int] | None) -> None:
         self._worker = worker
-        self._algorithm = algorithm
+        self._reduce = reduce
         self._buckets = cut_into_buckets(worker)
         self._ready = [0] * len(self._buckets)  # slots of each that have their gradient
         self._next = 0  # the first bucket that was not handed over yet
-        self._works: list[NativeWork] = []
+        self._works: list[Task[Tensor]] = []
         self._flow: Task[None] | None = None
         if len(worker.workers) > 1 and len(self._buckets) > 1:
             worker.gradients.when_ready(self._slot_is_ready)
-            if algorithm != "native":
+            if reduce is not None:
                 self._flow = worker.transport.spawn(self._sum_in_background)
 
     def finish(self) -> None:
@@ -73,13 +75,13 @@ class GradientAverage:
 
     def _hand_over(self) -> None:
         bucket = self._buckets[self._next]
-        if self._algorithm == "native":
+        if self._reduce is None:
             self._count_native(bucket.values)
             self._works.append(self._worker.native.start_all_reduce(bucket.values))
         elif self._flow is not None:
             self._signal(self._next)
         else:
-            self._sum(self._worker.transport, bucket.values)
+            self._sum(self._worker.transport, bucket)
         self._next += 1
 
     def _wait(self) -> None:
@@ -92,9 +94,9 @@ class GradientAverage:
         elif self._flow is not None:
             self._receive_done(self._flow)
 
-    def _sum(self, transport: Transport, values: Tensor) -> None:
-        workers, measures = self._worker.workers, self._worker.measures
-        buffer = all_reduce(transport, values, self._algorithm, workers, Tag.GRADIENTS)
+    def _sum(self, transport: Transport, bucket: Bucket) -> None:
+        assert self._reduce is not None
+        measures, buffer = self._worker.measures, self._reduce(transport, bucket)
         measures.peak_buffer_bytes = max(measures.peak_buffer_bytes, buffer)
 
     def _count_native(self, values: Tensor) -> None:
@@ -115,7 +117,7 @@ class GradientAverage:
     def _sum_in_background(self, transport: Transport) -> None:
         try:
             while (index := int(transport.receive(transport.rank, Tag.BUCKET).wait())) != END:
-                self._sum(transport, self._buckets[index].values)
+                self._sum(transport, self._buckets[index])
                 transport.send(torch.tensor([index]), transport.rank, Tag.DONE)
         except BaseException:
             transport.send(torch.tensor([END]), transport.rank, Tag.DONE)
@@ -124,8 +126,12 @@ class GradientAverage:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of slots that is summed at once; `last_slot` is the end of the run."""
+    """A run of slots that is summed at once; `last_slot` is the end of the run.
 
+    `values` begin at element `first` of the flat gradient.
+    """
+
+    first: int
     values: Tensor
     slots: int
     last_slot: int
@@ -144,7 +150,7 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
     ends.append((len(layout.slots), storage.numel()))
     starts = [(0, 0), *ends]
     return [
-        Bucket(storage[start:end], last - first, last)
+        Bucket(start, storage[start:end], last - first, last)
         for (first, start), (last, end) in zip(starts, ends, strict=False)
     ]
 

@@ -11,18 +11,17 @@ from orchestra.collectives import Group, all_reduce
 from orchestra.errors import PeerLost
 from orchestra.optimizers.moments import install_moments
 from orchestra.parameter_server.client import Client, Home
+from orchestra.parameter_server.compensation import DelayCompensation
+from orchestra.parameter_server.consistency import Consistency
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Asynchronous, Consistency, ServerState, Synchronous
+from orchestra.parameter_server.state import ServerState
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
-CONSISTENCY: dict[str, Callable[[], Consistency]] = {
-    "synchronous": Synchronous,
-    "asynchronous": Asynchronous,
-}
+Compensate = Callable[[Tensor, Sequence[int]], DelayCompensation]
 
 
 def homes_of(worker: Worker, servers: Sequence[int], *, updates: bool) -> list[Home]:
@@ -40,9 +39,12 @@ def make_server(
     worker: Worker,
     homes: Sequence[Home],
     workers: Sequence[int],
-    consistency: str,
+    consistency: Consistency,
     *,
     updates: bool,
+    clips: bool,
+    rate_divisor: Callable[[int], int],
+    compensate: Compensate | None,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any."""
     part = next(home.slice for home in homes if home.rank == worker.rank)
@@ -53,13 +55,12 @@ def make_server(
         optimizer = worker.optimizer.build({name: tensor for name, (tensor, _) in tensors.items()})
         install_moments(optimizer, tensors, worker.inherited)
     servers = Group(tuple(home.rank for home in homes))
-    clips = updates and consistency == "synchronous"
 
     def offer(consumed: int, now: Tensor) -> None:
         worker.snapshots.offer(consumed, now, offset=part.first)
 
     return Server(
-        ServerState(CONSISTENCY[consistency](), set(workers), consumed=worker.step.consumed),
+        ServerState(consistency, set(workers), consumed=worker.step.consumed),
         values,
         [
             (tensor, piece.first - part.first)
@@ -68,6 +69,8 @@ def make_server(
         optimizer,
         lambda kind, amount, function: worker.compute.run(Work(kind, amount), function),
         clip=_clip_together(worker.clip_norm, servers) if clips else None,
+        rate_divisor=rate_divisor,
+        compensation=compensate(values, workers) if compensate is not None else None,
         on_update=offer if updates else None,
     )
 
@@ -110,6 +113,7 @@ def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: 
         gradients.vector,
         into,
         samples=step.samples,
+        step_samples=step.total_samples,
         loss=step.loss,
         stop=step.stop,
         rates=step.rates,
@@ -120,8 +124,9 @@ def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: 
         step.agreed = True
     else:
         step.consumed = max(answer.consumed for answer in answers)
-        step.staleness = tuple(answer.staleness for answer in answers)
+        step.staleness = tuple(answer.staleness for answer in answers if not answer.dropped)
         worker.measures.staleness.extend(step.staleness)
+        worker.measures.dropped += any(answer.dropped for answer in answers)
     for home, answer in zip(client.homes, answers, strict=True):
         for piece, used in zip(home.slice.pieces, answer.used, strict=True):
             gradients.used[piece.tensor] = used
@@ -137,6 +142,7 @@ def collect_slices(worker: Worker, homes: Sequence[Home], server: Server | None)
         assert server is not None
         with torch.no_grad():
             mine.copy_(server.values)
+        server.all_have_read()
         handles = [
             (worker.transport.send(mine, rank, Tag.COLLECT))
             for rank in worker.everyone.ranks

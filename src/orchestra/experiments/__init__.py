@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from orchestra.experiments.document import Entry
-from orchestra.experiments.file import Experiment, load, runs, to_yaml
-from orchestra.experiments.folder import claim, finished, fresh_folder, release
+from orchestra.experiments.experiment import Experiment, for_training, runs
+from orchestra.experiments.file import load, to_yaml
+from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
 
 __all__ = [
+    "PARENT",
     "Entry",
     "Experiment",
     "claim",
     "finished",
+    "for_training",
     "fresh_folder",
     "load",
     "release",

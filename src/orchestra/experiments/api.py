@@ -1,17 +1,20 @@
-"""Training from Python, in the words of the experiment file."""
+"""Training and comparing from Python, in the words of the experiment file."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestra.data.sharding import SHARDINGS
 from orchestra.engines.processes.training import failed_record, train_run
 from orchestra.errors import InputError, RunFailed
+from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.document import Entry
-from orchestra.experiments.file import Experiment, load, runs
-from orchestra.experiments.folder import claim, finished, fresh_folder, release
+from orchestra.experiments.experiment import Experiment, for_training, runs
+from orchestra.experiments.file import load
+from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import Settings, write
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from orchestra.strategies.base import Strategy
     from orchestra.tasks.task import Task
 
-PARENT = Path("runs")
+REGISTRIES = {"task": TASKS, "schedule": SCHEDULES, "sharding": SHARDINGS}
 
 
 def train(
@@ -58,7 +61,15 @@ def train(
         InputError: what was asked for cannot be done; nothing was started.
         RunFailed: the run failed; its first line names the first cause.
     """
-    experiment = _experiment(task, strategy, ranks, seed, settings)
+    notation = _notation(strategy, "strategy")
+    given = {
+        "task": task,
+        "strategies": {notation.partition("(")[0].rpartition(":")[2]: notation},
+        "seeds": [seed],
+        "ranks": ranks,
+        **settings,
+    }
+    experiment = for_training(_experiment(None, given), "ranks")
     (label,) = experiment.strategies
     folder = Path(out) if out is not None else fresh_folder(PARENT, f"{experiment.name}-{label}")
     resumed = claim(folder, experiment)
@@ -79,27 +90,86 @@ def train(
     return record
 
 
-def _experiment(
-    task: object, strategy: object, ranks: int, seed: int, settings: dict[str, Any]
-) -> Experiment:
-    notation = _notation(strategy, "strategy")
+def compare(
+    task: str | Path | Settings | Callable[[], Task],
+    strategies: Mapping[str, str | Strategy[Any]] | None = None,
+    ranks: int | Sequence[int] | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    tune: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    baseline: str | None = None,
+    retry: bool = False,
+    report: bool = True,
+    quiet: bool = False,
+    **settings: Any,
+) -> Comparison:
+    """Train `task` under each of `strategies`, with each seed, and report on them side by side.
+
+        comparison = orchestra.compare(
+            "digits",
+            {"ring": AllReduce("ring"), "server": ParameterServer(consistency="asynchronous")},
+            ranks=4, seeds=(0, 1, 2), epochs=5,
+            tune={"settings": {"optimizer.lr": [0.01, 0.03, 0.1]}},
+        )
+        for record in comparison.records:
+            print(record.name, record.seed, record.train_seconds, record.metrics)
+
+    A run that fails is a record with the status "failed", and the others go on. One process with
+    the same global batch is always among the strategies, as "one process" if it has no label.
+
+    Args:
+        task: as for `train`; or, without `strategies`, the path of an experiment file, in which
+            the other arguments replace what it says.
+        strategies: a strategy or its notation for each label.
+        ranks: processes, servers included; several numbers for one row each. 4 by default.
+        seeds: one run a strategy for each; (0,) by default.
+        tune: as in a file: settings to try, `by` and `seed`. Every strategy gets as many trials.
+        out: the folder of the comparison; a new one in `runs` by default. With the folder of the
+            same comparison, it goes on: what was completed stays as it is.
+        baseline: the label that the report's differences refer to.
+        retry: make the runs again that failed before.
+        report: write report.html into the folder.
+        quiet: no progress, no notices.
+        settings: as for `train`.
+
+    Raises:
+        InputError: what was asked for cannot be done.
+    """
     given = {
-        "task": _notation(task, "task"),
-        "strategies": {notation.partition("(")[0].rpartition(":")[2]: notation},
-        "seeds": [seed],
+        "strategies": strategies,
         "ranks": ranks,
-        **{key: _notation(value, key) for key, value in settings.items()},
+        "seeds": None if seeds is None else list(seeds),
+        "tune": tune,
+        **settings,
     }
-    return load(None, (), {key: Entry(value, f"{key}=") for key, value in given.items()})
+    given = {key: value for key, value in given.items() if value is not None or key in settings}
+    if strategies is None:
+        if not isinstance(task, str | Path):
+            raise InputError("strategies: give a mapping of labels to strategies")
+        experiment = _experiment(Path(task), given)
+    else:
+        experiment = _experiment(None, {"task": task, **given})
+    folder = None if out is None else Path(out)
+    return carry_out(experiment, folder, retry=retry, report=report, baseline=baseline, quiet=quiet)
+
+
+def _experiment(path: Path | None, given: Mapping[str, Any]) -> Experiment:
+    entries = {key: Entry(_notation(value, key), f"{key}=") for key, value in given.items()}
+    return load(path, (), entries)
 
 
 def _notation(value: Any, key: str) -> Any:
     """The words for what Python gives as an object; plain values as they are."""
+    if isinstance(value, Mapping):
+        inside = (lambda _: key) if key == "strategies" else str
+        return {name: _notation(item, inside(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_notation(item, key) for item in value]
     if isinstance(value, Optimizer):
         return repr(value)
     if isinstance(value, Settings):
-        registry = {"task": TASKS, "schedule": SCHEDULES}.get(key, STRATEGIES)
-        return write(value, registry)
+        return write(value, REGISTRIES.get(key, STRATEGIES))
     if callable(value):
         name = getattr(value, "__qualname__", "")
         if not name or "<" in name:

@@ -1,62 +1,31 @@
-"""An experiment: one task, trained under each of several strategies, with each of several seeds."""
+"""The file of an experiment: read, changed from a command line, written in full."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.document import Entry, read_document
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.tune import Tune
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
-from orchestra.settings import REQUIRED, Settings, parse, replace_setting, setting, write
-from orchestra.settings.base import checked, require_setting, settings_of, type_hints
+from orchestra.settings import REQUIRED, Settings, parse, replace_setting, write
+from orchestra.settings.base import checked, default_of, require_setting, settings_of, type_hints
 from orchestra.settings.yaml_text import yaml_text, yaml_value
-from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import replace_task_setting, task_name, task_text
-from orchestra.trainer.settings import Run, Target, Training
+from orchestra.trainer.settings import Target, Training
 
-_HEAD = ("name", "task", "strategies", "seeds")
-_LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
+S = TypeVar("S", bound=Settings)
 
+_HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")
 
-@dataclass(frozen=True, repr=False)
-class Experiment(Settings):
-    """What an experiment file says. There, the settings of `training` are keys of the file."""
-
-    name: str = setting(REQUIRED, "of the experiment, and of its folders")
-    task: str = setting(REQUIRED, "notation of the task, such as digits(channels=8)")
-    strategies: Mapping[str, Strategy[Any]] = setting(REQUIRED, "a strategy for each label")
-    seeds: tuple[int, ...] = setting((0,), "one run a strategy for each", low=0)
-    training: Training = setting(Training(), "everything else")
-
-    def check(self) -> None:
-        for label in (self.name, *self.strategies):
-            if not _LABEL.fullmatch(label):
-                raise InputError(f"{label!r} cannot be a name: it has to name a folder, too")
-        if not self.strategies:
-            raise InputError("strategies: there is none; give a label and a strategy")
-        if not self.seeds:
-            raise InputError("seeds: there is none")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise InputError(f"seeds: {list(self.seeds)} holds a seed twice")
-        for label, strategy in self.strategies.items():
-            try:
-                strategy.roles(self.training.ranks)
-            except InputError as error:
-                raise InputError(f"strategies.{label}: {error}") from None
-
-
-def runs(experiment: Experiment) -> list[Run]:
-    """The runs of `experiment`: all strategies with the first seed, then with the next one."""
-    return [
-        Run(label, experiment.task, strategy, seed, experiment.training)
-        for seed in experiment.seeds
-        for label, strategy in experiment.strategies.items()
-    ]
+#: The settings of a training that are keys of the file; its ranks are the experiment's.
+TRAINING_KEYS = tuple(field.name for field in settings_of(Training) if field.name not in _HEAD)
 
 
 def load(
@@ -95,20 +64,32 @@ def to_yaml(experiment: Experiment) -> str:
         "strategies": {
             label: write(strategy, STRATEGIES) for label, strategy in experiment.strategies.items()
         },
+        "ranks": experiment.ranks[0] if len(experiment.ranks) == 1 else list(experiment.ranks),
         "seeds": list(experiment.seeds),
+        "devices": dict(experiment.devices),
+        "tune": _plain(experiment.tune),
     }
-    for field in settings_of(Training):
-        document[field.name] = getattr(training, field.name)
+    for name in TRAINING_KEYS:
+        document[name] = getattr(training, name)
     document["optimizer"] = repr(training.optimizer)
     document["parameter_groups"] = [
         {"match": group.match, **group.arguments} for group in training.optimizer.groups
     ]
     document["schedule"] = write(training.schedule, SCHEDULES)
-    if training.target is not None:
-        document["target"] = {
-            field.name: getattr(training.target, field.name) for field in settings_of(Target)
-        }
+    if training.sharding is not None:
+        document["sharding"] = write(training.sharding, SHARDINGS)
+    document["target"] = _plain(training.target)
     return yaml_text(document)
+
+
+def _plain(settings: Settings | None) -> dict[str, Any] | None:
+    """The settings as a mapping of the file."""
+    if settings is None:
+        return None
+    values = {field.name: getattr(settings, field.name) for field in settings_of(type(settings))}
+    if isinstance(settings, Tune):
+        values["settings"] = {key: list(tried) for key, tried in settings.settings.items()}
+    return values
 
 
 def _pair(text: str) -> tuple[str, str, str]:
@@ -152,7 +133,7 @@ def _check_keys(document: Mapping[str, Entry], source: str) -> None:
 
 
 def _known_keys() -> list[str]:
-    return [*_HEAD, *(field.name for field in settings_of(Training)), "parameter_groups"]
+    return [*_HEAD, *TRAINING_KEYS, "parameter_groups"]
 
 
 def _value(key: str, entry: Entry) -> Any:
@@ -188,18 +169,27 @@ def _strategies(entry: Entry) -> dict[str, object]:
 
 
 def _target(entry: Entry) -> Target:
+    return _mapped(Target, entry, "target", "{metric: accuracy, at_least: 0.9}")
+
+
+def _tune(entry: Entry) -> Tune:
+    return _mapped(Tune, entry, "tune", "{settings: {optimizer.lr: [0.01, 0.1]}}")
+
+
+def _mapped(cls: type[S], entry: Entry, key: str, example: str) -> S:
+    """The settings `cls` that the mapping of `key` spells."""
     if not isinstance(entry.value, Mapping):
-        example = "{metric: accuracy, at_least: 0.9}"
-        raise InputError(f"{entry.where}: target has to be a mapping such as {example}")
-    for key in entry.value:
+        raise InputError(f"{entry.where}: {key} has to be a mapping such as {example}")
+    for name in entry.value:
         try:
-            require_setting(Target, str(key))
+            require_setting(cls, str(name))
         except InputError as error:
-            raise InputError(f"{entry.places.get(key, entry.where)}: {error}") from None
-    if "metric" not in entry.value:
-        raise InputError(f"{entry.where}: target lacks a metric")
+            raise InputError(f"{entry.places.get(name, entry.where)}: {error}") from None
+    for field in settings_of(cls):
+        if default_of(field) is REQUIRED and field.name not in entry.value:
+            raise InputError(f"{entry.where}: {key} lacks {field.name}, as in {example}")
     try:
-        return Target(**entry.value)
+        return cls(**entry.value)
     except InputError as error:
         raise InputError(f"{entry.where}: {error}") from None
 
@@ -223,7 +213,10 @@ _READERS: dict[str, Callable[[Entry], Any]] = {
     "strategies": _strategies,
     "optimizer": lambda entry: Optimizer.parse(entry.value, where=_at(entry, "optimizer")),
     "schedule": lambda entry: parse(entry.value, SCHEDULES, where=_at(entry, "schedule")),
+    "sharding": lambda entry: parse(entry.value, SHARDINGS, where=_at(entry, "sharding")),
+    "ranks": lambda entry: entry.value if isinstance(entry.value, list) else [entry.value],
     "target": _target,
+    "tune": _tune,
     "parameter_groups": _groups,
 }
 

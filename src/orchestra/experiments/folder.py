@@ -7,12 +7,14 @@ from itertools import count
 from pathlib import Path
 
 from orchestra.errors import InputError
-from orchestra.experiments.file import Experiment, to_yaml
-from orchestra.records.record import RunRecord, read_summary, write_atomically
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.file import to_yaml
+from orchestra.records.record import RunRecord, partial_of, read_summary, write_atomically
 from orchestra.settings.yaml_text import yaml_value
 
 RESOLVED = "experiment.yaml"
 SUMMARY = "summary.json"
+PARENT = Path("runs")
 
 
 def fresh_folder(parent: Path, name: str) -> Path:
@@ -44,7 +46,7 @@ def claim(folder: Path, experiment: Experiment) -> bool:
         if path.exists():
             _require_same(path, path.read_text(encoding="utf-8"), text)
             return True
-        if any(folder.iterdir()):
+        if any(file != partial_of(path) for file in folder.iterdir()):
             raise InputError(f"{folder}: holds files, but no {RESOLVED}; choose another --out")
         write_atomically(path, text)
     except FileExistsError:
@@ -59,17 +61,30 @@ def release(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def finished(folder: Path) -> list[RunRecord]:
+def reclaim(folder: Path, experiment: Experiment) -> None:
+    """`claim` for a folder inside a comparison's: what another experiment left there is removed."""
+    path = folder / RESOLVED
+    if folder.exists() and not (
+        path.exists() and path.read_text(encoding="utf-8") == to_yaml(experiment)
+    ):
+        shutil.rmtree(folder)
+    claim(folder, experiment)
+
+
+def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
     """The completed runs that `summary.json` in `folder` tells of; none where there is none yet.
+
+    With `failed` the failed ones are among them.
 
     Raises:
         InputError: it is there, but damaged.
     """
+    wanted = ("completed", "failed") if failed else ("completed",)
     try:
         records = read_summary(folder / SUMMARY)
     except FileNotFoundError:
         return []
-    return [record for record in records if record.status == "completed"]
+    return [record for record in records if record.status in wanted]
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

@@ -6,9 +6,18 @@ from orchestra.settings.lazy import lazy_names
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.client import Client, Home
+    from orchestra.parameter_server.compensation import DelayCompensation
     from orchestra.parameter_server.server import Server
     from orchestra.parameter_server.state import Pause
 
-    __all__ = ["Client", "Home", "Pause", "Server"]
+    __all__ = ["Client", "DelayCompensation", "Home", "Pause", "Server"]
 else:
-    __getattr__ = lazy_names(__name__, {"Client": "client", "Home": "client", "Server": "server"})
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Client": "client",
+            "DelayCompensation": "compensation",
+            "Home": "client",
+            "Server": "server",
+        },
+    )

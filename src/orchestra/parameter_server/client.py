@@ -34,17 +34,16 @@ class Client:
 
     def __init__(self, transport: Transport, homes: Sequence[Home]) -> None:
         self.homes = homes
-        self.clock = 0
-        self.versions = [0] * len(homes)
+        self.clock = 0  # the step that this worker has behind it
         self._transport = transport
 
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint keeps."""
-        return {"clock": self.clock, "versions": self.versions}
+        return {"clock": self.clock}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
-        self.clock, self.versions = saved["clock"], list(saved["versions"])
+        self.clock = saved["clock"]
 
     def push(
         self,
@@ -52,21 +51,21 @@ class Client:
         into: Tensor,
         *,
         samples: int,
+        step_samples: int,
         loss: float,
         stop: bool,
         rates: tuple[float, ...],
         used: Sequence[bool],
     ) -> list[Answer]:
         """Push flat `gradient`, pull flat `into`; the servers' answers, in their order."""
-        self.clock += 1
         sending = []
         arriving = []
-        for index, home in enumerate(self.homes):
+        for home in self.homes:
             first, end = home.slice.first, home.slice.end
             flags = tuple(used[piece.tensor] for piece in home.slice.pieces)
             push = Push(
-                self._transport.rank, self.clock, samples, loss, stop,
-                self.versions[index], rates, flags,
+                self._transport.rank, self.clock + 1, samples, step_samples, loss, stop,
+                rates, flags,
             )  # fmt: skip
             head = self._transport.receive(home.rank, Tag.ANSWER)
             body = self._transport.receive(home.rank, Tag.VALUES, into[first:end])
@@ -81,7 +80,7 @@ class Client:
         for head, body in arriving:
             answers.append(decode_answer(self._transport.rank, head.wait()))
             body.wait()
-        self.versions = [answer.version for answer in answers]
+        self.clock = answers[0].clock
         return answers
 
     def pause(self, step: int) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import restore
-from orchestra.parameter_server.state import Answer, Decision, Pause, Push, ServerState
+from orchestra.parameter_server.compensation import DelayCompensation
+from orchestra.parameter_server.state import Answer, Decision, Pause, ServerState, Update
 from orchestra.parameter_server.wire import (
     Kind,
     decode_push,
@@ -31,8 +32,9 @@ class Server:
     `tensors` are the parts of parameters inside the slice (views of `values`) that `optimizer`
     updates; without an optimizer the server only averages, and answers with the average.
     `charge(kind, amount, function)` runs and charges computation; `clip` clips an averaged
-    gradient together with the other servers; `on_update` is told the samples consumed and the
-    new values.
+    gradient together with the other servers; `rate_divisor` gives, for the staleness of an
+    update, what its learning rates are divided by; `compensation` corrects a push before it is
+    applied; `on_update` is told the samples consumed and the new values.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class Server:
         charge: Charge,
         *,
         clip: Callable[[Transport, Tensor], None] | None = None,
+        rate_divisor: Callable[[int], int] = lambda staleness: 1,
+        compensation: DelayCompensation | None = None,
         on_update: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         self.state = state
@@ -53,6 +57,8 @@ class Server:
         self._spans = [(first, first + tensor.numel()) for tensor, first in tensors]
         self._charge = charge
         self._clip = clip
+        self._rate_divisor = rate_divisor
+        self._compensation = compensation
         self._on_update = on_update
         self._total = torch.zeros_like(values)
         self._buffers: dict[int, Tensor] = {}
@@ -103,41 +109,48 @@ class Server:
         return self.state.leave(lost.rank)
 
     def _follow(self, transport: Transport, decision: Decision) -> None:
-        for group in decision.apply:
+        for update in decision.apply:
             self._charge(
-                "update", self.values.numel(), functools.partial(self._apply, transport, group)
+                "update", self.values.numel(), functools.partial(self._apply, transport, update)
             )
             if self._on_update is not None:
                 self._on_update(self.state.consumed, self.values)
         for answer in decision.answers:
             self._answer(transport, answer)
 
-    def _apply(self, transport: Transport, group: tuple[Push, ...]) -> None:
-        """One update from the sample-weighted average of the group, summed in rank order."""
-        samples = sum(push.samples for push in group)
+    def _apply(self, transport: Transport, update: Update) -> None:
+        """One update from the sample-weighted average of its pushes, summed in rank order."""
+        pushes = update.pushes
+        samples = sum(push.samples for push in pushes)
         if not samples:
             return
-        if len(group) == 1:
-            average = self._buffers[group[0].worker]
+        if len(pushes) == 1:
+            average = self._buffers[pushes[0].worker]
         else:
             average = self._total.zero_()
-            for push in group:
+            for push in pushes:
                 average.add_(self._buffers[push.worker].mul_(push.samples / samples))
         if self._clip is not None:
             self._clip(transport, average)
+        if self._compensation is not None:
+            (push,) = pushes
+            self._compensation.correct(push.worker, average, self.values)
         if self.optimizer is None:
             self._total.copy_(average)
             return
-        used = map(any, zip(*(push.used for push in group), strict=True))
+        used = map(any, zip(*(push.used for push in pushes), strict=True))
         for (first, end), tensor, is_used in zip(self._spans, self._parameters, used, strict=True):
             tensor.grad = average[first:end].view(tensor.shape) if is_used else None
-        set_rates(self.optimizer, group[0].rates)
+        divisor = self._rate_divisor(update.staleness)
+        set_rates(self.optimizer, [rate / divisor for rate in pushes[0].rates])
         self.optimizer.step()
 
     def _answer(self, transport: Transport, answer: Answer) -> None:
         """Send from a copy, so that a slow worker holds up nobody."""
         copy = self._buffers[answer.worker]
         copy.copy_(self.values if self.optimizer is not None else self._total)
+        if self._compensation is not None:
+            self._compensation.give(answer.worker, copy)  # its next gradient comes in a new buffer
         self._sending[answer.worker] = [
             transport.send(encode_answer(answer), answer.worker, Tag.ANSWER),
             transport.send(copy, answer.worker, Tag.VALUES),
@@ -163,6 +176,14 @@ class Server:
         except PeerLost as lost:
             self._lose(lost)
 
+    def all_have_read(self) -> None:
+        """At a quiet point: every worker was given the values as they are now."""
+        self.state.all_have_read()
+        if self._compensation is not None:
+            given = self.values.clone()
+            for worker in self.state.live:
+                self._compensation.give(worker, given)
+
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint keeps; taken at a quiet point."""
         return {
@@ -170,16 +191,23 @@ class Server:
             "version": self.state.version,
             "consumed": self.state.consumed,
             "clocks": {str(worker): clock for worker, clock in self.state.clocks.items()},
+            "read": {str(worker): version for worker, version in self.state.read.items()},
             "staleness": self.state.staleness,
+            "dropped": self.state.dropped,
             "optimizer": self.optimizer,
+            "compensation": self._compensation,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
         if self.optimizer is not None:
             restore(self.optimizer, saved["optimizer"])
+        if self._compensation is not None:
+            restore(self._compensation, saved["compensation"])
         self.values.copy_(saved["values"])
         self.state.version = saved["version"]
         self.state.consumed = saved["consumed"]
         self.state.clocks = {int(worker): clock for worker, clock in saved["clocks"].items()}
+        self.state.read = {int(worker): version for worker, version in saved["read"].items()}
         self.state.staleness = list(saved["staleness"])
+        self.state.dropped = saved["dropped"]

@@ -1,31 +1,39 @@
-"""A server's mind: messages in, decisions out, no input or output of its own.
-
-Consistency is two questions. Which pushes may be applied now, and together? May this worker's
-pull be answered yet?
-"""
+"""A server's mind: messages in, decisions out, no input or output of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+
+from orchestra.parameter_server.consistency import Consistency
 
 
 @dataclass(frozen=True)
 class Push:
-    """A worker's gradient of its step `clock` (from 1), computed at server version `version_read`.
+    """A worker's gradient of its step `clock` (from 1).
 
     `samples` are those behind the gradient; 0 where the worker had no data in this step.
+    `step_samples` are those of the step over all workers.
     """
 
     worker: int
     clock: int
     samples: int
+    step_samples: int
     loss: float
     stop: bool
-    version_read: int
     rates: tuple[float, ...] = ()
     used: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Update:
+    """Pushes that are applied together, as one update from their average.
+
+    `staleness` counts the updates applied between the oldest of their workers' reads and now.
+    """
+
+    pushes: tuple[Push, ...]
+    staleness: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Answer:
 
     `version` counts the updates applied when the answer leaves; `staleness` those applied between
     this worker's read and its push. `loss` and `stop` are those of the pushes applied together.
+    `clock` is the step that the worker has behind it now. A push that was `dropped` came too late
+    for its step, and the worker may be several steps further than it was.
     """
 
     worker: int
@@ -42,14 +52,16 @@ class Answer:
     loss: float
     stop: bool
     consumed: int
+    clock: int
+    dropped: bool = False
     used: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Apply the groups of pushes, in order, each as one update; then answer."""
+    """Apply the updates, in order; then answer."""
 
-    apply: tuple[tuple[Push, ...], ...] = ()
+    apply: tuple[Update, ...] = ()
     answers: tuple[Answer, ...] = ()
     quiet: bool = False
 
@@ -65,54 +77,14 @@ class Pause:
     complete: bool
 
 
-class Consistency(Protocol):
-    """When pushes become updates, and when pulls are answered."""
-
-    tolerates_loss: bool
-
-    def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """Groups of workers whose pending pushes are to be applied now, each as one update."""
-        ...
-
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
-        """Whether a worker whose push of step `clock` is applied may go on."""
-        ...
-
-
-class Synchronous:
-    """One update a step, from the average over all workers that are still there."""
-
-    tolerates_loss = False
-
-    def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """All pending pushes together, once every live worker has pushed."""
-        return [sorted(pending)] if pending and live <= pending.keys() else []
-
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
-        """At once: the update held everybody's gradient."""
-        return True
-
-
-class Asynchronous:
-    """One update a push, on arrival."""
-
-    tolerates_loss = True
-
-    def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """Each push alone."""
-        return [[worker] for worker in sorted(pending)]
-
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
-        """At once."""
-        return True
-
-
 @dataclass
 class ServerState:
     """What a server knows of its workers.
 
-    `live` workers are expected to push; `paused` ones wait for the quiet point. `clocks` holds
-    the last step of each worker whose push was applied, `waiting` the answers held back.
+    `live` workers are expected to push; `paused` ones wait for the quiet point, and nobody waits
+    for them. `clocks` holds the step that each worker has behind it, `read` the version of the
+    values that it was last given, `waiting` the answers held back. `staleness` is that of each
+    push applied, `dropped` the number of those that came too late.
     """
 
     consistency: Consistency
@@ -120,10 +92,12 @@ class ServerState:
     version: int = 0
     consumed: int = 0
     clocks: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
     pending: dict[int, Push] = field(default_factory=dict)
     paused: set[int] = field(default_factory=set)
     waiting: dict[int, Answer] = field(default_factory=dict)
     staleness: list[int] = field(default_factory=list)
+    dropped: int = 0
 
     def push(self, push: Push) -> Decision:
         """A gradient has arrived."""
@@ -131,7 +105,11 @@ class ServerState:
         assert push.worker not in self.pending, f"second push of worker {push.worker}"
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
-        self.pending[push.worker] = push
+        newest = max(self.clocks.values(), default=0)
+        if self.consistency.drops_late and push.clock <= newest:
+            self._drop(push, newest)
+        else:
+            self.pending[push.worker] = push
         return self._decide()
 
     def pause(self, worker: int) -> Decision:
@@ -151,34 +129,56 @@ class ServerState:
         """After a quiet point: the paused workers may push again."""
         self.paused.clear()
 
+    def all_have_read(self) -> None:
+        """At a quiet point: every worker was given the values as they are now."""
+        self.read = dict.fromkeys(self.live, self.version)
+
     def _decide(self) -> Decision:
-        groups = []
-        expected = frozenset(self.live - self.paused)
-        for members in self.consistency.ready(self.pending, expected):
-            group = tuple(self.pending.pop(worker) for worker in members)
-            groups.append(group)
-            self._account(group)
+        updates = []
+        at_work = frozenset(self.live - self.paused)
+        for members in self.consistency.ready(self.pending, at_work):
+            updates.append(self._account(tuple(self.pending.pop(worker) for worker in members)))
         answers = [
             replace(self.waiting.pop(worker), version=self.version, consumed=self.consumed)
             for worker in sorted(self.waiting)
-            if self.consistency.may_answer(self.clocks[worker], self.clocks, expected)
+            if self.consistency.may_answer(self.clocks[worker], self.clocks, at_work)
         ]
+        self.read.update((answer.worker, answer.version) for answer in answers)
         quiet = not self.pending and not self.waiting and self.live <= self.paused
-        return Decision(tuple(groups), tuple(answers), quiet)
+        return Decision(tuple(updates), tuple(answers), quiet)
 
-    def _account(self, group: tuple[Push, ...]) -> None:
-        samples = sum(push.samples for push in group)
-        loss = sum(push.loss * push.samples for push in group) / samples if samples else 0.0
-        stop = any(push.stop for push in group)
-        used = tuple(map(any, zip(*(push.used for push in group), strict=True)))
+    def _account(self, pushes: tuple[Push, ...]) -> Update:
+        samples = sum(push.samples for push in pushes)
+        loss = sum(push.loss * push.samples for push in pushes) / samples if samples else 0.0
+        stop = any(push.stop for push in pushes)
+        used = tuple(map(any, zip(*(push.used for push in pushes), strict=True)))
         before = self.version
         self.version += bool(samples)
-        self.consumed += samples
-        for push in group:
+        # A step's dropped samples are used up with it, and those that nobody came to compute.
+        self.consumed += pushes[0].step_samples if self.consistency.drops_late else samples
+        staleness = {push.worker: before - self.read.get(push.worker, 0) for push in pushes}
+        for push in pushes:
             self.clocks[push.worker] = push.clock
-            staleness = before - push.version_read
             if push.samples:
-                self.staleness.append(staleness)
+                self.staleness.append(staleness[push.worker])
             self.waiting[push.worker] = Answer(
-                push.worker, self.version, staleness, loss, stop, self.consumed, used
-            )
+                push.worker, self.version, staleness[push.worker], loss, stop, self.consumed,
+                push.clock, used=used,
+            )  # fmt: skip
+        return Update(pushes, max(staleness.values()))
+
+    def _drop(self, push: Push, newest: int) -> None:
+        """The step of `push` is over: its worker goes on with the step after the newest."""
+        self.dropped += 1
+        self.clocks[push.worker] = newest
+        self.waiting[push.worker] = Answer(
+            push.worker,
+            self.version,
+            0,
+            push.loss,
+            push.stop,
+            self.consumed,
+            newest,
+            True,
+            push.used,
+        )

@@ -36,17 +36,17 @@ def decode_pause(message: Tensor) -> Pause:
 
 def encode_push(push: Push) -> Tensor:
     """The message of a push."""
-    head = [Kind.PUSH, push.clock, push.samples, push.loss, push.stop, push.version_read]
+    head = [Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop]
     body = [len(push.rates), *push.rates, *push.used]
     return torch.tensor([float(x) for x in [*head, *body]], dtype=torch.float64)
 
 
 def decode_push(worker: int, message: Tensor) -> Push:
     """The push that `message` of `worker` holds."""
-    _, clock, samples, loss, stop, version, rates, *rest = message.tolist()
+    _, clock, samples, step_samples, loss, stop, rates, *rest = message.tolist()
     count = int(rates)
     return Push(
-        worker, int(clock), int(samples), loss, bool(stop), int(version),
+        worker, int(clock), int(samples), int(step_samples), loss, bool(stop),
         tuple(rest[:count]), tuple(map(bool, rest[count:])),
     )  # fmt: skip
 
@@ -54,13 +54,14 @@ def decode_push(worker: int, message: Tensor) -> Push:
 def encode_answer(answer: Answer) -> Tensor:
     """The message of an answer."""
     head = [answer.version, answer.staleness, answer.loss, answer.stop, answer.consumed]
-    return torch.tensor([float(x) for x in [*head, *answer.used]], dtype=torch.float64)
+    body = [answer.clock, answer.dropped, *answer.used]
+    return torch.tensor([float(x) for x in [*head, *body]], dtype=torch.float64)
 
 
 def decode_answer(worker: int, message: Tensor) -> Answer:
     """The answer that `message` holds for `worker`."""
-    version, staleness, loss, stop, consumed, *used = message.tolist()
+    version, staleness, loss, stop, consumed, clock, dropped, *used = message.tolist()
     return Answer(
-        worker, int(version), int(staleness), loss, bool(stop), int(consumed),
-        tuple(map(bool, used)),
+        worker, int(version), int(staleness), loss, bool(stop), int(consumed), int(clock),
+        bool(dropped), tuple(map(bool, used)),
     )  # fmt: skip

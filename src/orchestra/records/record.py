@@ -22,7 +22,8 @@ class RunRecord:
 
     Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
-    of. `folder` is where everything else lies.
+    of; `tuned` are the settings that were chosen for it in trials, none where none were made.
+    `folder` is where everything else lies.
     """
 
     name: str
@@ -42,12 +43,14 @@ class RunRecord:
     final_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     judged_on: str = "test"
+    tuned: Mapping[str, Any] = field(default_factory=dict)
     time_to_target_seconds: float | None = None
     bytes_sent: int = 0
     bytes_estimated: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     staleness: Mapping[str, float] | None = None
     staleness_histogram: Mapping[str, int] = field(default_factory=dict)
+    dropped: int = 0
     switched_at_step: int | None = None
     parameters_sha256: str | None = None
     peak_buffer_bytes: int = 0
@@ -90,6 +93,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         },
         staleness=_mean_and_max(staleness),
         staleness_histogram={str(value): count for value, count in sorted(staleness.items())},
+        dropped=sum(report.dropped for report in reports),
         switched_at_step=next(
             (r.switched_at_step for r in workers if r.switched_at_step is not None), None
         ),
@@ -101,13 +105,22 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     )
 
 
-def write_summary(folder: Path, experiment: str, runs: Sequence[RunRecord]) -> Path:
-    """Write `summary.json` into `folder`, whole or not at all; its path."""
+def write_summary(
+    folder: Path,
+    experiment: str,
+    runs: Sequence[RunRecord],
+    not_run: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Write `summary.json` into `folder`, whole or not at all; its path.
+
+    `not_run` has the name, ranks and reason of each row that could not be there.
+    """
     path = folder / "summary.json"
     summary = {
         "schema": SCHEMA,
         "experiment": experiment,
         "runs": [run.summary() for run in runs],
+        "not_run": list(not_run),
     }
     write_atomically(path, json.dumps(summary, indent=2) + "\n")
     return path
@@ -135,11 +148,11 @@ def write_curve(folder: Path, points: Sequence[Point]) -> None:
     write_atomically(folder / "curve.jsonl", "".join(lines))
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there whole, or as it was before."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
-        partial.write_text(text)
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
@@ -149,9 +162,14 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def partial_of(path: Path) -> Path:
+    """Where `write_atomically` begins; a process that is killed then leaves this file."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def _own_part(report: RankReport) -> dict[str, Any]:
     """What stands in `by_rank` of one rank."""
-    names = ("rank", "role", "steps", "samples", "seconds", "bytes_sent")
+    names = ("rank", "role", "steps", "samples", "seconds", "bytes_sent", "dropped")
     return {name: getattr(report, name) for name in names}
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from orchestra.records.timeline import Timeline
+
 
 @dataclass(frozen=True)
 class Point:
     """The model at one snapshot: samples consumed by the cluster, seconds on the stopwatch.
 
     `metrics` are figures on the validation data, or on the test data where there is none; the
-    mean loss is among them as "loss".
+    mean loss is among them as "loss". `consensus_distance` is how far the replicas were from their
+    mean, which is the model: sqrt(mean_i ||x_i - mean||^2); None where there was but one.
     """
 
     samples: int
     seconds: float
     metrics: dict[str, float]
+    consensus_distance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class RankReport:
     group (the strategy's start), first_step (the warm-up, and waiting for the others).
     `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
     `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
+    `timeline` is None where none was to be kept; `dropped` counts gradients that came too late.
     """
 
     rank: int
@@ -43,6 +48,8 @@ class RankReport:
     stopped: bool
     threads: int
     chief: ChiefReport | None = None
+    timeline: Timeline | None = None
+    dropped: int = 0
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,9 @@ class RunData:
 class Source:
     """A folder that was given: a comparison's or a training's.
 
-    `experiment` is its file as plain data, `environment` that of its first run, and `tuning` what
-    `tuning.json` says; each empty where there is none.
+    `experiment` is its file as plain data, `environment` that of its first run, `tuning` what
+    `tuning.json` says, and `not_run` the name, ranks and reason of each row that could not be; each
+    empty where there is none.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Source:
     environment: Mapping[str, Any] = field(default_factory=dict)
     tuning: Mapping[str, Any] = field(default_factory=dict)
     runs: Sequence[RunData] = ()
+    not_run: Sequence[Mapping[str, Any]] = ()
 
 
 def collect(folders: Sequence[Path]) -> list[Source]:
@@ -89,6 +91,7 @@ def _source(folder: Path) -> Source:
         environments[0] if environments else {},
         _json(folder / "tuning.json") if (folder / "tuning.json").exists() else {},
         runs,
+        _json(folder / "summary.json").get("not_run", ()),
     )
 
 

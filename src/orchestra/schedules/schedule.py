@@ -9,16 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Round = NDArray[np.int64]
-"""One round: [transfers, 4] with the columns source, target, piece, operation.
+"""One round: [transfers, 5] with the columns source, target, first, end, operation.
 
-All transfers of a round may be under way together; a rank begins a round when it has finished
-its part of the one before. A target reduces the pieces of one round in the order of the rows.
+A transfer is one message: the pieces from `first` to before `end`, which lie side by side. All
+transfers of a round may be under way together, and carry what their source held when the round
+began; a rank begins a round when it has finished its part of the one before. A target reduces
+what arrives in one round in the order of the rows.
 """
 
 REDUCE = 0
-"""The target adds the arriving piece to its own."""
+"""The target adds the arriving pieces to its own."""
 COPY = 1
-"""The target overwrites its own piece with the arriving one."""
+"""The target overwrites its own pieces with the arriving ones."""
 
 
 @dataclass(frozen=True)
@@ -36,35 +38,32 @@ class Schedule:
     rounds: Callable[[], Iterator[Round]]
     slots: bool = False
 
-    def cut(self, piece: int, length: int) -> tuple[int, int]:
-        """First element and end of `piece` in a vector (or buffer of slots) of `length`."""
+    def edges(self, length: int) -> tuple[int, ...]:
+        """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""
         if self.slots:
-            return piece * length, (piece + 1) * length
-        return length * piece // self.pieces, length * (piece + 1) // self.pieces
+            return tuple(piece * length for piece in range(self.pieces + 1))
+        return tuple(length * piece // self.pieces for piece in range(self.pieces + 1))
 
     def elements_sent(self, length: int) -> NDArray[np.int64]:
         """How many elements each rank sends for a vector of `length`: shape [ranks]."""
-        sizes = np.array([end - first for first, end in self._cuts(length)], dtype=np.int64)
+        edges = np.array(self.edges(length), dtype=np.int64)
         sent = np.zeros(self.ranks, dtype=np.int64)
         for transfers in self.rounds():
-            np.add.at(sent, transfers[:, 0], sizes[transfers[:, 2]])
+            np.add.at(sent, transfers[:, 0], edges[transfers[:, 3]] - edges[transfers[:, 2]])
         return sent
 
     def buffer_elements(self, rank: int, length: int) -> int:
         """Elements of extra memory that `rank` needs beside its own vector of `length`."""
         if self.slots:
             return self.pieces * length if self.ranks > 1 else 0
-        sizes = [end - first for first, end in self._cuts(length)]
+        edges = np.array(self.edges(length), dtype=np.int64)
         peak = 0
         for transfers in self.rounds():
-            mine = (transfers[:, 1] == rank) & (transfers[:, 3] == REDUCE)
-            peak = max(peak, sum(sizes[piece] for piece in transfers[mine, 2]))
+            mine = transfers[(transfers[:, 1] == rank) & (transfers[:, 4] == REDUCE)]
+            peak = max(peak, int((edges[mine[:, 3]] - edges[mine[:, 2]]).sum()))
         return peak
 
-    def _cuts(self, length: int) -> list[tuple[int, int]]:
-        return [self.cut(piece, length) for piece in range(self.pieces)]
 
-
-def transfers(*rows: tuple[int, int, int, int]) -> Round:
-    """A round from its rows; an empty one keeps its four columns."""
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+def transfers(*rows: tuple[int, int, int, int, int]) -> Round:
+    """A round from its rows; an empty one keeps its five columns."""
+    return np.array(rows, dtype=np.int64).reshape(-1, 5)

@@ -27,6 +27,9 @@ _REFERENCE = re.compile(
     r"""|(?P<reference>[A-Za-z_][\w.]*:[A-Za-z_]\w*)"""
 )
 
+OPERATORS: Mapping[type[ast.operator], str] = {ast.BitAnd: "Both", ast.BitOr: "Either"}
+"""What `a & b` and `a | b` are short for."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -268,6 +271,8 @@ class _Reader:
                 return self._call(func, args, keywords)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
+            case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as operator, right=right):
+                return Call(OPERATORS[type(operator)], (self._read(left), self._read(right)))
             case ast.List(elts=items):
                 return [self._read(item) for item in items]
             case ast.Tuple(elts=items):

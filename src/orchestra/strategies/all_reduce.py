@@ -2,65 +2,173 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
+from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Strategy
+from orchestra.strategies.base import Roles, Strategy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.exchange import GradientAverage
+    from orchestra.exchange import GradientAverage, PartialAverage, Shards
+    from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
 
 @dataclass
 class AllReduceState:
-    """Each worker keeps a whole optimizer; they stay equal, since their gradients are."""
+    """Workers keep whole optimizers, equal since their gradients are; or the one of their slice."""
 
     optimizer: Optimizer
-    average: GradientAverage = field(metadata=optimizers.TRANSIENT)
+    average: GradientAverage | PartialAverage = field(metadata=optimizers.TRANSIENT)
+    shards: Shards | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
 class AllReduce(Strategy[AllReduceState]):
-    """Average the gradient over the workers, then step the same optimizer everywhere."""
+    """Average the gradient over the workers, then step the same optimizer everywhere.
 
-    algorithm: Literal["ring", "ring_gather", "parallel", "reduce_to_one", "native"] = setting(
-        "ring", "how the average is made; native: torch.distributed's own (gloo or NCCL)"
+    Which algorithm, for N workers and n bytes of gradient; a rank sends in a step
+
+    ring              2n (N-1)/N, in 2(N-1) rounds. The default: the fewest bytes; for large models
+    halving_doubling  as much, in 2 log2(N) rounds, where N is a power of two; for many workers
+    butterfly         n log2(N), in log2(N) rounds; for small models, where rounds cost the most
+    tree              up to 3n, in 2 log2(N) rounds; for small models and any N
+    hierarchical      most of it inside a node; for nodes of several ranks on slow networks
+    reduce_to_one     n, rank 0 (N-1)n, in 2 rounds; for a few ranks on one host
+    parallel          (N-1)n, in one round; for tiny models
+    ring_gather       (N-1)n, in N-1 rounds; for reference: `ring` is better
+    native            torch.distributed's own (gloo or NCCL); for GPUs
+
+    Where links are unlike, `order` keeps a ring off the slow ones: ring_order(costs) in
+    orchestra.schedules finds the best one. `shard` is for optimizers whose state is too large for
+    every worker to hold (Adam's is twice the model), at no more bytes. `backup` is for workers of
+    which now this one and now that one is slow: its gradient is dropped, and nobody waits for it.
+    """
+
+    algorithm: Literal[
+        "ring", "halving_doubling", "butterfly", "tree", "hierarchical", "ring_gather", "parallel",
+        "reduce_to_one", "native",
+    ] = setting("ring", "how the average is made; see above")  # fmt: skip
+    _: KW_ONLY
+    order: tuple[int, ...] | None = setting(
+        None, "the ranks as they follow each other in the ring; None: by number", low=0
     )
+    ranks_per_node: int | None = setting(
+        None, "hierarchical: ranks that are close to each other; None: those of a host", low=1
+    )
+    shard: Literal["nothing", "optimizer"] = setting(
+        "nothing", "optimizer: each worker keeps its state for 1/N of the parameters (ZeRO-1)"
+    )
+    backup: int = setting(
+        0, "workers that a step does not wait for: the first N - backup make the average", low=0
+    )
+
+    def check(self) -> None:
+        """Which settings go together."""
+        if self.order is not None and sorted(self.order) != list(range(len(self.order))):
+            raise InputError(
+                f"AllReduce.order: {self.order!r} does not hold each of the ranks 0 to "
+                f"{len(self.order) - 1} once"
+            )
+        if self.ranks_per_node is not None and self.algorithm != "hierarchical":
+            raise InputError("AllReduce: ranks_per_node needs algorithm='hierarchical'")
+        if self.shard == "optimizer" and self.algorithm != "ring":
+            raise InputError("AllReduce: shard='optimizer' needs algorithm='ring'")
+        if self.shard == "optimizer" and self.backup:
+            raise InputError("AllReduce: backup does not go with shard='optimizer'")
+        if self.algorithm == "native" and (self.order is not None or self.backup):
+            raise InputError(
+                "AllReduce: order and backup do not go with algorithm='native': name a schedule"
+            )
+
+    def roles(self, ranks: int) -> Roles:
+        """Every rank is a worker."""
+        if self.order is not None and len(self.order) != ranks:
+            raise InputError(
+                f"AllReduce.order: {self.order!r} is an order of {len(self.order)} ranks, but "
+                f"there are {ranks}"
+            )
+        if self.backup >= ranks:
+            raise InputError(
+                f"AllReduce: backup={self.backup} of {ranks} ranks leaves no gradient to wait "
+                "for: lower backup or raise ranks"
+            )
+        return super().roles(ranks)
+
+    @property
+    def hands_over_moments(self) -> bool:
+        """Not where each worker has only those of its slice."""
+        return self.shard == "nothing"
 
     def start(self, worker: Worker) -> AllReduceState:
         """Everyone begins with the parameters of rank 0."""
+        if self.backup and worker.own_loop:
+            raise InputError(
+                "AllReduce: backup needs orchestra's own loop (orchestra train): a late worker "
+                "leaves out forward and backward passes, which a loop of your own cannot"
+            )
         exchange.agree_on_parameters(worker)
+        worker.reporter.expendable(False)
         if self.algorithm == "native":
             worker.native.barrier()  # the group is made now, not inside the first step
-        worker.reporter.expendable(False)
-        return AllReduceState(
-            worker.local_optimizer(), exchange.GradientAverage(worker, self.algorithm)
+            return AllReduceState(worker.local_optimizer(), exchange.GradientAverage(worker, None))
+        collective = exchange.make_collective(
+            worker, self.algorithm, self.order, self.ranks_per_node
         )
+        if self.backup:
+            needed = len(worker.workers) - self.backup
+            partial = exchange.PartialAverage(worker, collective, needed)
+            return AllReduceState(worker.local_optimizer(), partial)
+        if self.shard == "nothing":
+            average = exchange.GradientAverage(worker, collective.sum)
+            return AllReduceState(worker.local_optimizer(), average)
+        shards = exchange.Shards(worker, collective.group)
+        # A loop of the user's own may read the gradient, to clip it: it gets the whole of it.
+        reduce = collective.sum if worker.own_loop else shards.reduce
+        return AllReduceState(shards.optimizer, exchange.GradientAverage(worker, reduce), shards)
 
     def before_forward(self, worker: Worker, state: AllReduceState) -> None:
-        """Everyone takes the first worker's buffers."""
-        exchange.broadcast_buffers(worker, worker.workers)
+        """Everyone takes the first worker's buffers; but nobody waits for it under `backup`."""
+        if not self.backup:
+            exchange.broadcast_buffers(worker, worker.workers)
+
+    def gradient(self, worker: Worker, state: AllReduceState, batch: Batch | None) -> None:
+        """None under `backup` where the average is there already: the batch is passed over."""
+        if not isinstance(state.average, exchange.PartialAverage) or not state.average.is_late():
+            super().gradient(worker, state, batch)
+            return
+        worker.step.samples = 0
+        worker.gradients.clear()
+        state.average.take()
 
     def reduce(self, worker: Worker, state: AllReduceState) -> None:
         """g <- sum over workers of (samples / all samples) g."""
         state.average.finish()
 
     def update(self, worker: Worker, state: AllReduceState) -> None:
-        """The same step of the same optimizer on every worker."""
-        worker.clip()
-        worker.update_locally(state.optimizer)
+        """The same step of the same optimizer on every worker; or each on its slice."""
+        if state.shards is not None:
+            state.shards.update()
+        else:
+            worker.clip()
+            worker.update_locally(state.optimizer)
         if worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
+    def agree(self, worker: Worker, state: AllReduceState) -> None:
+        """All parameters are equal already; buffers, under `backup`, become the first worker's."""
+        if self.backup:
+            exchange.broadcast_buffers(worker, worker.everyone)
+
     def stop(self, worker: Worker, state: AllReduceState) -> None:
-        """All parameters are equal already."""
+        """End the background flows."""
         state.average.close()
+        self.agree(worker, state)
 
     def optimizer_of(self, state: AllReduceState) -> Optimizer:
-        """The optimizer, which is the same on every worker."""
+        """The optimizer, which is the same on every worker, or this worker's part of it."""
         return state.optimizer

@@ -125,9 +125,16 @@ class Strategy(Settings, ABC, Generic[S]):
         self.agree(worker, state)
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> S:
-        """Collective: `start`, then go on from what a checkpoint kept of the state."""
+        """Collective: `start`, then go on from what a checkpoint kept of the state.
+
+        Replicas may differ: each rank keeps the parameters and buffers that it has.
+        """
+        own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
+        kept = [tensor.clone() for tensor in own]
         state = self.start(worker)
         optimizers.restore(state, saved)
+        for tensor, before in zip(own, kept, strict=True):
+            optimizers.restore(tensor, before)
         return state
 
     def optimizer_of(self, state: S) -> Optimizer | None:

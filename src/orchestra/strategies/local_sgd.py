@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -70,9 +71,9 @@ class LocalSGD(Strategy[LocalSGDState]):
     outer: Outer = setting(
         Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
     )
-    algorithm: Literal["ring", "ring_gather", "parallel", "reduce_to_one"] = setting(
-        "ring", "how the average is made"
-    )
+    algorithm: Literal[
+        "ring", "ring_gather", "parallel", "reduce_to_one", "halving_doubling", "butterfly", "tree"
+    ] = setting("ring", "how the average is made")
     fragments: int = setting(1, "parts of the parameters that are averaged in turn", low=1)
     overlap: int = setting(0, "tau: steps that go on while a fragment is averaged", low=0)
     mix: float = setting(
@@ -121,8 +122,7 @@ class LocalSGD(Strategy[LocalSGDState]):
 
     def reduce(self, worker: Worker, state: LocalSGDState) -> None:
         """Nothing is exchanged."""
-        worker.gradients.collect_rest()
-        worker.gradients.forget_unused()
+        exchange.keep_gradient(worker)
 
     def update(self, worker: Worker, state: LocalSGDState) -> None:
         """A local step; then what is due: averages arrive, and others leave."""
@@ -137,7 +137,8 @@ class LocalSGD(Strategy[LocalSGDState]):
                 self._arrive(worker, state, index)
         for index in self._leaving(worker, state):
             self._send(worker, state, index)
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        for (first, _), worth in self._worth(worker, state):
+            worker.snapshots.offer(worker.step.consumed, worth, offset=first)
 
     def _leaving(self, worker: Worker, state: LocalSGDState) -> list[int]:
         """The fragments whose round ends with this step."""
@@ -202,14 +203,32 @@ class LocalSGD(Strategy[LocalSGDState]):
         return True
 
     def agree(self, worker: Worker, state: LocalSGDState) -> None:
-        """The average of the replicas, or what `outer` keeps in its place."""
+        """The exact mean of what the workers have learnt, and of their buffers."""
+        self._settle(worker, state)
+        exchange.exact_mean(worker)
+        exchange.exact_mean_of_buffers(worker)
+
+    def stop(self, worker: Worker, state: LocalSGDState) -> None:
+        """The exact mean of what the workers have learnt."""
+        self._settle(worker, state)
+        for (first, _), worth in self._worth(worker, state):
+            worker.snapshots.renew(worker.step.consumed, worth, offset=first)
+        exchange.exact_mean(worker)
+
+    def _settle(self, worker: Worker, state: LocalSGDState) -> None:
+        """What is on its way arrives; every replica becomes what it is worth."""
         self.quiesce(worker, state, state.steps)
-        for index, (first, end) in enumerate(state.cuts):
-            if state.fragments[index].travelling is not None:
+        for index, fragment in enumerate(state.fragments):
+            if fragment.travelling is not None:
                 self._arrive(worker, state, index)
-            own, weight = worker.parameters[first:end], 1 / len(worker.workers)
-            exchange.average_replicas(worker, worker.transport, own, weight, self.algorithm)
-            self.outer.finish(state.fragments[index].outer, own)
+        for (first, end), worth in self._worth(worker, state):
+            worker.parameters[first:end].copy_(worth)
+
+    def _worth(
+        self, worker: Worker, state: LocalSGDState
+    ) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        for cut, fragment in zip(state.cuts, state.fragments, strict=True):
+            yield cut, self.outer.worth(fragment.outer, worker.parameters[slice(*cut)])
 
     def optimizer_of(self, state: LocalSGDState) -> Optimizer:
         """This worker's own."""

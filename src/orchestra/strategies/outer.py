@@ -44,8 +44,9 @@ class Outer(Settings, ABC):
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
         """`own` (this worker's replica), in place, becomes what the next round begins with."""
 
-    def finish(self, state: OuterState, parameters: Tensor) -> None:
-        """The final parameters, in place of the average of the replicas."""
+    def worth(self, state: OuterState, own: Tensor) -> Tensor:
+        """What this worker has learnt, as far as it counts: its replica `own`."""
+        return own
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,7 +126,7 @@ class Elastic(Outer):
         own.lerp_(centre, self.beta / round.workers)
         centre.lerp_(average, self.beta)
 
-    def finish(self, state: OuterState, parameters: Tensor) -> None:
+    def worth(self, state: OuterState, own: Tensor) -> Tensor:
         """The centre."""
         assert state.start is not None
-        parameters.copy_(state.start)
+        return state.start

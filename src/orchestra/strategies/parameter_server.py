@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
+from orchestra.parameter_server.consistency import (
+    Asynchronous,
+    Bounded,
+    Consistency,
+    FirstArrivals,
+    Synchronous,
+)
 from orchestra.settings import setting
 from orchestra.strategies.base import Roles, Strategy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.exchange.servers import Compensate
     from orchestra.parameter_server import Client, Home, Pause, Server
     from orchestra.transports.protocol import Task
+    from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
+
+
+@dataclass
+class Missed:
+    """`steps` of its plan that a worker has still to pass over: the others took them without it.
+
+    `loss` and `consumed` are those of its last push.
+    """
+
+    steps: int = 0
+    loss: float = 0.0
+    consumed: int = 0
 
 
 @dataclass
@@ -31,21 +54,42 @@ class ParameterServerState:
     server: Server | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
+    missed: Missed = field(default_factory=Missed)
 
 
 @dataclass(frozen=True, repr=False)
 class ParameterServer(Strategy[ParameterServerState]):
     """Workers push gradients to servers, which update their slices, and pull parameters.
 
-    Synchronous: one update a step, from the average over all workers. Asynchronous: each push is
-    applied on arrival, to parameters that others may have changed since they were read; the
-    number of those updates is its staleness.
+    What to use when (`consistency`):
+
+    synchronous   one update a step, from the average over all workers; as exact as all-reduce.
+                  For workers of equal speed, where the servers have the memory or the links
+    synchronous, backup=b   the first gradients make the step, the b late ones are dropped (Chen
+                  et al., 2016). For many workers that are slow by turns: who always is slow
+                  contributes nothing
+    asynchronous  one update a push, on arrival: nobody waits. For workers of unlike speed; the
+                  more of them, the more updates lie between a gradient's read and its write
+                  (its staleness), and the more accuracy that costs
+    bounded       as asynchronous, but nobody is more than `staleness` steps ahead of the slowest
+                  (stale synchronous parallel; Ho et al., NIPS 2013). For speeds that change.
+                  staleness=0 is synchronous, in everything; with no bound it is asynchronous
+
+    Against staleness, where each push is applied on arrival: learning_rate="divided" by the
+    workers, which makes a round of pushes as large as one synchronous step; "by_staleness" (alpha /
+    tau; Zhang et al., IJCAI 2016), where few gradients are very stale. `delay_compensation`
+    (DC-ASGD; Zheng et al., ICML 2017) gives the optimizer g + lambda g*g*(w - w_read) in place of
+    g, for one more copy of the model a worker: lambda is "constant" (DC-ASGD-c), or "adaptive"
+    (DC-ASGD-a), lambda0 / sqrt(mean square of g), for one copy more.
     """
 
     _: KW_ONLY
     servers: int = setting(1, "servers that the parameters are cut over, balanced by bytes", low=1)
-    consistency: Literal["synchronous", "asynchronous"] = setting(
-        "synchronous", "whether a pull waits for the pushes of all workers"
+    consistency: Literal["synchronous", "asynchronous", "bounded"] = setting(
+        "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
+    )
+    staleness: int | None = setting(
+        None, "with bounded: steps that a worker may be ahead of the slowest; none: no bound", low=0
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -53,19 +97,79 @@ class ParameterServer(Strategy[ParameterServerState]):
     returns: Literal["parameters", "gradients"] = setting(
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
+    backup: int = setting(
+        0, "workers that a step does not wait for: the first N - backup make the average", low=0
+    )
+    learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
+        "kept",
+        "of a push: divided by the number of workers, or by its staleness if that is above 0",
+    )
+    delay_compensation: Literal["none", "constant", "adaptive"] = setting(
+        "none", "what the gradient's square times the delay is weighted with"
+    )
+    lambda0: float | None = setting(
+        None, "strength of delay compensation; none: 0.04 constant, 2 adaptive", low=0
+    )
+    mean_square: float | None = setting(
+        None,
+        "m, adaptive only: what the mean square of gradients keeps in a push; none: 0.95",
+        low=0,
+        high=1,
+    )
 
     def check(self) -> None:
-        """Averaged gradients exist only where the servers wait for everybody."""
-        if self.returns == "gradients" and self.consistency != "synchronous":
+        """What one setting says has to make sense with the others."""
+        if self.staleness is not None and self.consistency != "bounded":
+            raise InputError(
+                f"ParameterServer: staleness={self.staleness} needs consistency='bounded', "
+                f"not {self.consistency!r}"
+            )
+        if self.averages:
+            self._need_pushes_on_arrival()
+        else:
+            self._need_averages()
+        if self.lambda0 is not None and self.delay_compensation == "none":
+            raise InputError(
+                "ParameterServer: lambda0 needs delay_compensation='constant' or 'adaptive'"
+            )
+        if self.mean_square is not None and self.delay_compensation != "adaptive":
+            raise InputError("ParameterServer: mean_square needs delay_compensation='adaptive'")
+        if self.backup and (self.servers > 1 or self.returns == "gradients"):
+            raise InputError(
+                "ParameterServer: backup needs servers=1 and returns='parameters': several servers "
+                "would not drop the same gradients, and a late worker would miss updates"
+            )
+
+    def _need_averages(self) -> None:
+        if self.returns == "gradients":
             raise InputError(
                 "ParameterServer: returns='gradients' needs consistency='synchronous': "
-                "an asynchronous server has no average to return"
+                f"a server that is {self.consistency} has no average to return"
             )
+        if self.backup:
+            raise InputError(
+                "ParameterServer: backup needs consistency='synchronous': "
+                f"where it is {self.consistency!r}, no gradient comes too late"
+            )
+
+    def _need_pushes_on_arrival(self) -> None:
+        for name, neutral in (("learning_rate", "kept"), ("delay_compensation", "none")):
+            if getattr(self, name) != neutral:
+                raise InputError(
+                    f"ParameterServer: {name}={getattr(self, name)!r} needs "
+                    "consistency='asynchronous', or 'bounded' with a staleness above 0: "
+                    "a synchronous server averages gradients of the same parameters"
+                )
+
+    @property
+    def averages(self) -> bool:
+        """Whether an update is an average over workers, and not one push."""
+        return self.consistency == "synchronous" or self.staleness == 0
 
     @property
     def synchronous(self) -> bool:
         """Whether all workers take each step together."""
-        return self.consistency == "synchronous"
+        return self.averages and not self.backup
 
     @property
     def hands_over_moments(self) -> bool:
@@ -74,6 +178,15 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
+        roles = self._placed(ranks)
+        if self.backup >= len(roles.workers):
+            raise InputError(
+                f"ParameterServer: {self.backup} backup workers of {len(roles.workers)} leave none "
+                "to wait for: raise ranks or lower backup"
+            )
+        return roles
+
+    def _placed(self, ranks: int) -> Roles:
         if self.placement == "beside":
             if self.servers > ranks:
                 raise InputError(
@@ -91,12 +204,24 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def start(self, worker: Worker) -> ParameterServerState:
         """Everyone begins with the parameters of the first rank; each server takes its slice."""
+        if self.backup and worker.own_loop:
+            raise InputError(
+                "ParameterServer: backup needs orchestra's own loop (orchestra train): a late "
+                "worker passes over batches, which a loop of your own cannot"
+            )
         exchange.agree_on_parameters(worker)
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
         state = ParameterServerState(exchange.homes_of(worker, roles.servers, updates=updates))
         if worker.rank in roles.servers:
             state.server = exchange.make_server(
-                worker, state.homes, roles.workers, self.consistency, updates=updates
+                worker,
+                state.homes,
+                roles.workers,
+                self._consistency(len(roles.workers)),
+                updates=updates,
+                clips=updates and self.averages,
+                rate_divisor=self._rate_divisor(len(roles.workers)),
+                compensate=self._compensate(),
             )
         if worker.rank in roles.workers:
             state.client = parameter_server.Client(worker.transport, state.homes)
@@ -106,10 +231,45 @@ class ParameterServer(Strategy[ParameterServerState]):
         worker.reporter.expendable(not self.synchronous and worker.rank not in roles.servers)
         return state
 
+    def _consistency(self, workers: int) -> Consistency:
+        if self.backup:
+            return FirstArrivals(workers - self.backup)
+        if self.averages:
+            return Synchronous()
+        return Bounded(self.staleness) if self.consistency == "bounded" else Asynchronous()
+
+    def _rate_divisor(self, workers: int) -> Callable[[int], int]:
+        """What a push's learning rate is divided by, for its staleness."""
+        if self.learning_rate == "by_staleness":
+            return lambda staleness: max(staleness, 1)
+        divisor = workers if self.learning_rate == "divided" else 1
+        return lambda staleness: divisor
+
+    def _compensate(self) -> Compensate | None:
+        """What makes a slice's compensation, with the paper's strengths for CIFAR-10."""
+        if self.delay_compensation == "none":
+            return None
+        adaptive = self.delay_compensation == "adaptive"
+        lambda0, mean_square = self.lambda0, self.mean_square
+        return functools.partial(
+            parameter_server.DelayCompensation,
+            (2.0 if adaptive else 0.04) if lambda0 is None else lambda0,
+            (0.95 if mean_square is None else mean_square) if adaptive else None,
+        )
+
     def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
         """Under synchronous servers everyone takes the first worker's buffers."""
         if self.synchronous:
             exchange.broadcast_buffers(worker, worker.workers)
+
+    def gradient(self, worker: Worker, state: ParameterServerState, batch: Batch | None) -> None:
+        """None in a step that the others have completed already: its batch is passed over."""
+        if not state.missed.steps:
+            super().gradient(worker, state, batch)
+            return
+        step, missed = worker.step, state.missed
+        missed.steps -= 1
+        step.samples, step.loss, step.consumed = 0, missed.loss, missed.consumed
 
     def reduce(self, worker: Worker, state: ParameterServerState) -> None:
         """Averaged gradients come back before anybody reads them; else each clips its own."""
@@ -129,11 +289,16 @@ class ParameterServer(Strategy[ParameterServerState]):
             if worker.rank == worker.workers.ranks[0]:
                 worker.snapshots.offer(worker.step.consumed, worker.parameters)
             return
-        if not self.synchronous:
+        if not self.averages:
             worker.clip()
+        if self.backup and not worker.step.samples:
+            return
+        before = state.client.clock
         exchange.push_and_pull(
             worker, state.client, worker.parameters, synchronous=self.synchronous
         )
+        passed_over = state.client.clock - before - 1
+        state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
 
     def serve(self, worker: Worker, state: ParameterServerState) -> Pause | None:
         """Serve until all workers pause or have left."""

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
+from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Roles, Strategy
 from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.exchange import CommonStep
     from orchestra.parameter_server import Pause
     from orchestra.worker.batches import Batch
-    from orchestra.worker.worker import Worker
+    from orchestra.worker.worker import Step, Worker
 
 
 @dataclass
 class SwitchState:
-    """The state of the phase under way; `rule` is what `when` remembers."""
+    """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
+
+    `leaving` finds the step to switch at where workers do not decide alike; each of their steps
+    has cost `seconds` of computation in all.
+    """
 
     inner: Any
     rule: RuleState
     switched: bool = False
+    steps: int = 0
+    seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
+    leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,26 +46,38 @@ class Switch(Strategy[SwitchState]):
     Strategy-Switch (Provatas et al., IEEE Access 2025) is
     Switch(AllReduce("ring"), ParameterServer(consistency="asynchronous"), when=LossStable()).
     Each phase has its own roles: a rank that is to become a server works in the first phase, and
-    the data is shared out anew at the change.
+    the data is shared out anew at the change. Phases may be switches again: Switch(Switch(a, b,
+    when=x), c, when=y), or Switch(a, Switch(b, c, when=y), when=x), whose y begins after x.
+
+    Workers that know the same of each step switch at the step that the rule says. Others report
+    to the first one, which observes for all; they switch a few steps later, at one that none of
+    them has passed.
     """
 
-    first: Strategy[Any] = setting(REQUIRED, "the strategy of the first phase; synchronous")
+    first: Strategy[Any] = setting(REQUIRED, "the strategy of the first phase")
     then: Strategy[Any] = setting(REQUIRED, "the strategy of the second phase")
     _: KW_ONLY
     when: Rule = setting(LossStable(), "the rule that ends the first phase")
-    learning_rate: Literal["kept", "divided"] = setting(
-        "kept", "divided: by the number of workers of the second phase, to damp staleness"
+    learning_rate: Literal["kept", "divided", "multiplied"] = setting(
+        "kept",
+        "divided: by the number of workers of the second phase, to damp staleness; "
+        "multiplied: by that of the first",
     )
     moments: Literal["kept", "averaged", "reset"] = setting(
         "kept", "what the second phase inherits of the moments of the first phase's workers"
     )
 
     def check(self) -> None:
-        """The rule needs a loss that all workers agree on in every step."""
-        if not self.first.synchronous:
+        """Gradients are compared where their average is at hand."""
+        averages = (
+            isinstance(self.first, AllReduce)
+            and self.first.shard == "nothing"
+            and not self.first.backup
+        )
+        if self.when.reads_gradients and not averages:
             raise InputError(
-                f"Switch: first={self.first!r} is not synchronous, so its workers have no common "
-                "step to switch at; begin with AllReduce, Single or a synchronous ParameterServer"
+                f"Switch: when={self.when!r} needs whole averaged gradients, which first="
+                f"{self.first!r} does not have; begin with AllReduce()"
             )
 
     @property
@@ -77,6 +98,11 @@ class Switch(Strategy[SwitchState]):
     def _check_moments(self, first: Roles, then: Roles) -> None:
         if self.moments == "reset":
             return
+        if self.moments == "kept" and self.then.synchronous and not self.first.synchronous:
+            raise InputError(
+                f"Switch: under first={self.first!r} each worker has moments of its own, and "
+                f"then={self.then!r} needs equal ones: set moments='averaged' or 'reset'"
+            )
         without = {*then.workers, *then.servers} - set(first.workers)
         if without or not self.first.hands_over_moments:
             raise InputError(
@@ -93,12 +119,32 @@ class Switch(Strategy[SwitchState]):
         return self._phase(state).currently_synchronous(state.inner)
 
     def currently_lockstep(self, state: SwitchState) -> bool:
-        """As the phase under way is."""
-        return self._phase(state).currently_lockstep(state.inner)
+        """As the phase under way is; until the switch workers count the steps alike."""
+        return not state.switched or self.then.currently_lockstep(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
         """Start the first phase."""
-        return SwitchState(self.first.start(worker), RuleState())
+        state = SwitchState(self.first.start(worker), self.when.begin())
+        self._watch(worker, state)
+        return state
+
+    def _watch(self, worker: Worker, state: SwitchState) -> None:
+        """Where workers do not decide alike, begin to report."""
+        if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
+            worker.reporter.expendable(False)  # it announces the step to leave after
+        alike = self.first.synchronous and not self.when.compares_workers
+        if alike or self.when.counts or worker.rank not in worker.workers.ranks:
+            return
+        judge = _Judge(self.when, state.rule, worker)
+        level = self.nesting + 1
+        state.leaving = exchange.CommonStep(worker, steps=state.steps, level=level, judge=judge)
+        state.seconds = worker.compute.seconds
+        worker.gradients.measures_square = self.when.reads_gradients
+
+    @property
+    def nesting(self) -> int:
+        """How many switches may be waiting inside the first phase of this one."""
+        return self.first.nesting + 1 if isinstance(self.first, Switch) else 0
 
     @property
     def hands_over_moments(self) -> bool:
@@ -124,39 +170,78 @@ class Switch(Strategy[SwitchState]):
 
     def update(self, worker: Worker, state: SwitchState) -> None:
         """As the phase under way does; then, in the first, see whether it is over."""
+        square = 0.0
+        if not state.switched and self.when.reads_gradients:  # before it may be clipped
+            square = float(worker.gradients.vector.double().square().sum())
         self._phase(state).update(worker, state.inner)
-        if not state.switched and self.when.observe(state.rule, worker.step):
+        if state.switched:
+            return
+        state.steps += 1
+        if self._is_over(worker, state, square):
             self._switch(worker, state)
+
+    def _is_over(self, worker: Worker, state: SwitchState, square: float) -> bool:
+        if state.leaving is None:
+            return self.when.observe(state.rule, worker.step)
+        step, before = worker.step, state.seconds
+        state.seconds = worker.compute.seconds
+        rate = step.rates[0] if step.rates else 0.0
+        spent = state.seconds - before
+        squares = (worker.gradients.square, square)
+        report = (step.samples, step.loss, spent, rate, step.epoch, step.fraction, *squares)
+        state.leaving.report(state.steps, *report)
+        return state.leaving.reached(state.steps, wish=False)
 
     def _switch(self, worker: Worker, state: SwitchState) -> None:
         """Nothing in flight, parameters agreed, moments handed over, then the second phase."""
         if worker.rank in worker.workers.ranks:
             self.first.quiesce(worker, state.inner, CHANGED)
         self.first.stop(worker, state.inner)
-        if self.moments != "reset":
-            optimizer = self.first.optimizer_of(state.inner)
+        self._leave_together(worker, state)
+        optimizer = self.first.optimizer_of(state.inner)
+        if self.moments == "reset":
+            if optimizer is not None:  # the user's own one goes on
+                optimizer.state.clear()
+        else:
             exchange.hand_over_moments(worker, optimizer, averaged=self.moments == "averaged")
-        worker.measures.switched_at_step = state.rule.steps
+        worker.measures.switched_at_step = state.steps
         self._begin_second(worker, state)
+        state.inner = self.then.start(worker)
+
+    def _leave_together(self, worker: Worker, state: SwitchState) -> None:
+        """End the watch; agree on what workers at their own pace could not agree on before."""
+        if state.leaving is not None:
+            state.leaving.close()
+            state.leaving = None
+            worker.gradients.measures_square = False
+        if self.first.synchronous:
+            exchange.wait_for_everyone(worker)  # a server may still wait for one who is to leave
+            return
+        if not self.first.current_roles(worker, state.inner).servers:
+            exchange.exact_mean_of_buffers(worker)
+        worker.step.consumed = max(worker.step.consumed, worker.step.planned)
 
     def _begin_second(self, worker: Worker, state: SwitchState) -> None:
+        first = len(worker.workers)
         roles = self.then.roles(worker.budget_ranks)
         worker.set_workers(roles.workers)
         worker.snapshots.skip(worker.step.consumed)
         if self.learning_rate == "divided":
             worker.rate_scale /= len(roles.workers)
-        state.inner = self.then.start(worker)
+        elif self.learning_rate == "multiplied":
+            worker.rate_scale *= first
         state.switched = True
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
         """Resume in the phase that the checkpoint was taken in."""
-        if not saved["switched"]:
-            state = SwitchState(self.first.resume(worker, saved["inner"]), RuleState())
-        else:
-            state = SwitchState(None, RuleState())
-            self._begin_second(worker, state)
-            optimizers.restore(state.inner, saved["inner"])
+        state = SwitchState(None, self.when.begin(), steps=saved["steps"])
         optimizers.restore(state.rule, saved["rule"])
+        if saved["switched"]:
+            self._begin_second(worker, state)
+            state.inner = self.then.resume(worker, saved["inner"])
+        else:
+            state.inner = self.first.resume(worker, saved["inner"])
+            self._watch(worker, state)
         return state
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
@@ -167,8 +252,11 @@ class Switch(Strategy[SwitchState]):
         return paused
 
     def quiesce(self, worker: Worker, state: SwitchState, step: int) -> bool:
-        """As the phase under way does."""
-        return self._phase(state).quiesce(worker, state.inner, step)
+        """As the phase under way does; what was reported is in the rule's state."""
+        complete = self._phase(state).quiesce(worker, state.inner, step)
+        if complete and state.leaving is not None:
+            state.leaving.settle()
+        return complete
 
     def agree(self, worker: Worker, state: SwitchState) -> None:
         """As the phase under way does."""
@@ -177,6 +265,8 @@ class Switch(Strategy[SwitchState]):
     def stop(self, worker: Worker, state: SwitchState) -> None:
         """Stop the phase under way."""
         self._phase(state).stop(worker, state.inner)
+        if state.leaving is not None:
+            state.leaving.close()
 
     def optimizer_of(self, state: SwitchState) -> Optimizer | None:
         """That of the phase under way."""
@@ -184,3 +274,44 @@ class Switch(Strategy[SwitchState]):
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:
         return self.then if state.switched else self.first
+
+
+class _Judge:
+    """The first worker's: puts the reports of all workers together, and lets the rule observe."""
+
+    def __init__(self, rule: Rule, state: RuleState, worker: Worker) -> None:
+        self._rule = rule
+        self._state = state
+        self._worker = worker
+        self._reports: dict[int, dict[int, list[float]]] = {}
+
+    def __call__(self, step: int, rank: int, report: list[float]) -> bool:
+        """Whether the rule, with this report of `rank`, wants to switch."""
+        reports = self._reports.setdefault(step, {})
+        reports[rank] = report
+        if set(self._worker.workers.ranks) - self._worker.transport.lost() - reports.keys():
+            return False
+        del self._reports[step]
+        return self._rule.observe(self._state, _combined([reports[r] for r in sorted(reports)]))
+
+
+def _combined(reports: list[list[float]]) -> Step:
+    """A step as all workers know it together, from each one's report."""
+    from orchestra.worker.worker import Step
+
+    samples, losses, seconds, rates, epochs, fractions, own, mean = zip(*reports, strict=True)
+    total = sum(samples)
+    loss = sum(n * loss for n, loss in zip(samples, losses, strict=True)) / total if total else 0.0
+    return Step(
+        samples=int(total),
+        total_samples=int(total),
+        loss=loss,
+        losses=losses,
+        seconds=seconds,
+        rates=(min(rates),),
+        epoch=min(epochs),
+        fraction=min(fractions),
+        counts=tuple(map(int, samples)),
+        squares=own,
+        square=mean[0],
+    )

@@ -1,13 +1,16 @@
-"""When to switch: rules over what every worker knows of each step."""
+"""When to switch: rules over what is known of each step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from statistics import fmean, median_low
+from typing import TYPE_CHECKING, Any, Literal
 
+from orchestra.errors import InputError
 from orchestra.settings import Settings, setting
+from orchestra.settings.base import REQUIRED
 
 if TYPE_CHECKING:
     from orchestra.worker.worker import Step
@@ -26,16 +29,45 @@ class RuleState:
 
 @dataclass(frozen=True, repr=False)
 class Rule(Settings, ABC):
-    """Decides, after each step, whether it is time. All workers decide alike."""
+    """Decides, after each step, whether it is time.
+
+    Where all workers know the same of a step each observes it, and all decide alike. Elsewhere
+    they report to one, which observes for all. Rules combine: `a & b`, `a | b`.
+    """
 
     @property
     def reads_loss(self) -> bool:
         """Whether it depends on the training loss."""
         return False
 
+    @property
+    def counts(self) -> bool:
+        """Whether it depends on the number of the step alone, or on what is planned."""
+        return False
+
+    @property
+    def compares_workers(self) -> bool:
+        """Whether it needs to know of each worker what only that one measures."""
+        return False
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether it compares workers by their gradients, which are then averaged."""
+        return False
+
+    def begin(self) -> RuleState:
+        """What it remembers at the beginning."""
+        return RuleState()
+
     @abstractmethod
-    def observe(self, state: RuleState, step: Step) -> bool:
-        """Take note of a finished step; True to switch now."""
+    def observe(self, state: Any, step: Step) -> bool:
+        """Take note of a finished step in `state`, as `begin` made it; True to switch now."""
+
+    def __and__(self, other: Rule) -> Both:
+        return Both(self, other)
+
+    def __or__(self, other: Rule) -> Either:
+        return Either(self, other)
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,10 +76,219 @@ class AfterSteps(Rule):
 
     steps: int = setting(100, "steps of the first phase", low=1)
 
+    @property
+    def counts(self) -> bool:
+        """It does nothing else."""
+        return True
+
     def observe(self, state: RuleState, step: Step) -> bool:
-        """True at step `steps`."""
+        """True from step `steps` on."""
         state.steps += 1
         return state.steps >= self.steps
+
+
+@dataclass(frozen=True, repr=False)
+class AfterFraction(Rule):
+    """After a fraction of the work: the timing policy of Sync-Switch (Li et al., ICDCS 2021)."""
+
+    fraction: float = setting(0.125, "of the samples of the whole run", low=0.0, high=1.0)
+
+    @property
+    def counts(self) -> bool:
+        """What is consumed is planned."""
+        return True
+
+    def observe(self, state: RuleState, step: Step) -> bool:
+        """True once that much has been consumed."""
+        if not step.fraction:
+            raise InputError("AfterFraction: a loop of your own has no known end; use AfterSteps")
+        return step.fraction >= self.fraction
+
+
+@dataclass
+class DecayState(RuleState):
+    """The largest learning rate so far."""
+
+    largest: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class AfterDecay(Rule):
+    """At the first decay of the learning rate: when post-local SGD begins (Lin et al., ICLR 2020).
+
+    A warm-up before it is no decay.
+    """
+
+    below: float = setting(
+        1.0, "a decay is a rate below so much of the largest before", above=0.0, high=1.0
+    )
+
+    def begin(self) -> DecayState:
+        """No rate so far."""
+        return DecayState()
+
+    def observe(self, state: DecayState, step: Step) -> bool:
+        """True while the rate is lower than it was."""
+        rate = step.rates[0]
+        state.largest = max(state.largest, rate)
+        return rate < self.below * state.largest
+
+
+@dataclass
+class StragglerState(RuleState):
+    """For each of the last steps the seconds of each worker."""
+
+    recent: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, repr=False)
+class Straggler(Rule):
+    """While some worker computes slower than the others.
+
+    The online policy of Sync-Switch (Li et al., ICDCS 2021), to asynchrony and back:
+    Switch(a, Switch(b, a, when=Straggler(present=False)), when=Straggler()).
+    """
+
+    ratio: float = setting(1.5, "seconds of the slowest over the median that make one", above=1.0)
+    _: KW_ONLY
+    window: int = setting(10, "steps that the seconds are the mean of", low=1)
+    present: bool = setting(True, "false: when there is none any more")
+
+    @property
+    def compares_workers(self) -> bool:
+        """It does."""
+        return True
+
+    def begin(self) -> StragglerState:
+        """No step so far."""
+        return StragglerState()
+
+    def observe(self, state: StragglerState, step: Step) -> bool:
+        """True where the last `window` steps say so."""
+        state.recent.append(list(step.seconds))
+        del state.recent[: -self.window]
+        if len(state.recent) < self.window:
+            return False
+        seconds = [fmean(own) for own in zip(*state.recent, strict=True)]
+        slow = max(seconds) > self.ratio * median_low(seconds)
+        return slow == self.present
+
+
+@dataclass
+class NoiseState(RuleState):
+    """Smoothed estimates of tr(Sigma) and |G|^2."""
+
+    noise: float = 0.0
+    signal: float = 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class NoiseScale(Rule):
+    """Once the gradient's noise asks for a larger batch than all workers' together.
+
+    The simple noise scale B = tr(Sigma) / |G|^2 (McCandlish et al., 2018), both estimated from
+    |g_i|^2 of each worker's n_i samples and |g|^2 of the average over all N, and smoothed:
+
+        tr(Sigma) = (mean_i |g_i|^2 - |g|^2) / (mean_i 1/n_i - 1/N);  |G|^2 = |g|^2 - tr(Sigma) / N
+
+    It grows along a training, so that smaller batches, and with them asynchrony, cost little at
+    first and exact averages pay later. It needs a first phase that averages gradients.
+    """
+
+    ratio: float = setting(1.0, "B over the samples of a step, from which on it fires", above=0.0)
+    _: KW_ONLY
+    smoothing: float = setting(0.95, "of the two estimates, from step to step", low=0.0, high=1.0)
+    least: int = setting(20, "steps before it may fire", low=1)
+
+    @property
+    def compares_workers(self) -> bool:
+        """By their gradients."""
+        return True
+
+    @property
+    def reads_gradients(self) -> bool:
+        """It does."""
+        return True
+
+    def begin(self) -> NoiseState:
+        """Nothing is known."""
+        return NoiseState()
+
+    def observe(self, state: NoiseState, step: Step) -> bool:
+        """True where B is at least `ratio` times the batch."""
+        state.steps += 1
+        known = [(n, square) for n, square in zip(step.counts, step.squares, strict=True) if n]
+        total = sum(n for n, _ in known)
+        if len(known) < 2:
+            return False
+        gap = fmean(1 / n for n, _ in known) - 1 / total
+        noise = (fmean(square for _, square in known) - step.square) / gap
+        keep = self.smoothing
+        state.noise = keep * state.noise + (1 - keep) * noise
+        state.signal = keep * state.signal + (1 - keep) * (step.square - noise / total)
+        # Both are smoothed from 0 alike, which their ratio does not see.
+        return state.steps >= self.least and state.noise >= self.ratio * total * state.signal
+
+
+@dataclass
+class PairState(RuleState):
+    """What two rules remember."""
+
+    first: RuleState = field(default_factory=RuleState)
+    second: RuleState = field(default_factory=RuleState)
+
+
+@dataclass(frozen=True, repr=False)
+class Combined(Rule):
+    """Two rules, both of which observe every step."""
+
+    first: Rule = setting(REQUIRED, "a rule")
+    second: Rule = setting(REQUIRED, "another rule")
+
+    @property
+    def reads_loss(self) -> bool:
+        """If one does."""
+        return self.first.reads_loss or self.second.reads_loss
+
+    @property
+    def counts(self) -> bool:
+        """If both do."""
+        return self.first.counts and self.second.counts
+
+    @property
+    def compares_workers(self) -> bool:
+        """If one does."""
+        return self.first.compares_workers or self.second.compares_workers
+
+    @property
+    def reads_gradients(self) -> bool:
+        """If one does."""
+        return self.first.reads_gradients or self.second.reads_gradients
+
+    def begin(self) -> PairState:
+        """Both begin."""
+        return PairState(first=self.first.begin(), second=self.second.begin())
+
+    def _both(self, state: PairState, step: Step) -> tuple[bool, bool]:
+        return self.first.observe(state.first, step), self.second.observe(state.second, step)
+
+
+@dataclass(frozen=True, repr=False)
+class Both(Combined):
+    """`first & second`: when both say so of the same step."""
+
+    def observe(self, state: PairState, step: Step) -> bool:
+        """True if both are."""
+        return all(self._both(state, step))
+
+
+@dataclass(frozen=True, repr=False)
+class Either(Combined):
+    """`first | second`: when one of them says so."""
+
+    def observe(self, state: PairState, step: Step) -> bool:
+        """True if one is."""
+        return any(self._both(state, step))
 
 
 @dataclass(frozen=True, repr=False)

@@ -23,15 +23,41 @@ def accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
     return {"accuracy": right.double().mean().item()}
 
 
-def random_shift(batch: tuple[Tensor, ...], background: float) -> tuple[Tensor, ...]:
-    """Shift each image by -1, 0 or 1 pixel in each direction; `background` fills the gap.
+def standardised(
+    batch: tuple[Tensor, ...], mean: float | Tensor, deviation: float | Tensor
+) -> tuple[Tensor, ...]:
+    """Images of dtype uint8 as float32: from 0 to 1, less `mean`, divided by `deviation`.
+
+    Images have shape (n, channels, height, width); mean and deviation are numbers, or tensors of
+    shape (channels, 1, 1).
+    """
+    images, labels = batch
+    return (images.float() / 255 - mean) / deviation, labels
+
+
+def random_view(
+    batch: tuple[Tensor, ...], mean: float | Tensor, deviation: float | Tensor
+) -> tuple[Tensor, ...]:
+    """`standardised`, then each image mirrored or not, and shifted by up to 4 pixels.
+
+    Draws from torch's global generator.
+    """
+    images, labels = standardised(batch, mean, deviation)
+    mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
+    return random_shift((torch.where(mirrored, images.flip(3), images), labels), 0.0, reach=4)
+
+
+def random_shift(
+    batch: tuple[Tensor, ...], background: float, reach: int = 1
+) -> tuple[Tensor, ...]:
+    """Shift each image by up to `reach` pixels in each direction; `background` fills the gap.
 
     Images have shape (n, channels, height, width). Draws from torch's global generator.
     """
     images, labels = batch
     count, _, height, width = images.shape
-    padded = functional.pad(images, (1, 1, 1, 1), value=background)
-    shift = torch.randint(3, (2, count, 1))
+    padded = functional.pad(images, (reach, reach, reach, reach), value=background)
+    shift = torch.randint(2 * reach + 1, (2, count, 1))
     rows = shift[0] + torch.arange(height)
     columns = shift[1] + torch.arange(width)
     samples = torch.arange(count)[:, None, None]

@@ -46,7 +46,7 @@ class Digits(Settings):
         from orchestra.tasks.task import Task
         from orchestra.tasks.tensors import TensorData
 
-        pixels, labels, train, validation, test = _split_digits()
+        pixels, labels, train, validation, test = split_digits()
         mean, deviation = pixels[train].mean(), pixels[train].std()
         images = ((pixels - mean) / deviation).unsqueeze(1)
         background = float(-mean / deviation)
@@ -62,7 +62,7 @@ class Digits(Settings):
         )
 
 
-def _split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Pixels (1797, 8, 8), labels, and the places of training, validation and test images."""
     import numpy
     import torch

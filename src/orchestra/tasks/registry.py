@@ -12,7 +12,12 @@ from orchestra.settings.notation import bound, build
 TASKS = Registry(
     "task",
     {
+        "characters": "orchestra.tasks.characters:Characters",
+        "cifar10": "orchestra.tasks.cifar10:Cifar10",
         "digits": "orchestra.tasks.digits:Digits",
+        "digits28": "orchestra.tasks.digits28:Digits28",
+        "images": "orchestra.tasks.images:Images",
+        "mnist": "orchestra.tasks.mnist:Mnist",
         "regression": "orchestra.tasks.regression:Regression",
     },
     group="orchestra.tasks",

@@ -68,10 +68,16 @@ def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
             shutil.rmtree(final)
         pending.rename(final)
         _sync(folder)
+        _sweep(folder)  # a run that was killed in the midst of it left something
         for old in sorted(complete(folder))[:-KEEP]:
             (folder / f"{old:04d}").rename(folder / f".{old:04d}{DOOMED}")
-        for doomed in folder.glob(f".*{DOOMED}"):  # one half deleted would pass for a damaged one
-            shutil.rmtree(doomed)
+        _sweep(folder)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what is doomed; it was renamed first, since one half deleted would seem damaged."""
+    for doomed in folder.glob(f".*{DOOMED}"):
+        shutil.rmtree(doomed)
 
 
 def complete(folder: Path) -> Iterator[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 
 import torch
@@ -54,8 +55,17 @@ def _receive_parts(worker: Worker, rank: int) -> list[Part]:
     ]
 
 
-def assembled(worker: Worker, parts: Sequence[Part]) -> Iterator[tuple[int, float]]:
-    """For each snapshot in turn, the model on this rank is set to it; its samples and seconds.
+@dataclass(frozen=True)
+class Assembled:
+    """A snapshot that was put together: its samples and seconds, and its replicas' distance."""
+
+    samples: int
+    seconds: float
+    consensus_distance: float | None
+
+
+def assembled(worker: Worker, parts: Sequence[Part]) -> Iterator[Assembled]:
+    """For each snapshot in turn, the model on this rank is set to it.
 
     Parts that cover the same elements are averaged by their weights. A snapshot that does not
     cover all parameters (a run was stopped in between) is left out.
@@ -70,10 +80,30 @@ def assembled(worker: Worker, parts: Sequence[Part]) -> Iterator[tuple[int, floa
             weight[covered] += part.weight
         if not bool((weight > 0).all()):
             continue
+        mean = total / weight
         with torch.no_grad():
-            worker.parameters.copy_(total / weight)
+            worker.parameters.copy_(mean)
         _set_buffers(worker, [p for p in parts if p.index == index and p.kind == "buffers"])
-        yield max(part.samples for part in slices), max(part.seconds for part in slices)
+        yield Assembled(
+            max(part.samples for part in slices),
+            max(part.seconds for part in slices),
+            _consensus_distance(slices, mean, weight) if _are_replicas(slices) else None,
+        )
+
+
+def _are_replicas(slices: Sequence[Part]) -> bool:
+    """Whether several cover the same elements; servers' slices do not."""
+    return len({part.offset for part in slices}) < len(slices)
+
+
+def _consensus_distance(parts: Sequence[Part], mean: Tensor, weight: Tensor) -> float:
+    """sqrt(sum_i p_i ||x_i - mean||^2), p_i being the share of replica i in the `weight`."""
+    square = 0.0
+    for part in parts:
+        covered = slice(part.offset, part.offset + part.values.numel())
+        apart = (part.values.double().cpu() - mean[covered]).square()
+        square += float((part.weight / weight[covered] * apart).sum())
+    return math.sqrt(square)
 
 
 def buffers_vector(worker: Worker) -> Tensor | None:
@@ -104,9 +134,9 @@ def curve(worker: Worker, task: Task, parts: Sequence[Part], batch_size: int) ->
     final = worker.parameters.clone()
     final_buffers = [packed.values for packed in pack(worker.buffers)]
     points: list[Point] = []
-    for samples, seconds in assembled(worker, parts):
+    for snapshot in assembled(worker, parts):
         figures = evaluate(task, worker.module, dataset, batch_size)
-        points.append(Point(samples, seconds, figures))
+        points.append(Point(metrics=figures, **asdict(snapshot)))
     with torch.no_grad():
         worker.parameters.copy_(final)
     for packed, values in zip(pack(worker.buffers), final_buffers, strict=True):

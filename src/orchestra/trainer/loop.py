@@ -10,10 +10,12 @@ from typing import Any
 from orchestra.data.feed import Feed, Samples
 from orchestra.data.plan import Plan
 from orchestra.errors import RunFailed
+from orchestra.exchange import CommonStep
 from orchestra.strategies.base import CHANGED, Roles, Strategy
 from orchestra.trainer.evaluation import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
+from orchestra.transports.tracer import Tracer
 from orchestra.worker.batches import to_device
 from orchestra.worker.worker import Step, Worker
 
@@ -41,12 +43,13 @@ class Loop:
         strategy: Strategy[Any],
         state: Any,
         training: Training,
-        samples: Samples,
+        samples: Callable[[tuple[float, ...]], Samples],
         *,
         epoch_samples: int,
         budget: int,
         position: Position,
         recorder: Recorder,
+        tracer: Tracer,
         checkpoint: Callable[[], None],
     ) -> None:
         self.position = position
@@ -59,19 +62,25 @@ class Loop:
         self._epoch_samples = epoch_samples
         self._budget = budget
         self._recorder = recorder
+        self._tracer = tracer
         self._checkpoint = checkpoint
         self._base_rates = worker.optimizer.base_rates
         self._roles = strategy.current_roles(worker, state)
+        self._switched_at = worker.measures.switched_at_step
         self._feed = self._feed_for(self._roles)
+        self._leaving: CommonStep | None = None
 
     def _feed_for(self, roles: Roles) -> Feed:
         start = min(self.position.plan_start, self._budget)
         batch_size = round(self._training.batch_size * sum(roles.shares) / len(roles.workers))
-        plan = Plan(start, self._budget, batch_size, roles.shares)
-        return Feed(self._samples, plan, self._worker.rank)
+        shares = self._training.weighted(roles.shares)
+        plan = Plan(start, self._budget, batch_size, shares)
+        own = self._training.sharding is not None
+        return Feed(self._samples(shares), plan, self._worker.rank, own)
 
     def run(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
+        self._trace_phase()
         while True:
             self._follow_phase()
             if self._worker.rank not in self._roles.workers:
@@ -85,11 +94,24 @@ class Loop:
     def _follow_phase(self) -> None:
         """Where the strategy has changed its roles, share out what is left of the data."""
         roles = self._strategy.current_roles(self._worker, self._state)
+        switched_at = self._worker.measures.switched_at_step
+        if switched_at != self._switched_at and self._worker.rank == self._roles.workers[0]:
+            self._tracer.happened(f"switch, after step {switched_at}")
+        self._switched_at = switched_at
         if roles != self._roles:
+            self.close()
             self.position.plan_start = self.position.consumed
             self.position.plan_step = 0
             self._roles = roles
             self._feed = self._feed_for(roles)
+            self._trace_phase()
+
+    def _trace_phase(self) -> None:
+        """Write down the beginning of what this rank does in the phase under way."""
+        if self._worker.rank in self._roles.workers:
+            self._tracer.open_for_steps(self.position.steps + 1)
+        else:
+            self._tracer.open_for_requests(len(self._roles.workers))
 
     def _serve(self) -> bool:
         self._worker.reporter.phase("serving")
@@ -111,6 +133,7 @@ class Loop:
         fraction = position.consumed / self._budget
         factor = self._training.schedule.factor(fraction)
         consumed = min(position.consumed + sum(counts), self._budget)
+        planned = self._feed.plan.position(position.plan_step)
         worker.begin_step(
             Step(
                 samples,
@@ -118,6 +141,8 @@ class Loop:
                 consumed,
                 consumed / self._epoch_samples,
                 tuple(rate * factor for rate in self._base_rates),
+                planned=planned,
+                fraction=planned / self._budget,
             )
         )
         moved = to_device(batch, worker.layout.device) if samples else None
@@ -134,6 +159,7 @@ class Loop:
         position.steps += 1
         position.consumed = worker.step.consumed
         self._recorder.step(position.steps)
+        self._tracer.step_ended(position.steps)
         worker.reporter.progress(
             step=position.steps,
             samples=self._recorder.totals.samples,
@@ -145,12 +171,28 @@ class Loop:
                 f"the loss became {worker.step.loss} at step {position.steps}; lower the learning "
                 "rate or clip_norm, or set stop_on_nonfinite to false to go on"
             )
-        self.stopped = worker.step.stop
+        self.stopped = self._all_stop()
         every = self._training.checkpoint_every
         if self.stopped or (every is not None and position.steps % every == 0):
             complete = self._strategy.quiesce(worker, self._state, position.steps)
             if complete:  # who has left takes part in nothing collective any more
                 self._take_checkpoint()
+
+    def _all_stop(self) -> bool:
+        """Whether this step is the last: agreed with its loss, or found as a common one."""
+        step = self._worker.step
+        if step.agreed or not self._strategy.currently_lockstep(self._state):
+            return step.stop
+        plan_step = self.position.plan_step
+        if self._leaving is None:
+            self._leaving = CommonStep(self._worker, steps=plan_step - 1)
+        return self._leaving.reached(plan_step, wish=step.stop)
+
+    def close(self) -> None:
+        """Collective, after the strategy has stopped: end what finds a common step to leave at."""
+        if self._leaving is not None:
+            self._leaving.close()
+            self._leaving = None
 
     def _offer_buffers(self, weight: float) -> None:
         """For snapshots: the first worker's in synchronous steps, else the mean of all."""
@@ -161,6 +203,7 @@ class Loop:
             )
 
     def _take_checkpoint(self) -> None:
-        self._recorder.pause()
-        self._checkpoint()
-        self._recorder.resume()
+        with self._tracer.aside("checkpoint"):
+            self._recorder.pause()
+            self._checkpoint()
+            self._recorder.resume()

@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from orchestra.collectives import broadcast, gather_objects
-from orchestra.data.feed import epoch_samples, open_samples
+from orchestra.data.feed import Samples, epoch_samples, open_samples, open_shard
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import restore
 from orchestra.records.report import ChiefReport, RankReport
+from orchestra.records.tensorboard import Scalars, write_curve_events
 from orchestra.strategies.base import Strategy
 from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.load import load_task
@@ -36,9 +37,11 @@ from orchestra.trainer.loop import Loop, Position
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
 from orchestra.trainer.recorder import Recorder, Totals, histogram
 from orchestra.trainer.settings import Run, Training
+from orchestra.trainer.tracing import traced
 from orchestra.trainer.warm_up import warm_up
 from orchestra.trainer.writing import writing
 from orchestra.transports.tags import Tag
+from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Part, Snapshots
 from orchestra.worker.worker import Measures, Worker
@@ -67,8 +70,11 @@ class Session:
     """One rank's objects, for the length of a run."""
 
     def __init__(self, runtime: Runtime, run: Run, strategy: Strategy[Any], folder: Path) -> None:
-        self.runtime, self.run, self.strategy, self.folder = runtime, run, strategy, folder
         training = run.training
+        self.tracer = Tracer(runtime.transport.now, training.trace_steps)
+        if training.trace_steps:
+            runtime = traced(runtime, self.tracer)
+        self.runtime, self.run, self.strategy, self.folder = runtime, run, strategy, folder
         self.began = runtime.transport.now()
         self.setup: dict[str, float] = {}
         self.stopped = False
@@ -87,7 +93,11 @@ class Session:
         self._passed("task")
         self.state = self._start()
         self._passed("group")
-        self.recorder = Recorder(self.worker, folder, self.totals, self.position.steps)
+        steps = self.position.steps
+        self.scalars: Scalars | None = None
+        if training.tensorboard:
+            self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=steps + 1)
+        self.recorder = Recorder(self.worker, folder, self.totals, steps, self.scalars)
 
     def train(self) -> None:
         """From the warm-up to the agreement on the final parameters."""
@@ -96,11 +106,12 @@ class Session:
             self.strategy,
             self.state,
             self.run.training,
-            self.samples,
+            self._samples,
             epoch_samples=self.epoch_samples,
             budget=self.budget,
             position=self.position,
             recorder=self.recorder,
+            tracer=self.tracer,
             checkpoint=self._take_checkpoint,
         )
         self._check_target()
@@ -110,10 +121,13 @@ class Session:
         self.worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
         self._passed("first_step")
         self.recorder.resume()
+        self.tracer.begin()
         loop.run()
+        self.tracer.close()
         self.stopped = loop.stopped
         self.runtime.reporter.phase("leaving")
         self.strategy.stop(self.worker, self.state)
+        loop.close()
         if not self.strategy.currently_synchronous(self.state):
             chief = self.strategy.current_roles(self.worker, self.state).chief
             agree_on_buffers(self.worker, self.totals.samples, chief)
@@ -125,6 +139,8 @@ class Session:
         tolerant = not self.strategy.currently_synchronous(self.state)
         parts = gather_parts(worker, chief, tolerant=tolerant)
         report = self._report()
+        if self.scalars is not None:
+            self.scalars.close()
         if worker.rank != chief:
             return report
         worker.reporter.phase("evaluating")
@@ -134,6 +150,9 @@ class Session:
             points = curve(worker, self.task, parts, EVALUATION_BATCH)
             if dataset is not None:
                 figures = evaluate(self.task, worker.module, dataset, EVALUATION_BATCH)
+        if self.run.training.tensorboard:
+            with writing(self.folder):
+                write_curve_events(self.folder, points)
         chief_report = ChiefReport(
             final_loss=figures.pop("loss", self.totals.loss),
             metrics=figures,
@@ -142,6 +161,21 @@ class Session:
             curve=points,
         )
         return replace(report, chief=chief_report)
+
+    def _samples(self, shares: tuple[float, ...]) -> Samples:
+        """What this rank reads where the ranks have these shares: all samples, or its shard."""
+        sharding, rank = self.run.training.sharding, self.runtime.rank
+        if sharding is None or not shares[rank]:
+            return self.samples
+        workers = [place for place, share in enumerate(shares) if share]
+        return open_shard(
+            self.task.train,
+            self.run.seed,
+            self.task.collate,
+            sharding,
+            [shares[worker] for worker in workers],
+            workers.index(rank),
+        )
 
     def _final_dataset(self) -> Dataset[Any] | None:
         """What the final parameters are judged on; one split where the task lacks the other."""
@@ -174,10 +208,12 @@ class Session:
             bytes_sent=spent.bytes_sent,
             bytes_estimated=measures.native_bytes > 0,
             staleness=histogram(measures.staleness),
+            dropped=measures.dropped,
             peak_buffer_bytes=measures.peak_buffer_bytes,
             switched_at_step=measures.switched_at_step,
             stopped=self.stopped,
             threads=torch.get_num_threads(),
+            timeline=self.tracer.timeline(self.runtime.clock),
         )
 
     def _write_parameters(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestra.records.tensorboard import Scalars
 from orchestra.trainer.writing import writing
 from orchestra.worker.worker import Worker
 
@@ -58,18 +59,28 @@ class Totals:
 class Recorder:
     """JSON lines of one rank's steps: `steps-rank-N.jsonl` in the run's folder.
 
+    The main figures of each step go to `scalars`, too, where there are any.
     The stopwatch runs between `resume` and `pause`: set-up, checkpoints and evaluation are out.
     """
 
-    def __init__(self, worker: Worker, folder: Path, totals: Totals, steps: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        folder: Path,
+        totals: Totals,
+        steps: int,
+        scalars: Scalars | None = None,
+    ) -> None:
         self.totals = totals
         self._worker = worker
+        self._scalars = scalars
         self._path = folder / f"steps-rank-{worker.rank}.jsonl"
         self._lines: list[str] = []
         self._started_at = 0.0
         self._flushed_at = 0.0
         self._spent_before = Spent()
         self._spent_last = Spent()
+        self._seconds_last = totals.elapsed
         _keep_first(self._path, steps)
 
     def resume(self) -> None:
@@ -106,13 +117,28 @@ class Recorder:
             line["staleness"] = step.staleness
         self._spent_last = spent
         self._lines.append(json.dumps(line) + "\n")
+        if self._scalars is not None:
+            self._scalars.add(number, self._main_figures(line))
         if self._worker.transport.now() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
+
+    def _main_figures(self, line: dict[str, Any]) -> dict[str, float]:
+        seconds, self._seconds_last = line["seconds"] - self._seconds_last, line["seconds"]
+        figures = {"loss": line["loss"]}
+        for group, rate in enumerate(line["rates"]):
+            figures[f"learning rate/{group}"] = rate
+        if seconds > 0:
+            figures["samples per second"] = line["samples"] / seconds
+        if "staleness" in line:
+            figures["staleness"] = max(line["staleness"])
+        return figures
 
     def flush(self) -> None:
         """Bring what was written down to disk."""
         with writing(self._path), self._path.open("a") as file:
             file.writelines(self._lines)
+            if self._scalars is not None:
+                self._scalars.flush()
         self._lines.clear()
         self._flushed_at = self._worker.transport.now()
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
+from orchestra.data.sharding import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
+from orchestra.records.tensorboard import require_tensorboard
 from orchestra.settings import REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy
 
 DEFAULT_EPOCHS = 10
+Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +49,12 @@ class Training(Settings):
     _: KW_ONLY
     ranks: int = setting(4, "processes, servers included: the budget of a run", low=1)
     batch_size: int = setting(32, "samples in a step of one worker", low=1)
+    shares: tuple[float, ...] | None = setting(
+        None, "weight of each rank's part of the data and of a batch; equal if none", above=0
+    )
+    sharding: Sharding | None = setting(
+        None, "fixed shards, such as IID, Stratified, Dirichlet(0.3) or Contiguous; none: all share"
+    )
     accumulation: int = setting(1, "micro-batches that a worker's batch is split into", low=1)
     epochs: int | None = setting(
         None,
@@ -59,7 +68,7 @@ class Training(Settings):
     schedule: Schedule = setting(Constant(), "of the learning rate: Constant, StepDecay or Cosine")
     clip_norm: float | None = setting(None, "largest global norm of a gradient", above=0)
     precision: Literal["float32", "bf16"] = setting("float32", "of the forward pass (autocast)")
-    device: Literal["cpu", "cuda", "auto"] = setting("cpu", "where the model lives")
+    device: Device = setting("cpu", "where the model lives")
     snapshots: int = setting(10, "copies of the parameters, evaluated after the run", low=0)
     target: Target | None = setting(None, "a metric and its at_least or at_most")
     checkpoint_every: int | None = setting(None, "steps between two checkpoints", low=1)
@@ -67,17 +76,38 @@ class Training(Settings):
     patience: float = setting(60.0, "seconds without progress until a rank counts as hung", above=0)
     bucket_megabytes: float = setting(25.0, "gradients exchanged at a time", above=0)
     overlap: bool = setting(True, "exchange gradients during the backward pass where possible")
+    trace_steps: int = setting(
+        20,
+        "steps at the beginning, and after each change of roles, that the timeline shows; "
+        "0: no timeline",
+        low=0,
+    )
+    tensorboard: bool = setting(False, "write event files for TensorBoard beside the records")
 
     def check(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise InputError("epochs and steps are both set; give one")
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
+        if self.shares is not None and len(self.shares) != self.ranks:
+            raise InputError(
+                f"shares: {len(self.shares)} weights for {self.ranks} ranks; give one for each"
+            )
         if self.accumulation > self.batch_size:
             raise InputError(
                 f"accumulation: a batch of {self.batch_size} cannot be split "
                 f"into {self.accumulation} micro-batches"
             )
+        if self.tensorboard:
+            require_tensorboard()
+
+    def weighted(self, shares: tuple[float, ...]) -> tuple[float, ...]:
+        """The shares of a strategy's ranks, weighted; their sum stays as it is."""
+        if self.shares is None or len(shares) != len(self.shares):  # one process has it all
+            return shares
+        products = [share * weight for share, weight in zip(shares, self.shares, strict=True)]
+        scale = sum(shares) / sum(products)
+        return tuple(product * scale for product in products)
 
     def with_setting(self, name: str, value: object) -> Self:
         """A copy with `name` replaced; `steps` takes the place of `epochs`, and the reverse."""

@@ -112,3 +112,23 @@ class Transport(Protocol):
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone."""
         ...
+
+
+class Collectives(Protocol):
+    """What a backend does between all ranks at once; each rank calls the same, in one order."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place of a contiguous `tensor`."""
+        ...
+
+    def start_all_reduce(self, tensor: Tensor) -> Task[Tensor]:
+        """Begin to replace a contiguous `tensor` by its sum over all ranks."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        """Replace a contiguous `tensor` by that of rank `root`."""
+        ...
+
+    def barrier(self) -> None:
+        """Block until every rank is here."""
+        ...

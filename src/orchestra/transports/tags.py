@@ -29,6 +29,23 @@ class Tag(enum.IntEnum):
     VALUES = 19
     NORM = 20
 
+    # all-reduce of a part of the workers, or of slices
+    SHARDS = 24
+    ARRIVED = 25
+    CHOSEN = 26
+    AVERAGE = 27
+
+    # between replicas without a server
+    MIX = 32
+    PAIR = 33
+    PAIR_VALUES = 34
+    PAIR_MEAN = 35
+    HAND_OVER = 36
+    TAKEN = 37
+
+    # a common step: each level of nesting takes two numbers from here
+    COMMON_STEP = 64
+
 
 _NAMES = {tag.value: tag.name.lower() for tag in Tag}
 

@@ -20,6 +20,7 @@ class Gradients:
     with it: how many ranks want to stop, the weighted loss, the loss of each rank in a place of
     its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
     `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
+    `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
@@ -31,6 +32,8 @@ class Gradients:
         self.tail = self.storage[layout.size :]
         self.views = layout.views(self.storage)
         self.used = [False] * len(layout.slots)
+        self.measures_square = False
+        self.square = 0.0
         self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
         self._on_ready: Callable[[int], None] | None = None
@@ -70,6 +73,7 @@ class Gradients:
     def await_collection(self) -> None:
         """Whatever was collected, more gradient is to come before the next exchange."""
         self._collected = [False] * len(self.used)
+        self.square = 0.0
 
     def collect(self, index: int, scale: float) -> None:
         """Bring slot `index`, times `scale`, from where autograd put it into the flat vector."""
@@ -89,6 +93,8 @@ class Gradients:
         else:
             torch.mul(parameter.grad, scale, out=view)
         parameter.grad = view
+        if self.measures_square and scale:
+            self.square += float(view.double().square().sum()) / scale**2
 
     def collect_rest(self, scale: float = 1.0) -> None:
         """`collect` for every slot that was not yet collected in this step."""

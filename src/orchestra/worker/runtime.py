@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from orchestra.transports.protocol import Transport
-
-if TYPE_CHECKING:
-    from orchestra.transports.native import Native
+from orchestra.transports.protocol import Collectives, Transport
 
 T = TypeVar("T")
 
@@ -29,7 +26,10 @@ class Work:
 class Compute(Protocol):
     """Computation is charged here and nowhere else."""
 
-    seconds: float  # charged so far by this rank's main flow
+    @property
+    def seconds(self) -> float:
+        """Charged so far on this rank."""
+        ...
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         """Do `function`, and let the clock advance by what `work` costs on this engine."""
@@ -85,4 +85,5 @@ class Runtime:
     reporter: Reporter
     seed: Callable[[int], None]  # the global random streams of this rank begin anew
     local_rank: int = 0  # index of this rank among those of its host: which GPU is its own
-    native: Callable[[], Native] | None = None  # torch.distributed's own collectives
+    native: Callable[[], Collectives] | None = None  # torch.distributed's own
+    clock: str = ""  # ranks with the same one read the same clock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -65,3 +65,12 @@ class Snapshots:
         self.parts.append(
             Part(passed - 1, samples, seconds, offset, values.detach().clone(), weight, kind)
         )
+
+    def renew(self, samples: int, values: Tensor, *, offset: int = 0, weight: float = 1.0) -> None:
+        """Copy again what was last copied at `samples`, if it was: more has arrived since."""
+        for place, part in enumerate(self.parts):
+            if (part.kind, part.samples, part.offset) == ("parameters", samples, offset):
+                seconds = self._now() - self._started
+                self.parts[place] = replace(
+                    part, seconds=seconds, values=values.detach().clone(), weight=weight
+                )

@@ -13,8 +13,7 @@ from orchestra.collectives import Group
 from orchestra.errors import InputError
 from orchestra.optimizers.moments import Moments, install_moments
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
-from orchestra.transports.native import Native
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Collectives, Transport
 from orchestra.worker.batches import Batch, batch_samples, split_batch
 from orchestra.worker.gradients import Gradients
 from orchestra.worker.layout import Layout, adopt, buffer_places
@@ -30,8 +29,11 @@ class Step:
     `total_samples`); `consumed` counts the samples of the whole cluster with this step included.
     `loss` and `stop` begin as this rank's own and become the cluster's where a strategy agrees
     on them; `agreed` tells which. `losses` then holds the loss of each rank (0 without data).
-    `epoch` counts passes over the data set, as a fraction. `staleness`: of this step's push at
-    each server, in updates.
+    `epoch` counts passes over the data set, as a fraction. `planned` are the samples consumed
+    once every worker has done this step, and `fraction` is what that is of the budget (0 where
+    there is none). `seconds` are those that each worker computed for this step, where somebody
+    gathers them; so are `counts`, each worker's samples, `squares`, |g|^2 of each one's gradient,
+    and `square`, that of their mean. `staleness`: of this step's push at each server, in updates.
     """
 
     samples: int = 0
@@ -44,6 +46,12 @@ class Step:
     stop: bool = False
     agreed: bool = False
     staleness: tuple[int, ...] = ()
+    planned: int = 0
+    fraction: float = 0.0
+    seconds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    squares: tuple[float, ...] = ()
+    square: float = 0.0
 
     @property
     def weight(self) -> float:
@@ -53,9 +61,13 @@ class Step:
 
 @dataclass
 class Measures:
-    """What strategies report about themselves, beside the transport's counters."""
+    """What strategies report about themselves, beside the transport's counters.
+
+    `dropped`: gradients of this worker that came too late to be applied.
+    """
 
     staleness: list[int] = field(default_factory=list)
+    dropped: int = 0
     peak_buffer_bytes: int = 0
     native_bytes: int = 0
     native_seconds: float = 0.0
@@ -133,7 +145,12 @@ class Worker:
         return self.runtime.reporter
 
     @property
-    def native(self) -> Native:
+    def own_loop(self) -> bool:
+        """Whether a loop of the user's own drives this worker, with an optimizer of its own."""
+        return self._own_optimizer is not None
+
+    @property
+    def native(self) -> Collectives:
         """torch.distributed's own collectives."""
         if self.runtime.native is None:
             raise InputError("this engine has no native collectives: name a schedule instead")
@@ -200,10 +217,10 @@ class Worker:
 
     def local_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer of all parameters on this rank: the user's own, or one from the spec."""
-        if self._own_optimizer is not None:
-            return self._own_optimizer
         parameters = self.named_parameters()
-        optimizer = self.optimizer.build(parameters)
+        optimizer = self._own_optimizer
+        if optimizer is None:
+            optimizer = self.optimizer.build(parameters)
         parts = {name: (parameter, 0) for name, parameter in parameters.items()}
         install_moments(optimizer, parts, self.inherited)
         return optimizer

@@ -1,40 +1,48 @@
-"""Live progress of a run on a terminal: how far, how fast, the loss, and who is behind."""
+"""Live progress on a terminal: how far, how fast, the loss, who is behind; and of a series."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from orchestra.engines.processes.events import Beat, Event, Notice
+from orchestra.engines.processes.events import Beat, Event, Interrupted, Notice
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 BEHIND = 0.8  # a worker with less than this part of the leader's steps is named
 
 
-class Display:
-    """A progress line on standard error; silent with `quiet`, or where that is no terminal.
+class Progress:
+    """How far a series of runs is, for its user, on standard error.
 
-    Notices are printed wherever standard error goes.
+    On a terminal a bar over all runs stands above that of the run under way; elsewhere each
+    finished run is one line. Silent with `quiet`.
+
+    Attributes:
+        interrupted: whether Ctrl-C was pressed during a run.
+        what: names the run under way.
     """
 
-    def __init__(self, run: Run, roles: Roles, *, quiet: bool) -> None:
-        self._name = run.name
-        self._workers = roles.workers
-        self._steps = dict.fromkeys(roles.workers, 0)
-        self._samples = dict.fromkeys(roles.workers, 0)
-        self._loss: float | None = None
-        self._fraction = 0.0
-        self._phase = "set-up"
-        self._quiet = quiet
-        self._training_since: float | None = None
-        self._live = _Live() if sys.stderr.isatty() and not quiet else None
+    def __init__(self, total: int, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.interrupted = False
+        self.what = ""
+        self._total = total
+        self._done = 0
+        self._seconds: list[float] = []
+        self._began = self._run_began = time.monotonic()
+        self.live = _Live() if sys.stderr.isatty() and not quiet else None
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start(self._name)
+        if self.live is not None:
+            self.live.start()
+            self._task = self.live.add(self._title(), self._text)
         return self
 
     def __exit__(
@@ -43,24 +51,112 @@ class Display:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        if self.live is not None:
+            self.live.stop()
+
+    def skip(self) -> None:
+        """One more run was done before."""
+        self._done += 1
+        self._show()
+
+    def begin(self, what: str) -> None:
+        """A run begins: `what` names it."""
+        self.what = what
+        self._run_began = time.monotonic()
+        self._show()
+
+    def finish(self, outcome: str, *, failed: bool = False) -> None:
+        """It has ended: `outcome` says how, in one line."""
+        self._done += 1
+        self._seconds.append(time.monotonic() - self._run_began)
+        line = f"{self._done}/{self._total} {self.what}: {outcome}"
+        if self.live is None:
+            if not self.quiet:
+                print(line, file=sys.stderr, flush=True)
+        elif failed:
+            self.live.print(line)
+        self._show()
+
+    def tell(self, text: str) -> None:
+        """A notice for the user."""
+        if self.live is not None:
+            self.live.print(text)
+        elif not self.quiet:
+            print(f"orchestra: {text}", file=sys.stderr, flush=True)
+
+    def _show(self) -> None:
+        if self.live is not None:
+            self.live.rename(self._task, self._title())
+            self.live.update(self._task, self._done / self._total)
+
+    def _title(self) -> str:
+        return f"run {min(self._done + 1, self._total)} of {self._total}"
+
+    def _text(self) -> str:
+        now = time.monotonic()
+        text = f"{_clock(now - self._began)} elapsed"
+        if self._seconds:
+            mean = sum(self._seconds) / len(self._seconds)
+            left = mean * (self._total - self._done) - min(now - self._run_began, mean)
+            text += f", about {_clock(left)} left"
+        return text
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Display:
+    """A progress line on standard error; silent with `quiet`, or where that is no terminal.
+
+    Notices are printed wherever standard error goes. In a series of runs its line stands under
+    that of their `progress`.
+    """
+
+    def __init__(
+        self, run: Run, roles: Roles, *, quiet: bool = False, progress: Progress | None = None
+    ) -> None:
+        self._name = run.name
+        self._workers = roles.workers
+        self._steps = dict.fromkeys(roles.workers, 0)
+        self._samples = dict.fromkeys(roles.workers, 0)
+        self._loss: float | None = None
+        self._fraction = 0.0
+        self._phase = "set-up"
+        self._training_since: float | None = None
+        self._series = progress
+        self._progress = progress or Progress(1, quiet=quiet)
+
+    def __enter__(self) -> Self:
+        if (live := self._progress.live) is not None:
+            if self._series is None:
+                live.start()
+            self._task = live.add(self._name, self._text)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if (live := self._progress.live) is not None:
+            live.remove(self._task)
+            if self._series is None:
+                live.stop()
 
     def on_event(self, event: Event | Notice) -> None:
         """Take in one event of the watcher."""
         if isinstance(event, Notice):
-            self._notice(event.text)
-        elif isinstance(event, Beat) and self._live is not None:
+            prefix = "" if self._series is None else f"{self._series.what}: "
+            self._progress.tell(prefix + event.text)
+        elif isinstance(event, Interrupted):
+            self._progress.interrupted = True
+        elif isinstance(event, Beat) and self._progress.live is not None:
             self._beat(event)
-            self._live.update(self._fraction, self._text())
-
-    def _notice(self, text: str) -> None:
-        if self._quiet:
-            return
-        if self._live is not None:
-            self._live.print(text)
-        else:
-            print(f"orchestra: {text}", file=sys.stderr)
+            self._progress.live.update(self._task, self._fraction)
 
     def _beat(self, beat: Beat) -> None:
         pulse = beat.pulse
@@ -93,31 +189,53 @@ class Display:
 
 
 class _Live:
-    """The line itself, drawn by rich, which is imported only where there is a terminal."""
+    """The lines themselves, drawn by rich, which is imported only where there is a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            ProgressColumn,
+            SpinnerColumn,
+            Task,
+            TextColumn,
+        )
+        from rich.text import Text
+
+        class Words(ProgressColumn):
+            """What a function says at the moment of drawing."""
+
+            def render(self, task: Task) -> Text:
+                return Text(task.fields["text"](), no_wrap=True, overflow="ellipsis")
 
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.fields[name]}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
+            Words(),
             console=Console(stderr=True),
             transient=True,
         )
 
-    def start(self, name: str) -> None:
-        self._task = self._progress.add_task("starting", name=name, total=None)
+    def start(self) -> None:
         self._progress.start()
 
-    def update(self, fraction: float, text: str) -> None:
+    def add(self, name: str, text: Callable[[], str]) -> TaskID:
+        return self._progress.add_task(name, total=None, text=text)
+
+    def rename(self, task: TaskID, name: str) -> None:
+        self._progress.update(task, description=name)
+
+    def update(self, task: TaskID, fraction: float) -> None:
         total = 1.0 if fraction else None
-        self._progress.update(self._task, completed=fraction, total=total, description=text)
+        self._progress.update(task, completed=fraction, total=total)
+
+    def remove(self, task: TaskID) -> None:
+        self._progress.remove_task(task)
 
     def print(self, text: str) -> None:
-        self._progress.console.print(text, style="yellow")
+        self._progress.console.print(text, style="yellow", markup=False, highlight=False)
 
     def stop(self) -> None:
         self._progress.stop()

@@ -141,6 +141,7 @@ def _run(
         seed,
         local_rank=seat.local_rank,
         native=lambda: native,
+        clock=machine(),
     )
     result = program(runtime, argument)
     control.phase("leaving")

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from orchestra.engines.processes.display import Display
+from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.environment import environment
 from orchestra.records.record import RunRecord, combine, write_atomically, write_curve
 from orchestra.records.report import RankReport
+from orchestra.records.trace import write_trace
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
@@ -32,8 +33,12 @@ def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     return train(runtime, assignment)
 
 
-def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
+def train_run(
+    run: Run, folder: Path, *, quiet: bool = False, progress: Progress | None = None
+) -> RunRecord:
     """Train `run` on processes of this machine; its records go into `folder`.
+
+    `progress` is that of the runs that it is one of.
 
     Raises:
         InputError: the strategy cannot run on that many ranks.
@@ -41,7 +46,7 @@ def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
     """
     roles = _strategy(run).roles(run.training.ranks)
     _write_environment(folder)
-    with Display(run, roles, quiet=quiet) as display:
+    with Display(run, roles, quiet=quiet, progress=progress) as display:
         outcome = launch(
             program,
             (run, folder.absolute()),
@@ -50,6 +55,24 @@ def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
             on_event=display.on_event,
         )
     return record_of(run, roles, outcome, folder)
+
+
+def has_validation(task: str) -> bool:
+    """Whether the task has validation data; a rank finds out, so that torch stays out of here.
+
+    Raises:
+        InputError: the task cannot be made.
+    """
+    outcome = launch(_has_validation, task, 1)
+    if outcome.stopped:
+        raise KeyboardInterrupt
+    return bool(outcome.results[0])
+
+
+def _has_validation(_: Runtime, task: str) -> bool:
+    from orchestra.tasks.load import load_task
+
+    return load_task(task).validation is not None
 
 
 def take_part(
@@ -132,6 +155,7 @@ def record_of(run: Run, roles: Roles, outcome: Outcome, folder: Path) -> RunReco
     )
     chief = next(report.chief for report in reports if report.chief is not None)
     write_curve(folder, chief.curve)
+    write_trace(folder, reports)
     return record
 
 
@@ -141,7 +165,7 @@ def slowest(setups: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return dict(longest)
 
 
-def failed_record(run: Run, folder: Path, failure: RunFailed) -> RunRecord:
+def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
     """The record of a run that failed."""
     roles = _strategy(run).roles(run.training.ranks)
     return RunRecord(status="failed", failure=str(failure), **_identity(run, roles, folder))

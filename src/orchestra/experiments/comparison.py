@@ -1,0 +1,201 @@
+"""All runs of an experiment in one folder; a comparison that was stopped goes on there.
+
+What is done stands in the folders of the runs, a `summary.json` in each; that of the comparison is
+put together from them after every run. So it can be killed at any moment: the same comparison on
+the same folder finds the runs that are done, and goes on with the first that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from orchestra.engines.processes import devices, training
+from orchestra.engines.processes.display import Progress
+from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.experiments.experiment import (
+    Experiment,
+    not_run,
+    on_ranks,
+    ranks_text,
+    runs,
+    with_one_process,
+)
+from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
+from orchestra.experiments.runner import Runner
+from orchestra.experiments.tune import Tune
+from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
+from orchestra.records.layout import run_folder
+from orchestra.records.record import RunRecord, write_summary
+from orchestra.trainer.settings import Run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison has led to.
+
+    Attributes:
+        records: of the runs, completed and failed, in the order in which they are made.
+        folder: where everything lies.
+        report: the page to open in a browser; None where there is none.
+        planned: how many runs there are to be.
+        not_run: name, ranks and reason of what cannot be run.
+        stopped: whether Ctrl-C ended it before its time.
+    """
+
+    records: list[RunRecord]
+    folder: Path
+    report: Path | None
+    planned: int
+    not_run: Sequence[Mapping[str, Any]]
+    stopped: bool
+
+    @property
+    def well(self) -> bool:
+        """Whether every run was completed."""
+        return not self.stopped and all(record.status == "completed" for record in self.records)
+
+
+def carry_out(
+    experiment: Experiment,
+    folder: Path | None = None,
+    *,
+    retry: bool = False,
+    report: bool = True,
+    baseline: str | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Make the runs of `experiment` that are still missing in `folder`, and the report.
+
+    Args:
+        folder: of the comparison; a new one in `runs` by default.
+        retry: make the failed runs again, too.
+        report: write report.html.
+        baseline: the label that the report's differences refer to; the report's choice if None.
+        quiet: no progress, no notices.
+
+    Raises:
+        InputError: nothing can be run, or `folder` belongs to a different experiment.
+    """
+    experiment = with_one_process(experiment)
+    if baseline is not None and baseline not in experiment.strategies:
+        hint = nearest(baseline, experiment.strategies)
+        raise InputError(f"baseline: there is no strategy {baseline!r}; {hint}")
+    folder = folder or fresh_folder(PARENT, experiment.name)
+    resumed = claim(folder, experiment)
+    course = _Course(experiment, folder, retry=retry, quiet=quiet)
+    try:
+        stopped = course.run()
+    except InputError:
+        if not resumed:
+            release(folder)
+        raise
+    records = course.rows()
+    page = _report(folder, baseline) if report and records else None
+    return Comparison(records, folder, page, len(course.runs), course.not_run, stopped)
+
+
+def _report(folder: Path, baseline: str | None) -> Path:
+    from orchestra.report.write import write_report
+
+    return write_report([folder], out=folder, baseline=baseline)
+
+
+def _lacking(experiment: Experiment) -> list[dict[str, Any]]:
+    """The rows for which this machine has not the devices, and which."""
+    return [
+        {"name": run.name, "ranks": run.training.ranks, "reason": reason}
+        for run in runs(replace(experiment, seeds=experiment.seeds[:1]))
+        if (reason := devices.lacking(run)) is not None
+    ]
+
+
+class _Course:
+    """The way from what is done already to the end, or to Ctrl-C."""
+
+    def __init__(self, experiment: Experiment, folder: Path, *, retry: bool, quiet: bool) -> None:
+        self.not_run = not_run(experiment) + _lacking(experiment)
+        self.runs = [run for run in runs(experiment) if devices.lacking(run) is None]
+        self._experiment, self._folder, self._retry = experiment, folder, retry
+        self._trials = [it for it in trials(experiment) if devices.lacking(it.run) is None]
+        self._choices: Mapping[tuple[str, int], Choice] = {}
+        self._progress = Progress(len(self._trials) + len(self.runs), quiet=quiet)
+        self._runner = Runner(experiment, self._progress)
+        self._records = {
+            place: record
+            for place in map(self._place, self.runs)
+            for record in finished(place, failed=True)
+        }
+
+    def run(self) -> bool:
+        """All that is missing; whether Ctrl-C ended it early."""
+        with self._progress:
+            for row in self.not_run:
+                what = f"{row['name']}, {ranks_text(row['ranks'])}"
+                self._progress.tell(f"{what}: left out: {row['reason']}")
+            try:
+                if self._experiment.tune is not None:
+                    self._choices = self._tuned(self._experiment.tune)
+                self._compare()
+            except KeyboardInterrupt:
+                return True
+        return False
+
+    def rows(self) -> list[RunRecord]:
+        """The records of the runs that are done, in the order of the runs."""
+        places = map(self._place, self.runs)
+        return [self._records[place] for place in places if place in self._records]
+
+    def _tuned(self, tune: Tune) -> Mapping[tuple[str, int], Choice]:
+        """The choices, after all trials; those of a row with a completed run stay as they are."""
+        self._require_validation()
+        settled = {(r.name, r.ranks) for r in self.rows() if r.status == "completed"}
+        outcomes = []
+        for _, block in groupby(self._trials, key=lambda trial: trial.number):
+            for trial in block:
+                retry = self._retry and trial.row not in settled
+                folder = trial.folder(self._folder)
+                record = self._runner.make(trial.run, folder, str(trial), retry=retry)
+                outcomes.append((trial, record))
+            self._runner.require_good_input()
+        choices = choose(tune, self._experiment.training, outcomes)
+        write_tuning(self._folder, tune, self._experiment.training, choices)
+        return choices
+
+    def _require_validation(self) -> None:
+        folders = (trial.folder(self._folder) for trial in self._trials)
+        if all(finished(folder, failed=True) for folder in folders):
+            return
+        if not training.has_validation(self._experiment.task):
+            raise InputError(
+                f"tune: {self._experiment.task} has no validation data to choose by; leave tune "
+                "out, or give the task some"
+            )
+
+    def _compare(self) -> None:
+        self._write_summary()
+        for _, block in groupby(self.runs, key=lambda run: run.seed):
+            for run in block:
+                self._one(run)
+                self._write_summary()
+            self._runner.require_good_input()
+
+    def _one(self, run: Run) -> None:
+        what = f"{on_ranks(run)}, seed {run.seed}"
+        place, tuned = self._place(run), None
+        if (choice := self._choices.get((run.name, run.training.ranks))) is not None:
+            if choice.best is None:
+                failure = RunFailed(choice.reason)
+                self._records[place] = self._runner.give_up(run, place, what, failure)
+                return
+            run, tuned = replace(run, training=choice.best.run.training), choice.best.settings
+        self._records[place] = self._runner.make(run, place, what, retry=self._retry, tuned=tuned)
+
+    def _place(self, run: Run) -> Path:
+        return run_folder(self._folder, run.name, run.training.ranks, run.seed)
+
+    def _write_summary(self) -> None:
+        write_summary(self._folder, self._experiment.name, self.rows(), self.not_run)

@@ -1,0 +1,173 @@
+"""An experiment: one task, trained under each of several strategies, with each of several seeds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestra.errors import InputError, nearest
+from orchestra.experiments.tune import Tune, grid, tuned
+from orchestra.settings import REQUIRED, Settings, setting
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.single import Single
+from orchestra.trainer.settings import Device, Run, Training
+
+ONE_PROCESS = "one process"
+_LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
+
+
+@dataclass(frozen=True, repr=False)
+class Experiment(Settings):
+    """What an experiment file says. There, the settings of `training` are keys of the file.
+
+    `training.ranks` is the first of `ranks`.
+    """
+
+    name: str = setting(REQUIRED, "of the experiment, and of its folders")
+    task: str = setting(REQUIRED, "notation of the task, such as digits(channels=8)")
+    strategies: Mapping[str, Strategy[Any]] = setting(REQUIRED, "a strategy for each label")
+    ranks: tuple[int, ...] = setting(
+        (4,), "processes, servers included: the budget of a run; one number or several", low=1
+    )
+    seeds: tuple[int, ...] = setting((0,), "one run a strategy for each", low=0)
+    devices: Mapping[str, Device] = setting(
+        {}, "cpu, cuda or auto for some labels, in place of device; not run where there is none"
+    )
+    tune: Tune | None = setting(
+        None, "settings: {optimizer.lr: [...]}, by, seed: what to choose for each strategy first"
+    )
+    training: Training = setting(Training(), "everything else")
+
+    def check(self) -> None:
+        for label in (self.name, *self.strategies):
+            if not _LABEL.fullmatch(label):
+                raise InputError(f"{label!r} cannot be a name: it has to name a folder, too")
+        if not self.strategies:
+            raise InputError("strategies: there is none; give a label and a strategy")
+        _require_each_once("seeds", "seed", self.seeds)
+        _require_each_once("ranks", "number", self.ranks)
+        object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
+        for label, strategy in self.strategies.items():
+            reasons = [refusal(strategy, ranks) for ranks in self.ranks]
+            if all(reasons):
+                raise InputError(f"strategies.{label}: {reasons[0]}")
+        for label in self.devices.keys() - self.strategies.keys():
+            hint = nearest(label, self.strategies)
+            raise InputError(f"devices: there is no strategy {label!r}; {hint}")
+        if self.tune is not None:
+            self._check_tune(self.tune)
+
+    def _check_tune(self, tune: Tune) -> None:
+        if tune.by == "target" and self.training.target is None:
+            raise InputError("tune.by: there is no target to choose by; give one, or by: loss")
+        if tune.seed in self.seeds:
+            raise InputError(
+                f"tune.seed: {tune.seed} is among the seeds; choose another, lest the settings be "
+                "chosen on a run that is compared"
+            )
+        for settings in grid(tune):
+            tuned(self.training, settings)
+
+
+def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:
+    if not values:
+        raise InputError(f"{key}: there is none")
+    if len(set(values)) < len(values):
+        raise InputError(f"{key}: {list(values)} holds a {what} twice")
+
+
+def refusal(strategy: Strategy[Any], ranks: int) -> str | None:
+    """Why `strategy` cannot run on that many ranks, None if it can."""
+    try:
+        strategy.roles(ranks)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def runs(experiment: Experiment) -> list[Run]:
+    """The runs of `experiment`: with the first seed all strategies on each number of ranks, then
+    with the next seed, so that a machine that grows slower does so for all of them."""
+    return [
+        Run(label, experiment.task, strategy, seed, _training(experiment, label, ranks))
+        for seed in experiment.seeds
+        for ranks in experiment.ranks
+        for label, strategy in experiment.strategies.items()
+        if refusal(strategy, ranks) is None
+    ]
+
+
+def _training(experiment: Experiment, label: str, ranks: int) -> Training:
+    device = experiment.devices.get(label, experiment.training.device)
+    return replace(experiment.training, ranks=ranks, device=device)
+
+
+def on_ranks(run: Run) -> str:
+    """The row of a run, in words."""
+    return f"{run.name}, {ranks_text(run.training.ranks)}"
+
+
+def ranks_text(ranks: int) -> str:
+    """A number of ranks, in words."""
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def not_run(experiment: Experiment) -> list[dict[str, Any]]:
+    """The strategies and numbers of ranks that do not go together, and why."""
+    return [
+        {"name": label, "ranks": ranks, "reason": reason}
+        for ranks in experiment.ranks
+        for label, strategy in experiment.strategies.items()
+        if (reason := refusal(strategy, ranks)) is not None
+    ]
+
+
+def with_one_process(experiment: Experiment) -> Experiment:
+    """`experiment` with the row that no comparison goes without: one process, all cores, the same
+    global batch."""
+    strategies = experiment.strategies
+    there = [strategies[label] for label in strategies if label not in experiment.devices]
+    if any(isinstance(strategy, Single) for strategy in there):
+        return experiment
+    if ONE_PROCESS in strategies:
+        raise InputError(
+            f"strategies.{ONE_PROCESS}: this label stands for Single(), which every comparison "
+            f"contains; rename {strategies[ONE_PROCESS]!r}"
+        )
+    return replace(experiment, strategies={ONE_PROCESS: Single(), **strategies})
+
+
+def alone(experiment: Experiment, run: Run) -> Experiment:
+    """The experiment that consists of `run` only."""
+    return replace(
+        experiment,
+        strategies={run.name: run.strategy},
+        ranks=(run.training.ranks,),
+        seeds=(run.seed,),
+        devices={},
+        tune=None,
+        training=run.training,
+    )
+
+
+def for_training(experiment: Experiment, source: str) -> Experiment:
+    """What `train` takes of an experiment: its one strategy on its one number of ranks, with the
+    first seed.
+
+    Raises:
+        InputError: there are several; `source` opens the message.
+    """
+    for many, noun, option in (
+        (list(experiment.strategies), "strategies", "--strategy"),
+        (list(map(str, experiment.ranks)), "numbers of ranks", "--ranks"),
+    ):
+        if len(many) > 1:
+            raise InputError(
+                f"{source}: holds {len(many)} {noun} ({', '.join(many)}); train takes one: name "
+                f"it with {option}, or run all with orchestra compare"
+            )
+    (label,) = experiment.strategies
+    training = _training(experiment, label, experiment.ranks[0])
+    return replace(experiment, seeds=experiment.seeds[:1], devices={}, tune=None, training=training)

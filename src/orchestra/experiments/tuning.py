@@ -1,0 +1,166 @@
+"""The trials before a comparison, and what is chosen by them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestra.experiments.experiment import Experiment, on_ranks, runs
+from orchestra.experiments.tune import Tune, grid, tuned
+from orchestra.records.layout import trial_folder
+from orchestra.records.record import RunRecord, write_atomically
+from orchestra.trainer.settings import Run, Target, Training
+
+TUNING = "tuning.json"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One combination of settings, tried with one strategy on one number of ranks.
+
+    `run` has them, and is judged on the validation data.
+    """
+
+    number: int
+    settings: Mapping[str, Any]
+    run: Run
+
+    @property
+    def row(self) -> tuple[str, int]:
+        """The label and the number of ranks."""
+        return self.run.name, self.run.training.ranks
+
+    def folder(self, comparison: Path) -> Path:
+        """Its place in the folder of the comparison."""
+        return trial_folder(comparison, *self.row, self.number)
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{key} {value}" for key, value in self.settings.items())
+        return f"{on_ranks(self.run)}, trial with {settings}"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What trials are judged by: a metric or "loss", as `by` has it, and whether more is better."""
+
+    by: str
+    metric: str
+    higher: bool
+
+    @classmethod
+    def of(cls, tune: Tune, target: Target | None) -> Criterion:
+        """The target's metric in its direction, or the loss, as `tune` has it."""
+        if target is None or tune.by == "loss":
+            return cls("loss", "loss", higher=False)
+        return cls("target", target.metric, higher=target.at_least is not None)
+
+    def score(self, record: RunRecord) -> float | None:
+        """The figure of a trial; None where it failed, or diverged."""
+        if record.status != "completed":
+            return None
+        loss = record.final_loss if self.metric == "loss" else None
+        value = record.metrics.get(self.metric, loss)
+        return value if value is not None and math.isfinite(value) else None
+
+    def cost(self, record: RunRecord) -> tuple[float, float]:
+        """Smaller is better; the loss decides between equal figures."""
+        score, loss = self.score(record), record.final_loss
+        if score is None:
+            return math.inf, math.inf
+        equal = loss if loss is not None and math.isfinite(loss) else math.inf
+        return -score if self.higher else score, equal
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The trials of one strategy on one number of ranks, in order, with their records."""
+
+    criterion: Criterion
+    outcomes: Sequence[tuple[Trial, RunRecord]]
+
+    @property
+    def best(self) -> Trial | None:
+        """The best trial, the earlier of equals; None where all failed or diverged."""
+        trial, record = min(self.outcomes, key=lambda outcome: self.criterion.cost(outcome[1]))
+        return None if self.criterion.score(record) is None else trial
+
+    @property
+    def reason(self) -> str:
+        """Why there is no best trial."""
+        _, first = self.outcomes[0]
+        cause = first.failure or f"its {self.criterion.metric} is not a finite number"
+        return f"every trial of its tuning failed; the first: {cause}"
+
+    def plain(self) -> dict[str, Any]:
+        """Its entry in `tuning.json`."""
+        name, ranks = self.outcomes[0][0].row
+        best = self.best
+        return {
+            "name": name,
+            "ranks": ranks,
+            "chosen": None if best is None else best.number,
+            "settings": None if best is None else dict(best.settings),
+            "trials": [
+                {
+                    "trial": trial.number,
+                    "settings": dict(trial.settings),
+                    "status": record.status,
+                    "score": self.criterion.score(record),
+                    "loss": _finite(record.final_loss),
+                    "failure": record.failure,
+                }
+                for trial, record in self.outcomes
+            ],
+        }
+
+
+def trials(experiment: Experiment) -> list[Trial]:
+    """As many for every strategy and number of ranks, in the order in which they are made."""
+    tune = experiment.tune
+    if tune is None:
+        return []
+    once = runs(replace(experiment, seeds=(tune.seed,), tune=None))
+    return [
+        Trial(
+            number,
+            settings,
+            replace(run, training=tuned(run.training, settings), judged_on="validation"),
+        )
+        for number, settings in enumerate(grid(tune))
+        for run in once
+    ]
+
+
+def choose(
+    tune: Tune, training: Training, outcomes: Sequence[tuple[Trial, RunRecord]]
+) -> dict[tuple[str, int], Choice]:
+    """For each strategy and number of ranks, what its trials say."""
+    criterion = Criterion.of(tune, training.target)
+    by_row: dict[tuple[str, int], list[tuple[Trial, RunRecord]]] = {}
+    for trial, record in outcomes:
+        by_row.setdefault(trial.row, []).append((trial, record))
+    return {row: Choice(criterion, of_row) for row, of_row in by_row.items()}
+
+
+def write_tuning(
+    folder: Path, tune: Tune, training: Training, choices: Mapping[tuple[str, int], Choice]
+) -> None:
+    """`tuning.json`: how it was chosen, every trial, and the choice."""
+    criterion = Criterion.of(tune, training.target)
+    document = {
+        "trials": len(grid(tune)),
+        "by": criterion.by,
+        "metric": criterion.metric,
+        "better": "higher" if criterion.higher else "lower",
+        "seed": tune.seed,
+        "choices": [choice.plain() for choice in choices.values()],
+    }
+    write_atomically(folder / TUNING, json.dumps(document, indent=2) + "\n")
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,67 @@
+"""Event files for TensorBoard, where they are asked for: its writer is imported then only."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.errors import InputError
+from orchestra.records.report import Point
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FOLDER = "tensorboard"
+
+
+def require_tensorboard() -> None:
+    """Raise `InputError` where TensorBoard is not installed."""
+    spec = importlib.util.find_spec("tensorboard")
+    if spec is None or spec.origin is None:  # or a folder of that name in the current one
+        raise InputError(
+            "tensorboard: is true, but TensorBoard is not installed: "
+            "pip install 'neural-orchestra[tensorboard]', or set it to false"
+        )
+
+
+class Scalars:
+    """Figures over a run: one of the curves that TensorBoard shows side by side.
+
+    They go into `folder/tensorboard/name`, which is made with the first of them. What an earlier
+    part of the run wrote there of `first` and later is no longer shown.
+    """
+
+    def __init__(self, folder: Path, name: str, first: int = 0) -> None:
+        require_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = functools.partial(SummaryWriter, str(folder / FOLDER / name), purge_step=first)
+        self._writer: SummaryWriter | None = None
+
+    def add(self, at: int, figures: Mapping[str, float]) -> None:
+        """The values of `figures`, by name, at step (or sample) `at`."""
+        if self._writer is None:
+            self._writer = self._make()
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, at)
+
+    def flush(self) -> None:
+        """Bring all of them to disk."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """No more follow."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def write_curve_events(folder: Path, points: Sequence[Point]) -> None:
+    """The figures of the snapshots over the samples, as the curve "snapshots"."""
+    scalars = Scalars(folder, "snapshots")
+    for point in points:
+        scalars.add(point.samples, point.metrics)
+    scalars.close()

@@ -1,0 +1,132 @@
+"""The timeline of a run, in the trace format of Chrome, which Perfetto opens too: `trace.json.gz`.
+
+Each rank is a process of the trace, each of its flows a thread; times are in microseconds. The
+format is described in "Trace Event Format", a document of the Chromium project.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestra.records.record import write_atomically
+from orchestra.records.report import RankReport
+from orchestra.records.timeline import Instant, Message, Slice, Timeline
+
+FILE = "trace.json.gz"
+NANOSECOND = 0.001  # in microseconds
+THREADS = 1000  # more than a rank has flows
+
+Event = dict[str, Any]
+
+
+def write_trace(folder: Path, reports: Sequence[RankReport]) -> None:
+    """Write `trace.json.gz` into `folder`, unless the ranks kept no timeline."""
+    events = trace_events(reports)
+    if events:
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+        write_atomically(folder / FILE, gzip.compress(text.encode(), mtime=0))
+
+
+def trace_events(reports: Sequence[RankReport]) -> list[Event]:
+    """All events of the trace; of each flow in the order of their beginnings, outer ones first."""
+    traced = _on_one_clock([(r.rank, r.timeline) for r in reports if r.timeline is not None])
+    sent = _sent(traced.values())
+    numbers = {message: number for number, message in enumerate(sorted(sent), start=1)}
+    events: list[Event] = []
+    for report in reports:
+        if report.rank not in traced:
+            continue
+        timeline = traced[report.rank]
+        events += _names(report, timeline)
+        slices = [part for piece in timeline.slices for part in _without_others(piece, sent)]
+        for piece in sorted(slices, key=lambda piece: (piece.start, -piece.end)):
+            events += _slice_events(report.rank, piece, numbers)
+        events += [_instant_event(report.rank, instant) for instant in timeline.instants]
+    return events
+
+
+def _on_one_clock(timelines: Sequence[tuple[int, Timeline]]) -> dict[int, Timeline]:
+    """By rank, in seconds since the first stopwatch on its clock began.
+
+    The stopwatches of a run begin together, behind a barrier: so different clocks are compared.
+    """
+    zeros: dict[str, float] = {}
+    for _, timeline in timelines:
+        zeros[timeline.clock] = min(timeline.began, zeros.get(timeline.clock, timeline.began))
+    return {rank: _shifted(timeline, zeros[timeline.clock]) for rank, timeline in timelines}
+
+
+def _shifted(timeline: Timeline, zero: float) -> Timeline:
+    slices = [s._replace(start=s.start - zero, end=s.end - zero) for s in timeline.slices]
+    instants = [instant._replace(at=instant.at - zero) for instant in timeline.instants]
+    return replace(timeline, began=timeline.began - zero, slices=slices, instants=instants)
+
+
+def _sent(timelines: Iterable[Timeline]) -> dict[Message, float]:
+    """When each message was sent, of those of which both ends were written down."""
+    ends: dict[str, dict[Message, float]] = {"send": {}, "receive": {}}
+    for timeline in timelines:
+        for piece in timeline.slices:
+            if piece.message is not None:
+                ends[piece.category][piece.message] = piece.start
+    return {message: at for message, at in ends["send"].items() if message in ends["receive"]}
+
+
+def _without_others(piece: Slice, sent: Mapping[Message, float]) -> Iterator[Slice]:
+    """What a rank moved before the message was sent that it received was something else."""
+    at = piece.start if piece.message is None else sent.get(piece.message, piece.start)
+    if piece.category == "receive" and piece.start < at <= piece.end:
+        step = {name: value for name, value in piece.args.items() if name == "step"}
+        yield piece._replace(name="move other messages", end=at, args=step, message=None)
+        piece = piece._replace(start=at)
+    yield piece
+
+
+def _names(report: RankReport, timeline: Timeline) -> Iterator[Event]:
+    """What the rank and its flows are called, in their order; idle flows are left out."""
+    rank = report.rank
+    yield _about(rank, 0, "process_name", name=f"rank {rank}: {report.role}")
+    yield _about(rank, 0, "process_sort_index", sort_index=rank)
+    for flow in sorted({piece.flow for piece in timeline.slices}):
+        yield _about(rank, flow, "thread_name", name=timeline.flows[flow])
+        yield _about(rank, flow, "thread_sort_index", sort_index=flow)
+
+
+def _about(rank: int, flow: int, what: str, **args: Any) -> Event:
+    return {"ph": "M", **_where(rank, flow), "name": what, "args": args}
+
+
+def _where(rank: int, flow: int) -> Event:
+    """Perfetto wants numbers of threads that are unique, and takes that of its process as main."""
+    return {"pid": rank, "tid": THREADS * (rank + 1) + flow}
+
+
+def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> Iterator[Event]:
+    """The slice, and the end of an arrow that is bound to it by lying inside."""
+    where, start, end = _where(rank, piece.flow), _micros(piece.start), _micros(piece.end)
+    yield {
+        "ph": "X", "cat": piece.category, "name": piece.name, "ts": start,
+        "dur": round(end - start, 3), "args": piece.args, **where,
+    }  # fmt: skip
+    if piece.message is None or piece.message not in numbers:
+        return
+    arrow = {"cat": "message", "name": "message", "id": numbers[piece.message], **where}
+    if piece.category == "send":
+        yield {"ph": "s", "ts": start, **arrow}
+    else:
+        inside = round(max(start, end - NANOSECOND), 3)
+        yield {"ph": "f", "bp": "e", "ts": inside, **arrow}
+
+
+def _instant_event(rank: int, instant: Instant) -> Event:
+    scope, at = "g" if instant.whole_run else "p", _micros(instant.at)
+    return {"ph": "i", "cat": "run", "name": instant.name, "s": scope, "ts": at, **_where(rank, 0)}
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

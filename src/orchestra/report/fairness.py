@@ -1,0 +1,209 @@
+"""What was equal for all rows of a report, what was not, and how their settings were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestra.report.collect import Source
+from orchestra.report.methods import text_of
+from orchestra.report.numbers import count, listed, some
+from orchestra.report.rows import Row
+from orchestra.report.study import Study
+
+_STOPWATCH = (
+    "One stopwatch: it starts when every rank has started, joined the group and warmed up on a "
+    "copy of the model, which is counted as set-up; checkpoints and evaluation are outside."
+)
+_START = (
+    "One start for each seed: the same initial parameters, and the samples in one global order "
+    "that the seed fixes."
+)
+Names = Callable[[Sequence[Row]], str]
+
+_NEARLY = 0.01
+"""Numbers of samples that differ by less than this part are a matter of the last steps."""
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """The two parts: `equal` with the `doubts` about it, and the `tuning` of each strategy.
+
+    `fair` is False where runs differ in more than their strategy, ranks and seed.
+    """
+
+    fair: bool
+    equal: Sequence[str]
+    doubts: Sequence[str]
+    tuning: Sequence[str]
+
+    @property
+    def brief(self) -> str:
+        """Both parts in a line, for a table that stands alone."""
+        start = "Equal start, samples, budget and stopwatch" + ", with doubts" * bool(self.doubts)
+        start = start if self.fair else "Not one fair comparison"
+        verdict = "; ".join(text.partition(":")[0] for text in self.tuning)
+        return f"{start}; {verdict}."
+
+
+def fairness(study: Study) -> Fairness:
+    """What the records say of it."""
+    rows = [row for row in study.ranked if row.completed]
+    several = len({row.ranks for row in rows}) > 1
+    names = _names_with_ranks if several else _names
+    equal = [_START, *_samples(rows), *_sequences(rows, names), *_batches(rows, names)]
+    unfair = [*_settings_differ(study), *_machines_differ(study)]
+    return Fairness(
+        fair=not unfair,
+        equal=[*equal, *_budgets(rows), *_threads(rows, names), _STOPWATCH],
+        doubts=[*unfair, *_runs_differ(rows)],
+        tuning=_tuning(study),
+    )
+
+
+def _samples(rows: Sequence[Row]) -> Iterator[str]:
+    least, most = _range_of_samples(rows)
+    if most and least == most:
+        yield f"The same number of samples: {most} in every run."
+    elif most and most - least <= _NEARLY * most:
+        yield f"Nearly the same number of samples: {least} to {most}, as the last steps fell."
+
+
+def _sequences(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    parts = [
+        f"for each of {number} ({names(group)})"
+        for number, group in _grouped(rows, lambda row: row.workers)
+        if number > 1 and len(group) > 1
+    ]
+    if parts:
+        yield f"The same samples in the same order where as many workers are: {'; '.join(parts)}."
+
+
+def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    parts = [
+        f"{batch} ({names(group)})" for batch, group in _grouped(rows, lambda row: row.global_batch)
+    ]
+    if len(parts) == 1:
+        yield f"The same global batch: {rows[0].global_batch} samples in every row."
+    elif parts:
+        yield f"The global batch, in samples: {'; '.join(parts)}."
+
+
+def _budgets(rows: Sequence[Row]) -> Iterator[str]:
+    for ranks, group in _grouped(rows, lambda row: row.ranks):
+        spending = [row for row in group if row.servers and row.workers < row.ranks]
+        spent = [
+            f"{number} of them servers under {_names(some)}"
+            for number, some in _grouped(spending, lambda row: row.servers)
+        ]
+        inside = f"; {'; '.join(spent)}" if spent else ""
+        yield f"A budget of {count('rank', ranks)}, dedicated servers included{inside}."
+    if len({row.ranks for row in rows}) > 1:
+        yield "Each row is measured against one process with the same budget and global batch."
+
+
+def _threads(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    groups = _grouped(rows, lambda row: row.completed[0].record.threads)
+    largest = max((len(group) for _, group in groups), default=0)
+    parts = [
+        f"{threads} ({'the others' if len(group) == largest < len(rows) else names(group)})"
+        for threads, group in reversed(groups)
+    ]
+    if parts:
+        yield f"Threads in a process: {'; '.join(parts)}."
+
+
+def _settings_differ(study: Study) -> Iterator[str]:
+    for key, values in study.differing.items():
+        each = "; ".join(f"{text_of(value)} ({source.folder.name})" for source, value in values)
+        yield f"The runs differ in {key}: {each}."
+
+
+def _machines_differ(study: Study) -> Iterator[str]:
+    known = [source for source in study.sources if source.environment]
+    for name, read in _MACHINE.items():
+        values = {str(read(source.environment)): source for source in known}
+        if len(values) > 1:
+            each = "; ".join(f"{value} ({s.folder.name})" for value, s in values.items())
+            yield f"Not the same {name}: {each}."
+
+
+def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
+    by_seeds: dict[frozenset[int], list[str]] = {}
+    for row in rows:
+        own = frozenset(run.record.seed for run in row.completed)
+        by_seeds.setdefault(own, []).append(row.name)
+    if len(by_seeds) > 1:
+        parts = [f"{_numbers(own)} ({some(names)})" for own, names in by_seeds.items()]
+        yield (
+            f"Not every row completed the same seeds: {'; '.join(parts)}. Differences are over "
+            "the seeds that both rows have."
+        )
+    least, most = _range_of_samples(rows)
+    if most - least > _NEARLY * most:
+        yield f"Not the same number of samples: from {least} to {most}."
+    for what, read in (("engine", "engine"), ("split of the data to judge by", "judged_on")):
+        values = sorted({str(getattr(run.record, read)) for row in rows for run in row.completed})
+        if len(values) > 1:
+            yield f"Not the same {what}: {listed(values)}."
+
+
+def _tuning(study: Study) -> list[str]:
+    texts = [_tuning_of(source) for source in study.sources if source.runs]
+    if len(set(texts)) == 1:
+        return texts[:1]
+    named = zip((s for s in study.sources if s.runs), texts, strict=True)
+    return [f"{text} ({source.folder.name})" for source, text in named]
+
+
+def _tuning_of(source: Source) -> str:
+    if not source.tuning:
+        optimizer = source.experiment.get("optimizer", "the same optimizer")
+        return (
+            f"NOT tuned: every strategy ran with {optimizer}; another learning rate may suit some "
+            "of them better"
+        )
+    tune = source.experiment.get("tune") or {}
+    settings = listed(list(tune.get("settings", {}))) if tune.get("settings") else "settings"
+    return (
+        f"tuned, {count('trial', source.tuning['trials'])}: for each strategy and number of ranks "
+        f"the best {settings} by {source.tuning.get('metric', 'loss')} on the validation data, "
+        f"with seed {source.tuning.get('seed')}; the test data was looked at once, afterwards"
+    )
+
+
+def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
+    samples = [run.record.samples for row in rows for run in row.completed]
+    return min(samples, default=0), max(samples, default=0)
+
+
+def _grouped(rows: Sequence[Row], key: Callable[[Row], int]) -> list[tuple[int, list[Row]]]:
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return sorted(groups.items())
+
+
+def _names(rows: Sequence[Row]) -> str:
+    """Their names, with the ranks left out."""
+    return listed([row.name.replace(f" ({count('rank', row.ranks)})", "") for row in rows])
+
+
+def _names_with_ranks(rows: Sequence[Row]) -> str:
+    """Their names, those on as many ranks together."""
+    groups = _grouped(rows, lambda row: row.ranks)
+    return ", ".join(f"{_names(group)} on {count('rank', ranks)}" for ranks, group in groups)
+
+
+def _numbers(seeds: frozenset[int]) -> str:
+    return ", ".join(str(seed) for seed in sorted(seeds))
+
+
+_MACHINE: dict[str, Callable[[Any], object]] = {
+    "processor": lambda environment: environment.get("processor"),
+    "number of cores": lambda environment: environment.get("cores"),
+    "system": lambda environment: environment.get("platform"),
+    "Python": lambda environment: environment.get("python"),
+    "torch": lambda environment: environment.get("packages", {}).get("torch"),
+}

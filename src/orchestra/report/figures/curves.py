@@ -1,0 +1,238 @@
+"""How the validation figures came about, against seconds and against samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import zip_longest
+from statistics import fmean
+from typing import Any
+
+import altair as alt
+
+from orchestra.records.report import Point
+from orchestra.report.collect import RunData
+from orchestra.report.figures.figure import Figure
+from orchestra.report.figures.frame import (
+    FAINT,
+    INK_NOW,
+    Look,
+    Values,
+    along,
+    figure,
+    height_scale,
+    marks,
+    numbers,
+    spans_much,
+    zoomable,
+)
+from orchestra.report.figures.subject import Subject
+from orchestra.report.measures import Target
+from orchestra.report.rows import Row
+
+SECTION = "convergence"
+_AXES = ("seconds", "samples")
+
+
+def curves(subject: Subject) -> list[Figure]:
+    """Loss and metric of the snapshots against seconds and against samples."""
+    found = []
+    for axis in _AXES:
+        for metric in ("loss", subject.metric):
+            if metric is not None and any(_points(run, metric) for run in subject.runs):
+                found.append(_curve(subject, metric, axis))
+    return found
+
+
+def _curve(subject: Subject, metric: str, axis: str) -> Figure:
+    rows = [row for row in subject.widest if any(_points(run, metric) for run in row.completed)]
+    each = [value for row in rows for value in _each(row, metric)]
+    log = metric == "loss" and spans_much([value["value"] for value in each])
+    switches = [value for row in rows for value in _switches(row, metric, axis, log)]
+    target = subject.target if subject.target and subject.target.metric == metric else None
+    y = alt.Y(
+        "value:Q",
+        title=f"{metric} at the snapshots{subject.better(metric)}",
+        scale=height_scale(log),
+        axis=alt.Axis(tickCount=6),
+    )
+    x = along(axis)
+    look = Look({row.name: subject.styles[row.name] for row in rows})
+    layers = [*_lines(each, [v for row in rows for v in _mean(row, metric)], x, y, look, metric)]
+    layers += _rule(target) if target else []
+    layers += _marked(switches, axis, y, look, metric) if switches else []
+    several = max(len(row.completed) for row in rows) > 1
+    return figure(
+        f"{metric}-against-{axis}",
+        f"{metric[0].upper()}{metric[1:]} against {axis}",
+        _caption(metric, axis, several, target, bool(switches)),
+        SECTION,
+        layers,
+    )
+
+
+def _lines(
+    each: Values, means: Values, x: alt.X, y: alt.Y, look: Look, metric: str
+) -> list[alt.Chart]:
+    """A thin line for each seed; over them a thick one with points, which is their mean."""
+    seeds = (
+        marks(each)
+        .mark_line(strokeWidth=1, strokeOpacity=0.35)
+        .encode(x, y, look.colour(), detail="seed:N")
+    )
+    base = marks(means).encode(x, y, look.colour())
+    mean = base.mark_line(strokeWidth=2).encode(look.dash())
+    tooltip = _tooltip(metric, "mean of seeds")
+    points = base.mark_point(filled=True, size=55, opacity=1).encode(look.shape(), tooltip=tooltip)
+    return [zoomable(seeds), mean, points]
+
+
+def _rule(target: Target) -> list[alt.Chart]:
+    """The target across the figure; it belongs to no strategy."""
+    place = alt.Chart(alt.InlineData(values=[{"target": target.bound}]))
+    y = alt.Y("target:Q")
+    label = f"target {target.bound:g}"
+    return [
+        place.mark_rule(color=FAINT, strokeDash=[3, 3]).encode(y),
+        place.mark_text(
+            text=label, align="left", baseline="bottom", dx=4, dy=-3, fontSize=11, color=INK_NOW
+        ).encode(y, x=alt.value(0)),
+    ]
+
+
+def _marked(switches: Values, axis: str, y: alt.Y, look: Look, metric: str) -> list[alt.Chart]:
+    """Where each seed's switch happened, on its own line; the first is named."""
+    base = marks(switches).encode(along(axis), y)
+    rings = base.mark_point(size=130, strokeWidth=2, shape="circle", filled=False, opacity=1)
+    left = f"scale('x', datum.{axis}) < width / 2"  # there the label goes to the right
+    label = base.transform_filter("datum.first").mark_text(
+        text="switch",
+        align=alt.ExprRef(f"{left} ? 'left' : 'right'"),
+        dx=alt.ExprRef(f"{left} ? 11 : -11"),
+        dy=-8,
+        fontSize=11,
+        color=INK_NOW,
+    )
+    fields = [
+        alt.Tooltip("step:Q", title="switched after step"),
+        *_tooltip(metric, "seed"),
+    ]
+    return [rings.encode(look.colour(), tooltip=fields), label]
+
+
+def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("strategy:N"),
+        alt.Tooltip("seed:N", title=seed),
+        alt.Tooltip("value:Q", title=metric, format=".4~g"),
+        alt.Tooltip("seconds:Q", title="seconds", format=".4~g"),
+        alt.Tooltip("samples:Q", title="samples", format=",.0f"),
+    ]
+
+
+def _points(run: RunData, metric: str) -> list[Point]:
+    """The snapshots of `run` that have a finite `metric`."""
+    found = (point for point in run.curve if numbers(point.metrics.get(metric)) is not None)
+    return list(found)
+
+
+def _each(row: Row, metric: str) -> Values:
+    return [
+        {"strategy": row.name, "seed": run.record.seed, **_place(point, metric)}
+        for run in row.completed
+        for point in _points(run, metric)
+    ]
+
+
+def _place(point: Point, metric: str) -> dict[str, Any]:
+    return {
+        "seconds": numbers(point.seconds),
+        "samples": point.samples,
+        "value": numbers(point.metrics[metric]),
+    }
+
+
+def _mean(row: Row, metric: str) -> Values:
+    """The mean over the seeds of the first snapshots, of the second ones, and so on."""
+    of_runs = [_points(run, metric) for run in row.completed]
+    values = []
+    for at_once in zip_longest(*of_runs):
+        points = [point for point in at_once if point is not None]
+        values.append(
+            {
+                "strategy": row.name,
+                "seed": len(points),
+                "seconds": numbers(fmean(point.seconds for point in points)),
+                "samples": round(fmean(point.samples for point in points)),
+                "value": numbers(fmean(point.metrics[metric] for point in points)),
+            }
+        )
+    return values
+
+
+def _switches(row: Row, metric: str, axis: str, log: bool) -> Values:
+    """Where the runs of `row` switched, each between two snapshots of its own."""
+    values: Values = []
+    for run in row.completed:
+        step, points = run.record.switched_at_step, _points(run, metric)
+        line = _line_of_step(run, step) if step is not None and points else None
+        if line is None:
+            continue
+        at = {"seconds": line["seconds"], "samples": line["consumed"]}
+        places = [getattr(point, axis) for point in points]
+        heights = [point.metrics[metric] for point in points]
+        value = _between(at[axis], places, heights, log)
+        values.append(
+            {
+                "strategy": row.name,
+                "seed": run.record.seed,
+                "step": step,
+                "seconds": numbers(at["seconds"]),
+                "samples": at["samples"],
+                "value": numbers(value),
+            }
+        )
+    if values:
+        min(values, key=lambda value: value[axis])["first"] = True
+    return values
+
+
+def _line_of_step(run: RunData, step: int) -> dict[str, Any] | None:
+    """What the first rank that computed `step` wrote down of it."""
+    for lines in run.steps.values():
+        for line in lines:
+            if line["step"] == step:
+                return line
+    return None
+
+
+def _between(at: float, places: Sequence[float], heights: Sequence[float], log: bool) -> float:
+    """The height at `at` of the line through `places` and `heights`; beyond them, of its end.
+
+    With `log` the line is straight on a logarithmic axis.
+    """
+    if log:
+        return math.exp(_between(at, places, [math.log(height) for height in heights], False))
+    for left, right, low, high in zip(places, places[1:], heights, heights[1:], strict=False):
+        if left <= at <= right and right > left:
+            return low + (high - low) * (at - left) / (right - left)
+    return heights[0] if at < places[0] else heights[-1]
+
+
+def _caption(metric: str, axis: str, several: bool, target: Target | None, switch: bool) -> str:
+    parts = [
+        f"The {metric} of copies of the model, taken in passing and evaluated after the run"
+        + (" (thick: mean over the seeds; thin: each seed)." if several else ".")
+    ]
+    if axis == "seconds":
+        parts.append("Further left is sooner.")
+    else:
+        parts.append(
+            "At equal samples curves differ by what the steps were worth, not by how long they "
+            "took; strategies with the same arithmetic lie on one another."
+        )
+    if target:
+        parts.append("The dashed rule is the target.")
+    if switch:
+        parts.append("Rings mark where a switch happened.")
+    return " ".join(parts)

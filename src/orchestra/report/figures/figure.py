@@ -1,0 +1,78 @@
+"""A figure: a Vega-Lite specification with its words, and its image files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+
+WIDTH = 680
+"""Of an image file, in pixels before it is scaled; on a page it is that of the container."""
+
+PAPER = "white"
+_NIGHT = "#1c1c1e"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a page shows in one place, and `save` writes into files.
+
+    `spec` is Vega-Lite as plain data, without the title, on a transparent ground. Its parameter
+    `hidden` lists the strategies (names of rows) to leave out, and `dark` says that the ground is;
+    a page may set both at any time. `section` is the part of the report that it belongs to:
+    convergence, target, time, traffic, staleness, scaling, differences or timeline.
+    """
+
+    name: str
+    title: str
+    caption: str
+    spec: Mapping[str, Any]
+    section: str
+
+
+def save(figure: Figure, folder: Path) -> tuple[Path, Path]:
+    """Write NAME.png and NAME.svg, on white and under their title; their paths."""
+    drawing = vl_convert.vegalite_to_svg(for_image(figure))
+    png, svg = folder / f"{figure.name}.png", folder / f"{figure.name}.svg"
+    _write(png, vl_convert.svg_to_png(drawing, scale=2))
+    _write(svg, drawing.encode())
+    return png, svg
+
+
+def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[str, Any]:
+    """The specification of `figure` to be drawn alone, `width` pixels wide."""
+    fixed = {"dark": dark, "room": width}
+    params = [
+        {"name": param["name"], "value": fixed[param["name"]]} if param["name"] in fixed else param
+        for param in figure.spec["params"]
+        if param["name"] != "zoom"  # which nobody can do in an image, and which costs time
+    ]
+    config = figure.spec["config"]
+    view = {**config["view"], "continuousWidth": width}  # of a container that is not there
+    return {
+        **figure.spec,
+        "params": params,
+        "config": {**config, "view": view},
+        "background": _NIGHT if dark else PAPER,
+        "title": figure.title,
+    }
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole, or as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        error.filename = str(path)  # a full disk names no file
+        raise

@@ -1,0 +1,191 @@
+"""What all figures share: the frame around their marks, and how they react."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import altair as alt
+
+from orchestra.report.figures.figure import Figure
+from orchestra.report.figures.style import INK, Style
+
+Values = list[dict[str, Any]]
+
+SI = "format(datum.value, '~s')"
+"""The label of a tick with a prefix of its own: 0, 500, 1.5k; a format gives all ticks the same."""
+
+SHOWN = "indexof(hidden, datum.strategy) < 0"
+"""Every mark of data is filtered by this, so that a page can hide a strategy everywhere."""
+
+INK_NOW = alt.ExprRef(INK)
+FAINT = alt.ExprRef("faint")
+_PARAMS = (
+    {"name": "hidden", "value": []},
+    {"name": "dark", "value": False},
+    {"name": INK, "expr": "dark ? '#ececec' : '#222222'"},
+    {"name": "faint", "expr": "dark ? '#8e8e93' : '#757575'"},
+    {"name": "ground", "expr": "dark ? '#1c1c1e' : '#ffffff'"},
+    {"name": "grid", "expr": "dark ? '#3a3a3c' : '#e3e3e3'"},
+    # The container's width. `width` itself shrinks as the axes take their part of it, after the
+    # legend was laid out; it stands here so that this is evaluated again when a window changes.
+    {"name": "room", "expr": "isFinite(containerSize()[0]) ? containerSize()[0] : width"},
+)
+_LOG_FROM = 10.0  # largest over smallest value
+_FONT = "Helvetica Neue, Helvetica, Arial, sans-serif"
+_CONFIG = {
+    "font": _FONT,
+    "background": None,
+    "padding": 4,
+    "view": {"stroke": None},
+    "title": {
+        "color": {"expr": INK},
+        "anchor": "start",
+        "fontSize": 14,
+        "offset": 10,
+        "limit": {"expr": "room"},
+    },
+    "axis": {
+        "labelColor": {"expr": INK},
+        "titleColor": {"expr": INK},
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titleFontWeight": "normal",
+        "titlePadding": 8,
+        "gridColor": {"expr": "grid"},
+        "domainColor": {"expr": "faint"},
+        "tickColor": {"expr": "faint"},
+        "labelOverlap": "greedy",
+        "labelBound": True,
+    },
+    "axisX": {"tickCount": {"expr": "max(3, floor(room / 90))"}, "labelFlush": True},
+    "legend": {
+        "labelColor": {"expr": INK},
+        "titleColor": {"expr": INK},
+        "labelFontSize": 11,
+        "labelLimit": 260,
+        "orient": "bottom",
+        "direction": "horizontal",
+        "symbolSize": 70,
+        "columnPadding": 18,
+    },
+}
+
+
+def numbers(value: float | None) -> float | None:
+    """`value` to five significant digits, more than an eye can tell; None if not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")
+
+
+def marks(values: Values) -> alt.Chart:
+    """A chart of `values`, each with its "strategy"; those of hidden ones are not drawn."""
+    return alt.Chart(alt.InlineData(values=values)).transform_filter(SHOWN)
+
+
+def spans_much(values: Sequence[float]) -> bool:
+    """Whether a logarithmic axis shows `values` better."""
+    return min(values) > 0 and max(values) / min(values) > _LOG_FROM
+
+
+def height_scale(log: bool = False) -> alt.Scale:
+    """The range of the values, not from zero; logarithmic with `log`."""
+    if log:
+        return alt.Scale(type="log", nice=False, padding=9)
+    return alt.Scale(zero=False, nice=False, padding=9)
+
+
+def along(axis: str) -> alt.X:
+    """The horizontal axis of a run's course: "seconds" or "samples"."""
+    titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
+    return alt.X(
+        f"{axis}:Q",
+        title=titles[axis],
+        axis=alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False),
+        scale=alt.Scale(nice=False, zero=True, padding=7),
+    )
+
+
+def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y")) -> alt.Chart:
+    """`chart`, whose axes zoom by Ctrl or Shift and the wheel, or are dragged by a mouse.
+
+    The wheel alone and the finger scroll the page that the figure is on. A double click resets.
+    """
+    mouse = "[pointerdown[event.pointerType === 'mouse' && !event.button], window:pointerup]"
+    drag = f"{mouse} > window:pointermove!"
+    zoom = alt.selection_interval(
+        name="zoom",
+        bind="scales",
+        encodings=list(channels),
+        on=drag,
+        translate=drag,
+        zoom="wheel![event.ctrlKey || event.shiftKey]",
+        clear="dblclick",
+    )
+    return chart.properties(name="zoomed").add_params(zoom)
+
+
+class Look:
+    """The channels that tell strategies apart, over `styles` by name."""
+
+    def __init__(self, styles: Mapping[str, Style], field: str = "strategy") -> None:
+        self._field = f"{field}:N"
+        self._styles = dict(styles)
+        longest = max((len(name) for name in styles), default=1)
+        columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
+        self._legend = alt.Legend(
+            title=None,
+            columns=alt.ExprRef(columns),
+            symbolLimit=0,
+            symbolOpacity=1,
+            symbolStrokeWidth=0,  # dashes would fray the outline of a shape
+        )
+
+    def colour(self, legend: bool = True) -> alt.Color:
+        """Its colour, on lines and points."""
+        colours = [
+            {"expr": INK} if style.colour == INK else style.colour
+            for style in self._styles.values()
+        ]
+        return alt.Color(self._field, scale=self._scale(colours), legend=self._shown(legend))
+
+    def dash(self) -> alt.StrokeDash:
+        """Its dash, on lines."""
+        dashes = [list(style.dash) for style in self._styles.values()]
+        return alt.StrokeDash(self._field, scale=self._scale(dashes), legend=self._legend)
+
+    def shape(self, legend: bool = True) -> alt.Shape:
+        """Its shape, on points."""
+        shapes = [style.shape for style in self._styles.values()]
+        return alt.Shape(self._field, scale=self._scale(shapes), legend=self._shown(legend))
+
+    def _scale(self, values: Sequence[Any]) -> alt.Scale:
+        return alt.Scale(domain=list(self._styles), range=list(values))
+
+    def _shown(self, legend: bool) -> alt.Legend | None:
+        return self._legend if legend else None
+
+
+def figure(
+    name: str,
+    title: str,
+    caption: str,
+    section: str,
+    layers: Iterable[alt.Chart],
+    height: int | alt.Step = 300,
+) -> Figure:
+    """The figure of `layers`, drawn one over the other, as wide as its container.
+
+    Its name is `name` as far as that can stand in the name of a file.
+    """
+    chart = alt.layer(*layers).properties(
+        width="container", height=height, description=f"{title}. {caption}"
+    )
+    spec = chart.to_dict()
+    spec["params"] = [*_PARAMS, *spec.get("params", ())]
+    spec["config"] = _CONFIG
+    file_name = re.sub(r"[^\w.]+", "-", name).strip("-")
+    return Figure(file_name, title, caption, spec, section)

@@ -1,0 +1,130 @@
+"""A few steps out of the timeline that a run left."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import InputError
+
+_STEPS = 3
+_ROOM = 1500
+"""The most pieces and messages that a window may hold before it is made shorter."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the ranks did from `start` to `end`, in microseconds of the stopwatch.
+
+    `pieces` are the trace's complete events, `ends` those among them that are ends of steps,
+    `messages` the two ends of each arrow; `roles` and `flows` are the names of ranks and of their
+    flows. `first` and `last` are steps of the lowest rank that has any.
+    """
+
+    start: float
+    end: float
+    first: int
+    last: int
+    roles: dict[int, str]
+    flows: dict[tuple[int, int], str]
+    pieces: list[Event] = field(default_factory=list)
+    ends: list[Event] = field(default_factory=list)
+    messages: list[tuple[Event, Event]] = field(default_factory=list)
+
+
+def windows(path: Path) -> list[Window]:
+    """From the middle of each traced part of a run, about three steps.
+
+    A run has several parts where its strategy changed: each began to be traced anew.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events: list[Event] = json.load(file)["traceEvents"]
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise InputError(f"{path}: is damaged: {error}") from None
+    return [_window(events, part) for part in _parts(events)]
+
+
+def _parts(events: Sequence[Event]) -> list[list[Event]]:
+    """The steps of the lowest rank that has any, in runs of consecutive numbers."""
+    steps = [event for event in events if event["ph"] == "X" and "step" in _own_step(event)]
+    lowest = min((event["pid"] for event in steps), default=None)
+    parts: list[list[Event]] = []
+    for event in sorted((e for e in steps if e["pid"] == lowest), key=lambda e: e["ts"]):
+        follows = parts and event["args"]["step"] == parts[-1][-1]["args"]["step"] + 1
+        if follows:
+            parts[-1].append(event)
+        else:
+            parts.append([event])
+    return parts
+
+
+def _own_step(event: Event) -> dict[str, Any]:
+    """The arguments of an event that is a whole step; of a checkpoint or another, none."""
+    return event["args"] if event["cat"] == "step" else {}
+
+
+def _window(events: Sequence[Event], part: Sequence[Event]) -> Window:
+    """The longest window of up to three steps round the middle that has not too much in it."""
+    for steps in range(min(_STEPS, len(part)), 0, -1):
+        at = (len(part) - steps) // 2
+        window = _cut(events, part[at], part[at + steps - 1])
+        if len(window.pieces) + len(window.messages) <= _ROOM:
+            return window
+    return _shortened(window)
+
+
+def _cut(events: Iterable[Event], first: Event, last: Event) -> Window:
+    """What lies at least in part between the beginning of `first` and the end of `last`."""
+    start, end = first["ts"], last["ts"] + last["dur"]
+    roles, flows = _names(events)
+    window = Window(start, end, first["args"]["step"], last["args"]["step"], roles, flows)
+    arrows: dict[int, dict[str, Event]] = defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf":
+            arrows[event["id"]][event["ph"]] = event
+        elif event["ph"] == "X" and event["ts"] < end and event["ts"] + event["dur"] > start:
+            whole_step = event["cat"] == "step"
+            (window.ends if whole_step else window.pieces).append(event)
+    for pair in arrows.values():
+        if len(pair) == 2 and start <= pair["s"]["ts"] and pair["f"]["ts"] <= end:
+            window.messages.append((pair["s"], pair["f"]))
+    return window
+
+
+def _names(events: Iterable[Event]) -> tuple[dict[int, str], dict[tuple[int, int], str]]:
+    roles: dict[int, str] = {}
+    flows: dict[tuple[int, int], str] = {}
+    for event in events:
+        if event["ph"] == "M" and event["name"] == "process_name":
+            roles[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "M" and event["name"] == "thread_name":
+            flows[event["pid"], event["tid"]] = event["args"]["name"]
+    return roles, flows
+
+
+def _shortened(window: Window) -> Window:
+    """As much of the beginning as there is room for."""
+    times = sorted([e["ts"] for e in window.pieces] + [s["ts"] for s, _ in window.messages])
+    end = times[_ROOM]
+    return Window(
+        window.start,
+        end,
+        window.first,
+        window.last,
+        window.roles,
+        window.flows,
+        [event for event in window.pieces if event["ts"] < end],
+        window.ends,
+        [(sent, got) for sent, got in window.messages if got["ts"] <= end],
+    )

@@ -1,0 +1,126 @@
+"""The page: everything that a report says, in one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import vl_convert
+from markupsafe import Markup, escape
+
+from orchestra.report.answer import answer
+from orchestra.report.fairness import fairness
+from orchestra.report.figures import Figure, style_of
+from orchestra.report.figures.style import INK
+from orchestra.report.methods import agreement, endings, methods
+from orchestra.report.outcomes import switched, troubles
+from orchestra.report.study import Study
+from orchestra.report.table import figures_of, table
+from orchestra.report.traces import traces
+from orchestra.report.tuning import trials
+
+SCHEMA = 1
+
+SECTIONS = {
+    "convergence": "Convergence",
+    "target": "Time to target, and differences",
+    "differences": "Time to target, and differences",
+    "time": "Where the time went",
+    "traffic": "Traffic and staleness",
+    "staleness": "Traffic and staleness",
+    "scaling": "Scaling",
+    "timeline": "The course of a run",
+}
+"""Titles of the sections that figures belong to, in their order."""
+
+
+def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
+    """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("orchestra.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["breakable"] = _breakable
+    ends = endings(study)
+    return environment.get_template("page.html").render(
+        title=_title(study),
+        study=study,
+        answer=answer(study),
+        fairness=fairness(study),
+        table=table(study),
+        sections=_sections(figures),
+        looks=_looks(study),
+        switched=switched(study),
+        troubles=troubles(study),
+        trials=trials(study.sources),
+        traces=traces(study.ranked, out),
+        methods=methods(study),
+        endings=ends,
+        agreement=agreement(ends),
+        data=_data(study),
+        specs={figure.name: figure.spec for figure in figures},
+        library=_library(),
+    )
+
+
+def _title(study: Study) -> str:
+    names = [str(s.experiment.get("name", s.folder.name)) for s in study.sources]
+    return ", ".join(dict.fromkeys(names))
+
+
+def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
+    """The figures by the titles of their sections."""
+    found: dict[str, list[Figure]] = {title: [] for title in SECTIONS.values()}
+    for figure in figures:
+        found[SECTIONS[figure.section]].append(figure)
+    return {title: members for title, members in found.items() if members}
+
+
+def _looks(study: Study) -> dict[str, dict[str, str]]:
+    """The colour and dash that a row has in the figures, by its name."""
+    styles = style_of([row for row in study.ranked if row.completed])
+    return {
+        name: {
+            "colour": "currentColor" if style.colour == INK else style.colour,
+            "dash": " ".join(map(str, style.dash)),
+        }
+        for name, style in styles.items()
+    }
+
+
+def _data(study: Study) -> Mapping[str, Any]:
+    """The figures of the page for machines, those of every run included."""
+    rows = [
+        {
+            "name": row.name,
+            "label": row.label,
+            "strategy": row.strategy,
+            "ranks": row.ranks,
+            "figures": figures_of(study, row),
+            "runs": [run.record.summary() for run in row.runs],
+        }
+        for row in study.ranked
+    ]
+    target = None if study.target is None else asdict(study.target)
+    return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
+
+
+def _breakable(text: str) -> Markup:
+    """A strategy's notation, which a line may end in after a bracket, comma or equals sign."""
+    return Markup(re.sub(r"([(,=])", r"\1<wbr>", str(escape(text))))
+
+
+def _library() -> Markup:
+    """The plotting library. No text inside may look like the end of the script to a browser."""
+    return Markup(
+        vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace(
+            "</script", "<\\/script"
+        )
+    )

@@ -1,0 +1,215 @@
+"""The table of a report: one line for each row, best first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestra.report.measures import (
+    SENT,
+    STALENESS,
+    STALEST,
+    TIME_TO_TARGET,
+    TRAIN,
+    Measure,
+)
+from orchestra.report.numbers import THIN, decimals_for, fixed, listed, pairs_of
+from orchestra.report.rows import Row
+from orchestra.report.statistics import Difference
+from orchestra.report.study import Study
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column; a click on its title sorts by the values of its cells, the best first.
+
+    `rising`: the largest first.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    rising: bool = False
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in the table: `text`, smaller below it `details`; `value` is what it sorts by.
+
+    `verdict` is "better" or "worse" than the rival where the spread over seeds cannot explain it.
+    """
+
+    text: str
+    details: Sequence[str] = ()
+    value: float | None = None
+    spread: float | None = None
+    difference: Difference | None = None
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row with its cells, one for each column after the strategy's."""
+
+    row: Row
+    cells: Sequence[Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """`beside` says what the differences in it are from, `pairs` over how many seeds most are."""
+
+    columns: Sequence[Column]
+    lines: Sequence[Line]
+    beside: str
+    pairs: int
+
+
+def table(study: Study) -> Table:
+    """All figures of `study`."""
+    shown = [m for m in study.measures if m is not STALEST]
+    decimals = {measure.key: _decimals(study.rows, measure) for measure in study.measures}
+    pairs = _pairs(study)
+    measured = [Column(m.key, _title(m), m.unit, bool(m.rising)) for m in shown]
+    switches = any(_switches(row) for row in study.rows)
+    columns = [
+        Column("ranks", "ranks"),
+        Column("global_batch", "global batch", "samples"),
+        Column("completed", "seeds completed", rising=True),
+        *measured,
+        *([Column("switched_at_step", "switched", "step")] if switches else []),
+    ]
+    lines = []
+    for row in study.ranked:
+        cells = [_ranks(row), _batch(row), _completed(row)]
+        cells += [_measured(study, row, measure, decimals[measure.key], pairs) for measure in shown]
+        lines.append(Line(row, [*cells, *([_switched(row)] if switches else [])]))
+    return Table(columns, lines, _beside(study), pairs)
+
+
+def figures_of(study: Study, row: Row) -> dict[str, Any]:
+    """The same figures for machines: mean, spread, number of seeds, and difference of each."""
+    figures = {}
+    for measure in study.measures:
+        difference = study.difference(row, measure)
+        figures[measure.key] = {
+            "mean": row.mean(measure.read),
+            "spread": row.spread(measure.read),
+            "n": len(row.values(measure.read)),
+            "unit": measure.unit,
+            "difference": None if difference is None else vars(difference),
+        }
+    return figures
+
+
+def _title(measure: Measure) -> str:
+    return "staleness" if measure is STALENESS else measure.title
+
+
+def _ranks(row: Row) -> Cell:
+    workers = f"{row.workers}{THIN}worker{'s' * (row.workers != 1)}"
+    servers = f"{row.servers}{THIN}server{'s' * (row.servers != 1)}"
+    return Cell(str(row.ranks), [workers, *([servers] if row.servers else [])], row.ranks)
+
+
+def _batch(row: Row) -> Cell:
+    return Cell(str(row.global_batch), value=row.global_batch)
+
+
+def _completed(row: Row) -> Cell:
+    done = len(row.completed)
+    return Cell(f"{done} of {len(row.runs)}", value=done)
+
+
+def _measured(study: Study, row: Row, measure: Measure, places: int, pairs: int) -> Cell:
+    mean = row.mean(measure.read)
+    if mean is None:
+        missed = measure is TIME_TO_TARGET and bool(row.completed)
+        return Cell("not reached" if missed else NONE)
+    spread = row.spread(measure.read)
+    text = fixed(mean, places)
+    if spread is not None:
+        text += f" ± {fixed(spread, places)}"
+    difference = study.difference(row, measure) if measure in _compared(study) else None
+    details = [*_notes(study, row, measure), *_difference(difference, places, pairs)]
+    verdict = _verdict(measure, difference)
+    return Cell(text, details, mean, spread, difference, verdict)
+
+
+def _compared(study: Study) -> list[Measure]:
+    """Of what the table shows differences."""
+    return [TIME_TO_TARGET, TRAIN, *study.finals]
+
+
+def _notes(study: Study, row: Row, measure: Measure) -> Iterator[str]:
+    if measure is TIME_TO_TARGET and study.reached(row) < len(row.runs):
+        yield f"in {study.reached(row)} of {len(row.runs)} runs"
+    if measure is SENT and any(run.record.bytes_estimated for run in row.completed):
+        yield "estimated"
+    if measure is STALENESS:
+        largest = max(row.values(STALEST.read).values())
+        yield f"at most {largest:g}"
+
+
+def _difference(difference: Difference | None, places: int, pairs: int) -> Iterator[str]:
+    if difference is None:
+        return
+    mean = fixed(difference.mean, places, sign=True)
+    yield mean if difference.n == pairs else f"{mean}, {pairs_of(difference.n)}"
+    if difference.low is not None and difference.high is not None:
+        low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
+        yield f"[{low}, {high}]"
+
+
+def _pairs(study: Study) -> int:
+    """Over how many seeds the most differences of the table are."""
+    counts = Counter(
+        difference.n
+        for row in study.rows
+        for measure in _compared(study)
+        if (difference := study.difference(row, measure))
+    )
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _verdict(measure: Measure, difference: Difference | None) -> str:
+    if difference is None or not difference.certain or measure.rising is None:
+        return ""
+    return "better" if (difference.mean > 0) is measure.rising else "worse"
+
+
+def _switches(row: Row) -> bool:
+    return row.strategy.startswith("Switch(")
+
+
+def _switched(row: Row) -> Cell:
+    if not _switches(row) or not row.completed:
+        return Cell(NONE)
+    steps = [run.record.switched_at_step for run in row.completed]
+    fired = [step for step in steps if step is not None]
+    if not fired:
+        return Cell("never switched")
+    never = ["never in the others"] if len(fired) < len(steps) else []
+    return Cell(listed([str(step) for step in fired]), never, sum(fired) / len(fired))
+
+
+def _decimals(rows: Sequence[Row], measure: Measure) -> int:
+    """Enough for the smallest mean, though one more than the largest needs at most."""
+    means = [mean for row in rows if (mean := row.mean(measure.read))]
+    if not means:
+        return 0
+    most = decimals_for(means, measure.digits) + 1
+    return min(most, decimals_for([min(means, key=abs)], measure.digits))
+
+
+def _beside(study: Study) -> str:
+    if study.baseline is not None:
+        return f"the row {study.baseline} of the same seed"
+    if any(study.rival(row) for row in study.rows):
+        return "one process with all cores, the same global batch and the same seed"
+    return ""

@@ -1,0 +1,89 @@
+"""Decentralized parallel SGD: everyone averages parameters with a few neighbours, each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestra import exchange
+from orchestra.errors import InputError
+from orchestra.settings import setting
+from orchestra.strategies.base import Roles, Strategy
+from orchestra.topologies import Ring, Topology, connected, doubly_stochastic
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from orchestra.worker.worker import Worker
+
+
+@dataclass
+class GossipState:
+    """A worker's own optimizer, and the steps done."""
+
+    optimizer: Optimizer
+    step: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Gossip(Strategy[GossipState]):
+    """Mix parameters with a few neighbours' in each step: where no link should carry everything.
+
+    D-PSGD (Lian et al., NeurIPS 2017), Algorithm 1, on worker i:
+
+        x_i <- sum_j W_ij x_j - gamma g_i
+
+    with g_i, the gradient of its own samples, taken at x_i before the mixing. W is doubly
+    stochastic, so mixing keeps the mean of the replicas. The optimizer acts on the mixed
+    parameters; its moments stay with the worker. The final parameters are the exact mean.
+    """
+
+    topology: Topology = setting(Ring(), "who mixes with whom")
+
+    @property
+    def synchronous(self) -> bool:
+        """Workers wait for their neighbours only, and share no loss."""
+        return False
+
+    def currently_lockstep(self, state: GossipState) -> bool:
+        """Neighbours wait for each other in every step."""
+        return True
+
+    def roles(self, ranks: int) -> Roles:
+        """All ranks are workers; the graph has to connect them and to have weights."""
+        if not connected(self.topology, ranks):
+            raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
+        for step in range(self.topology.period(ranks)):
+            doubly_stochastic(self.topology.graph(ranks, step))
+        return Roles((1.0,) * ranks)
+
+    def start(self, worker: Worker) -> GossipState:
+        """Everyone begins with the parameters of the first rank."""
+        exchange.agree_on_parameters(worker)
+        worker.reporter.expendable(False)
+        return GossipState(worker.local_optimizer())
+
+    def reduce(self, worker: Worker, state: GossipState) -> None:
+        """The gradient stays here."""
+        exchange.keep_gradient(worker)
+
+    def update(self, worker: Worker, state: GossipState) -> None:
+        """x_i <- sum_j W_ij x_j, then the optimizer's step."""
+        worker.clip()
+        exchange.mix_with_neighbours(worker, self.topology, state.step)
+        worker.update_locally(state.optimizer)
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        state.step += 1
+
+    def agree(self, worker: Worker, state: GossipState) -> None:
+        """The exact mean of the replicas, and of their buffers."""
+        exchange.exact_mean(worker)
+        exchange.exact_mean_of_buffers(worker)
+
+    def stop(self, worker: Worker, state: GossipState) -> None:
+        """The exact mean of the replicas."""
+        exchange.exact_mean(worker)
+
+    def optimizer_of(self, state: GossipState) -> Optimizer:
+        """This worker's own."""
+        return state.optimizer

@@ -1,0 +1,130 @@
+"""Asynchronous decentralized parallel SGD: everyone averages with one other worker at a time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING
+
+from orchestra import exchange, optimizers
+from orchestra.errors import InputError
+from orchestra.settings import setting
+from orchestra.strategies.base import Roles, Strategy
+from orchestra.topologies import Complete, Graph, Topology, connect
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from orchestra.exchange import PairwiseAverage
+    from orchestra.worker.worker import Worker
+
+
+@dataclass
+class PairwiseState:
+    """A worker's own optimizer, its part in averages, and the steps done."""
+
+    optimizer: Optimizer
+    pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
+    step: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class PairwiseAveraging(Strategy[PairwiseState]):
+    """Average with one random worker at a time: where workers are not equally fast.
+
+    AD-PSGD (Lian et al., ICML 2018), Algorithm 1. On worker i, at its own pace:
+
+        g_i at x_i;  meanwhile x_i, x_j <- (x_i + x_j) / 2 with a random j;  x_i <- x_i - gamma g_i
+
+    so the gradient is of an x_i that was averaged since. Even workers ask, odd ones answer: as
+    no one who answers ever waits, there is no deadlock. The optimizer stays with the worker; it
+    acts on the averaged x_i. Staleness counts the averages between a gradient's read and its
+    write. The final parameters are the exact mean.
+    """
+
+    topology: Topology = setting(
+        Complete(), "whom a worker may average with; links between two even or two odd are not used"
+    )
+    _: KW_ONLY
+    seed: int = setting(0, "of the choice of partners", low=0)
+
+    @property
+    def synchronous(self) -> bool:
+        """Nobody waits for more than one partner."""
+        return False
+
+    def currently_lockstep(self, state: PairwiseState) -> bool:
+        """All count the steps alike."""
+        return True
+
+    def roles(self, ranks: int) -> Roles:
+        """All ranks are workers; the links between even and odd ones have to connect them."""
+        period = self.topology.period(ranks)
+        both_ways = [_pairs(self.topology.graph(ranks, step)) for step in range(period)]
+        if not connect(both_ways):
+            raise InputError(
+                f"{self!r}: the links between even and odd ranks do not connect {ranks} ranks"
+            )
+        return Roles((1.0,) * ranks)
+
+    def start(self, worker: Worker) -> PairwiseState:
+        """Everyone begins with the parameters of the first rank."""
+        exchange.agree_on_parameters(worker)
+        worker.reporter.expendable(False)
+        return PairwiseState(worker.local_optimizer(), exchange.PairwiseAverage(worker))
+
+    def before_forward(self, worker: Worker, state: PairwiseState) -> None:
+        """From here the parameters are averaged, while the gradient of the old ones is taken."""
+        state.pair.give(self._partner(worker, state.step) if state.pair.active else None)
+
+    def _partner(self, worker: Worker, step: int) -> int | None:
+        own = worker.workers.index(worker.rank)
+        partners = _pairs(self.topology.graph(len(worker.workers), step))[own]
+        return random.Random(f"{self.seed}-{own}-{step}").choice(partners) if partners else None
+
+    def reduce(self, worker: Worker, state: PairwiseState) -> None:
+        """The gradient stays here."""
+        exchange.keep_gradient(worker)
+
+    def update(self, worker: Worker, state: PairwiseState) -> None:
+        """The optimizer's step on the averaged parameters."""
+        worker.clip()
+        worker.step.staleness = (state.pair.take(),)
+        worker.measures.staleness.extend(worker.step.staleness)
+        worker.update_locally(state.optimizer)
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        state.step += 1
+
+    def quiesce(self, worker: Worker, state: PairwiseState, step: int) -> bool:
+        """Nobody averages."""
+        state.pair.settle()
+        return True
+
+    def agree(self, worker: Worker, state: PairwiseState) -> None:
+        """The exact mean of the replicas, and of their buffers."""
+        state.pair.settle()
+        exchange.exact_mean(worker)
+        exchange.exact_mean_of_buffers(worker)
+
+    def stop(self, worker: Worker, state: PairwiseState) -> None:
+        """The exact mean of the replicas."""
+        state.pair.settle()
+        state.pair.close()
+        worker.snapshots.renew(worker.step.consumed, worker.parameters)
+        exchange.exact_mean(worker)
+
+    def optimizer_of(self, state: PairwiseState) -> Optimizer:
+        """This worker's own."""
+        return state.optimizer
+
+
+def _pairs(graph: Graph) -> Graph:
+    """The links of `graph` between even and odd ranks, both ways."""
+    return tuple(
+        tuple(
+            other
+            for other in range(len(graph))
+            if (rank - other) % 2 and (other in graph[rank] or rank in graph[other])
+        )
+        for rank in range(len(graph))
+    )

@@ -1,0 +1,163 @@
+"""Synthetic images of CIFAR's shape: a task for networks with many layers."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from orchestra.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from numpy import float64, uint8
+    from numpy.random import RandomState
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from orchestra.tasks.task import Task
+
+    Numbers: TypeAlias = NDArray[float64]
+
+#: Raise it with any change of the images: files of another recipe are not read.
+RECIPE = 1
+#: The images are part of the task: they stay the same whatever the seed of a run.
+IMAGE_SEED = 0
+TRAIN, VALIDATION, TEST = 4_000, 1_000, 2_000
+SIDE, CLASSES = 32, 10
+#: Waves in a texture, and the fewest and most periods of a wave across the image.
+WAVES, PERIODS = 2, (1.5, 5.0)
+#: The largest turn (radians) and change of size of a texture from one image to the next.
+TURN, RESIZING = 0.35, 0.25
+#: Of the training images at the default noise, with pixels from 0 to 1.
+MEAN, DEVIATION = 0.5, 0.178
+#: Images that are drawn at a time.
+CHUNK = 500
+
+
+@dataclass(frozen=True, repr=False)
+class Images(Settings):
+    """Synthetic images of CIFAR's shape, told apart by their textures, for a residual network.
+
+    7,000 images of 3 x 32 x 32 pixels in ten classes: 4,000 for training, 1,000 for validation,
+    2,000 for the test, each drawn by itself. A class is a texture, two waves of its own in two
+    colours. An image shows it in a soft disc somewhere, turned by up to 20 degrees, resized by up
+    to a quarter, with phases, contrast and colours that vary, before a texture that means
+    nothing, and under Gaussian noise. The images are made once, in seconds, and kept in the
+    user's cache folder (see the task digits28).
+
+    The model is ResNet-20 (He et al., 2016: CIFAR's form, with batch normalisation and
+    shortcuts without parameters): 269,722 parameters. Loss: cross entropy; metric: accuracy.
+    """
+
+    _: KW_ONLY
+    train_samples: int = setting(
+        TRAIN, "images to train on, the first ones of all", low=1, high=TRAIN
+    )
+    noise: float = setting(
+        0.1, "standard deviation of the noise; pixels are from 0 to 1", low=0, high=1
+    )
+
+    def build(self) -> Task:
+        """The images, mapped from the cache, and a model."""
+        from functools import partial
+
+        import torch
+
+        from orchestra.tasks.cache import cached
+        from orchestra.tasks.classification import accuracy, cross_entropy, standardised
+        from orchestra.tasks.resnet import resnet20
+        from orchestra.tasks.task import Task
+        from orchestra.tasks.tensors import TensorData
+
+        name = f"images-recipe{RECIPE}-noise{self.noise!r}.safetensors"
+        made = cached(name, lambda: _made(self.noise))
+        sizes = [TRAIN, VALIDATION, TEST]
+        train, validation, test = zip(
+            torch.split(made["images"], sizes), torch.split(made["labels"], sizes), strict=True
+        )
+        transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
+        return Task(
+            model=resnet20,
+            train=TensorData(*(part[: self.train_samples] for part in train), transform=transform),
+            validation=TensorData(*validation, transform=transform),
+            test=TensorData(*test, transform=transform),
+            loss=cross_entropy,
+            metrics=accuracy,
+            collate=TensorData.collate,
+        )
+
+
+def _made(noise: float) -> dict[str, Tensor]:
+    """Images (7000, 3, 32, 32) of dtype uint8, and labels: each class in turn."""
+    import numpy
+    import torch
+
+    # RandomState: NumPy promises that its stream never changes.
+    random = numpy.random.RandomState(IMAGE_SEED)
+    waves, colours = _textures(random, CLASSES)
+    labels = numpy.arange(TRAIN + VALIDATION + TEST) % CLASSES
+    chunks = numpy.split(labels, range(CHUNK, len(labels), CHUNK))
+    images = [_drawn(waves[chunk], colours[chunk], noise, random) for chunk in chunks]
+    return {
+        "images": torch.from_numpy(numpy.concatenate(images)),
+        "labels": torch.from_numpy(labels),
+    }
+
+
+def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:
+    """Wave vectors (count, WAVES, 2) in periods an image, and colours (count, WAVES, 3)."""
+    import numpy
+
+    angles = random.uniform(0, numpy.pi, (count, WAVES))
+    periods = random.uniform(*PERIODS, (count, WAVES))
+    waves = numpy.stack([periods * numpy.cos(angles), periods * numpy.sin(angles)], -1)
+    return waves, random.uniform(-1, 1, (count, WAVES, 3))
+
+
+def _drawn(waves: Numbers, colours: Numbers, noise: float, random: RandomState) -> NDArray[uint8]:
+    """An image (3, 32, 32) for each texture: it, in a disc, before another one."""
+    import numpy
+
+    count = len(waves)
+    figure = _painted(_varied(waves, random), _recoloured(colours, random), random)
+    ground = _painted(*_textures(random, count), random)
+    place = (numpy.arange(SIDE) + 0.5) / SIDE
+    middle = random.uniform(0.35, 0.65, (2, count, 1, 1))
+    radius = random.uniform(0.3, 0.45, (count, 1, 1))
+    distance = numpy.hypot(place[:, None] - middle[0], place[None, :] - middle[1])
+    disc = (8 * (radius - distance) + 0.5).clip(0, 1)[:, None]
+    pixels = 0.5 + disc * figure + (1 - disc) * ground
+    pixels += noise * random.standard_normal(pixels.shape)
+    image: NDArray[uint8] = numpy.rint(255 * pixels.clip(0, 1)).astype(numpy.uint8)
+    return image
+
+
+def _varied(waves: Numbers, random: RandomState) -> Numbers:
+    """Each texture turned and resized."""
+    import numpy
+
+    angle = random.uniform(-TURN, TURN, (len(waves), 1))
+    size = 1 + random.uniform(-RESIZING, RESIZING, (len(waves), 1))
+    row, column = waves[..., 0], waves[..., 1]
+    turned_row = numpy.cos(angle) * row - numpy.sin(angle) * column
+    turned_column = numpy.sin(angle) * row + numpy.cos(angle) * column
+    return numpy.stack([turned_row / size, turned_column / size], -1)
+
+
+def _recoloured(colours: Numbers, random: RandomState) -> Numbers:
+    """Half of each texture's own colour, half of any other."""
+    return (colours + random.uniform(-1, 1, colours.shape)) / 2
+
+
+def _painted(waves: Numbers, colours: Numbers, random: RandomState) -> Numbers:
+    """Textures of shape (n, 3, 32, 32) around 0, each with phases and a contrast of its own."""
+    import numpy
+
+    count = len(waves)
+    place = (numpy.arange(SIDE) + 0.5) / SIDE
+    phase = random.uniform(0, 1, (count, WAVES, 1, 1))
+    rows = waves[..., 0, None, None] * place[:, None]
+    columns = waves[..., 1, None, None] * place[None, :]
+    heights = numpy.sin(2 * numpy.pi * (rows + columns + phase))
+    contrast = random.uniform(0.2, 0.4, (count, 1, 1, 1))
+    painted: Numbers = contrast * numpy.einsum("nwc,nwij->ncij", colours, heights)
+    return painted

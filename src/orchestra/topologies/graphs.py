@@ -1,0 +1,190 @@
+"""Graphs of ranks: who sends to whom. A graph may change from step to step, and then repeats."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+
+from orchestra.settings import Settings, setting
+
+Graph = tuple[tuple[int, ...], ...]
+"""For each rank the ranks that it sends to, itself not among them, rising."""
+
+
+@dataclass(frozen=True, repr=False)
+class Topology(Settings, ABC):
+    """Who sends to whom, for any number of ranks from 1."""
+
+    def period(self, ranks: int) -> int:
+        """Steps after which the graphs repeat."""
+        return 1
+
+    @abstractmethod
+    def links(self, ranks: int, step: int) -> Graph:
+        """The graph of step `step` (from 0, below `period`)."""
+
+    def graph(self, ranks: int, step: int) -> Graph:
+        """The graph of any `step`, from 0."""
+        return _links(self, ranks, step % self.period(ranks))
+
+
+@lru_cache(maxsize=1024)
+def _links(topology: Topology, ranks: int, step: int) -> Graph:
+    return topology.links(ranks, step)
+
+
+@lru_cache(maxsize=1024)
+def sources_of(graph: Graph) -> Graph:
+    """For each rank the ranks that send to it, rising."""
+    return tuple(
+        tuple(source for source, targets in enumerate(graph) if rank in targets)
+        for rank in range(len(graph))
+    )
+
+
+def connected(topology: Topology, ranks: int) -> bool:
+    """Whether what any rank knows reaches every other one, through the graphs of a period."""
+    return connect([topology.graph(ranks, step) for step in range(topology.period(ranks))])
+
+
+def connect(graphs: Sequence[Graph]) -> bool:
+    """Whether `graphs`, again and again in turn, carry what any rank knows to every other one."""
+    ranks = len(graphs[0])
+    forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
+    backward = [{source for source in range(ranks) if r in forward[source]} for r in range(ranks)]
+    return all(len(_reached(links)) == ranks for links in (forward, backward))
+
+
+def _reached(links: list[set[int]]) -> set[int]:
+    reached, fresh = {0}, {0}
+    while fresh:
+        fresh = set().union(*(links[rank] for rank in fresh)) - reached
+        reached |= fresh
+    return reached
+
+
+def _circulant(ranks: int, distances: set[int]) -> Graph:
+    """Every rank sends to those that are `distances` further on, around the circle."""
+    steps = {distance % ranks for distance in distances} - {0}
+    return tuple(
+        tuple(sorted((rank + distance) % ranks for distance in steps)) for rank in range(ranks)
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Ring(Topology):
+    """Everyone and both neighbours on a circle; few bytes, slow to spread."""
+
+    def links(self, ranks: int, step: int) -> Graph:
+        """Rank i sends to i - 1 and i + 1."""
+        return _circulant(ranks, {1, -1})
+
+
+@dataclass(frozen=True, repr=False)
+class Exponential(Topology):
+    """Everyone sends to the ranks 1, 2, 4, 8 ... further on: directed, spreads in log2(n) steps.
+
+    With `peers` = p the graph changes from step to step (Assran et al., ICML 2019): group i holds
+    the distances j (p+1)^i, j = 1 .. p, and the groups take turns. One peer is enough for exact
+    agreement after log2(n) steps where n is a power of 2.
+    """
+
+    _: KW_ONLY
+    peers: int | None = setting(
+        None, "ranks that each one sends to in a step, the distances taking turns; none: all", low=1
+    )
+
+    def period(self, ranks: int) -> int:
+        """The number of groups; 1 where every step uses all distances."""
+        return 1 if self.peers is None else len(self._powers(ranks, self.peers + 1))
+
+    def links(self, ranks: int, step: int) -> Graph:
+        """Rank i sends to i + each distance of the step."""
+        if self.peers is None:
+            return _circulant(ranks, set(self._powers(ranks, 2)))
+        power = self._powers(ranks, self.peers + 1)[step]
+        return _circulant(ranks, {j * power for j in range(1, self.peers + 1)})
+
+    @staticmethod
+    def _powers(ranks: int, base: int) -> list[int]:
+        powers = [1]
+        while powers[-1] * base < ranks:
+            powers.append(powers[-1] * base)
+        return powers
+
+
+@dataclass(frozen=True, repr=False)
+class Star(Topology):
+    """Everyone and rank 0, which is in the middle."""
+
+    def links(self, ranks: int, step: int) -> Graph:
+        """Rank 0 sends to all, all to rank 0."""
+        return (tuple(range(1, ranks)), *((0,) for _ in range(1, ranks)))
+
+
+@dataclass(frozen=True, repr=False)
+class Complete(Topology):
+    """Everyone with everyone: one step agrees exactly, at the bytes that this takes."""
+
+    def links(self, ranks: int, step: int) -> Graph:
+        """Everyone sends to all others."""
+        return _circulant(ranks, set(range(1, ranks)))
+
+
+@dataclass(frozen=True, repr=False)
+class RandomRegular(Topology):
+    """A random undirected graph in which everyone has the same number of neighbours.
+
+    Made from a regular circle by exchanging the ends of random pairs of edges. Where ranks x
+    degree is odd there is no such graph, and the degree is one higher.
+    """
+
+    degree: int = setting(3, "neighbours of each rank; all others where there are fewer", low=2)
+    _: KW_ONLY
+    seed: int = setting(0, "of the random choice", low=0)
+
+    def links(self, ranks: int, step: int) -> Graph:
+        """The one graph."""
+        degree = min(self.degree, ranks - 1)
+        degree += ranks * degree % 2
+        edges = _regular_edges(ranks, degree)
+        _shuffle_edges(edges, random.Random(self.seed))
+        return tuple(
+            tuple(sorted(b if a == rank else a for a, b in edges if rank in (a, b)))
+            for rank in range(ranks)
+        )
+
+
+def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
+    """A circle in which everyone has the `degree` nearest as neighbours."""
+    distances = list(range(1, degree // 2 + 1))
+    edges = {frozenset((i, (i + d) % ranks)) for d in distances for i in range(ranks)}
+    if degree % 2:
+        edges |= {frozenset((i, i + ranks // 2)) for i in range(ranks // 2)}
+    return sorted((min(edge), max(edge)) for edge in edges)
+
+
+def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
+    """Exchange ends of pairs of edges, until many were tried and the graph is connected."""
+    ranks = 1 + max((b for _, b in edges), default=0)
+    tried = 0
+    while tried < 10 * len(edges) or not _edges_connect(edges, ranks):
+        tried += 1
+        first, second = stream.randrange(len(edges)), stream.randrange(len(edges))
+        (a, b), (c, d) = edges[first], edges[second]
+        if stream.random() < 0.5:
+            c, d = d, c
+        new = [(min(a, d), max(a, d)), (min(c, b), max(c, b))]
+        if len({a, b, c, d}) == 4 and not set(new) & set(edges):
+            edges[first], edges[second] = new
+
+
+def _edges_connect(edges: list[tuple[int, int]], ranks: int) -> bool:
+    links: list[set[int]] = [set() for _ in range(ranks)]
+    for a, b in edges:
+        links[a].add(b)
+        links[b].add(a)
+    return len(_reached(links)) == ranks

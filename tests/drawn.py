@@ -1,0 +1,174 @@
+"""Comparisons that were never run: folders as they leave them, with figures known beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestra.records.layout import run_folder
+from orchestra.records.record import RunRecord, write_curve, write_summary
+from orchestra.records.report import Point, RankReport
+from orchestra.records.timeline import Message, Slice, Timeline
+from orchestra.records.trace import write_trace
+from orchestra.report.collect import Source, collect
+from orchestra.report.figures import Figure, figures
+from orchestra.report.rows import Row, rows_of
+
+EXPERIMENT = "{name: sample, target: {metric: accuracy, at_least: 0.8, at_most: null}}"
+STRATEGIES = {
+    "one process": "Single()",
+    "ring": "AllReduce('ring')",
+    "server": "ParameterServer(consistency='asynchronous')",
+    "switch": "Switch(AllReduce('ring'), ParameterServer(), when=AfterSteps(5))",
+}
+STEPS = 20
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A comparison's folder, read and drawn."""
+
+    sources: Sequence[Source]
+    rows: Sequence[Row]
+    figures: Mapping[str, Figure]
+
+    def values(self, name: str, *fields: str) -> list[dict[str, Any]]:
+        """The data of a figure that has all of `fields`."""
+        sets = self.figures[name].spec["datasets"].values()
+        return [value for values in sets for value in values if {*fields} <= value.keys()]
+
+
+def drawn(folder: Path, baseline: str | None = None) -> Drawn:
+    sources = collect([folder])
+    rows = rows_of(sources)
+    found = figures(sources, rows, baseline)
+    assert len({figure.name for figure in found}) == len(found)
+    return Drawn(sources, rows, {figure.name: figure for figure in found})
+
+
+def record(label: str, ranks: int = 4, seed: int = 0, **changes: Any) -> RunRecord:
+    """A run whose every figure differs from those of the others."""
+    number = [*STRATEGIES].index(label) if label in STRATEGIES else 0
+    seconds = (1 + number) * (1 + seed / 10) * (1 + ranks / 100)
+    serving, switching = label in ("server", "switch"), label == "switch"
+    workers = 1 if label == "one process" else ranks - (label == "server")
+    return replace(
+        RunRecord(
+            name=label,
+            strategy=STRATEGIES.get(label, "AllReduce('ring')"),
+            engine="processes",
+            ranks=ranks,
+            workers=workers,
+            servers=int(label == "server"),
+            seed=seed,
+            status="completed",
+            setup_seconds=0.7,
+            setup={"processes": 0.4, "group": 0.1, "first_step": 0.2},
+            train_seconds=seconds,
+            steps=STEPS,
+            samples=STEPS * BATCH,
+            samples_per_second=STEPS * BATCH / seconds,
+            final_loss=0.2,
+            metrics={"accuracy": 0.9 + number / 100 + seed / 1000},
+            time_to_target_seconds=seconds / 2 + seed / 7,
+            bytes_sent=0 if label == "one process" else 1_000_000 * (number + 1) + seed,
+            bytes_estimated=label == "ring",
+            seconds={"compute": seconds / 2, "communicate": seconds / 4, "wait": seconds / 8},
+            staleness={"mean": 1.0, "max": 2} if serving else None,
+            staleness_histogram={"0": 5, "2": 15} if serving else {},
+            switched_at_step=5 if switching else None,
+            global_batch=BATCH,
+            by_rank=_by_rank(label, workers, ranks, seconds),
+        ),
+        **changes,
+    )
+
+
+def _by_rank(label: str, workers: int, ranks: int, seconds: float) -> list[dict[str, Any]]:
+    told = 1 if label == "one process" else ranks
+    return [
+        {
+            "rank": rank,
+            "role": "worker" if rank < workers else "server",
+            "seconds": {"compute": seconds / (2 + rank), "communicate": 0.1, "wait": 0.0},
+        }
+        for rank in range(told)
+    ]
+
+
+def keep(folder: Path, runs: Sequence[RunRecord], *, trace: bool = True) -> Path:
+    """Lay out what `runs` left, as a comparison does."""
+    for run in runs:
+        inner = run_folder(folder, run.name, run.ranks, run.seed)
+        inner.mkdir(parents=True)
+        if run.status != "completed":
+            continue
+        assert run.train_seconds is not None
+        write_curve(inner, _points(run.train_seconds, run.seed))
+        for rank in range(run.workers):
+            _write_steps(inner / f"steps-rank-{rank}.jsonl", run, rank)
+        if trace and run.workers > 1:
+            write_trace(inner, traced_reports(run.ranks))
+    (folder / "experiment.yaml").write_text(EXPERIMENT)
+    write_summary(folder, "sample", runs)
+    return folder
+
+
+def _points(seconds: float, seed: int) -> list[Point]:
+    return [
+        Point(
+            samples=STEPS * BATCH * part // 4,
+            seconds=seconds * part / 4,
+            metrics={"loss": 3.0 / part**3 + seed / 100, "accuracy": 0.2 * part + seed / 100},
+        )
+        for part in range(1, 5)
+    ]
+
+
+def _write_steps(path: Path, run: RunRecord, rank: int) -> None:
+    assert run.train_seconds is not None
+    lines = [
+        {
+            "step": step,
+            "seconds": run.train_seconds * step / STEPS,
+            "samples": BATCH // run.workers,
+            "consumed": step * BATCH,
+            "loss": 2.0 / step + run.seed / 100 + rank / 1000,
+        }
+        for step in range(1, STEPS + 1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def traced_reports(ranks: int, steps: int = 7) -> list[RankReport]:
+    """Each rank computes for 1 ms, sends to the next, and receives from the one before."""
+    slices: list[list[Slice]] = [[] for _ in range(ranks)]
+    for step in range(1, steps + 1):
+        at, args = step * 0.003, {"step": step}
+        for rank in range(ranks):
+            there, back = (rank + 1) % ranks, (rank - 1) % ranks
+            out, into = Message(rank, there, 1, step), Message(back, rank, 1, step)
+            slices[rank] += [
+                Slice(0, "step", f"step {step}", at, at + 0.003, args),
+                Slice(1, "compute", "gradient", at, at + 0.001, args),
+                Slice(1, "send", f"send 1 kB to rank {there}", at + 0.001, at + 0.0012, args, out),
+                Slice(1, "wait", f"wait for rank {back}", at + 0.0012, at + 0.002, args),
+                Slice(1, "receive", f"from rank {back}", at + 0.002, at + 0.0022, args, into),
+            ]
+    return [
+        RankReport(
+            rank=rank, role="worker", steps=0, samples=1, setup={}, train_seconds=1.0, seconds={},
+            bytes_sent=0, bytes_estimated=False, staleness={}, peak_buffer_bytes=0,
+            switched_at_step=None, stopped=False, threads=1,
+            timeline=Timeline("clock", 0.0, ("steps", "main"), slices[rank]),
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def all_runs(ranks: Sequence[int] = (4,), seeds: Sequence[int] = (0, 1, 2)) -> list[RunRecord]:
+    return [record(label, n, seed) for n in ranks for label in STRATEGIES for seed in seeds]

@@ -1,0 +1,171 @@
+"""A common step is found, whoever wishes for it, at whatever pace the others go."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tasks_for_tests import Weight
+from tests.threads import run_ranks
+from tests.waiting import wait_until
+
+from orchestra.exchange import CommonStep
+from orchestra.exchange.common_step import LEASE
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.worker.runtime import Runtime
+from orchestra.worker.worker import Worker
+
+TOKEN = 99
+
+
+def make_worker(runtime: Runtime) -> Worker:
+    return Worker(runtime, Weight(), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
+
+
+@dataclass
+class Case:
+    """Each rank does `steps`; rank r wishes at `wishes[r]`, if that is there.
+
+    With `tied` each waits in every step for its neighbour on a one-way circle.
+    """
+
+    ranks: int
+    wishes: dict[int, int]
+    tied: bool
+    steps: int = 40
+    started: int = 0
+    held: dict[int, threading.Event] = field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> list[int]:
+        """The step that each rank left after."""
+        return run_ranks(self.ranks, self._run)
+
+    def _run(self, runtime: Runtime) -> int:
+        worker = make_worker(runtime)
+        common = CommonStep(worker, steps=self.started)
+        own, left = runtime.rank, self.started
+        for step in range(self.started + 1, self.steps + 1):
+            if own in self.held and step > 2:
+                assert self.held[own].wait(60)
+            self._work(runtime)
+            left = self.done[own] = step
+            if common.reached(step, wish=step >= self.wishes.get(own, self.steps + 1)):
+                break
+        worker.transport.send(torch.tensor([left]), (own + 1) % self.ranks, TOKEN + 1)
+        worker.transport.receive((own - 1) % self.ranks, TOKEN + 1).wait()
+        common.close()
+        return left
+
+    def _work(self, runtime: Runtime) -> None:
+        if self.tied:
+            runtime.transport.send(torch.zeros(1), (runtime.rank + 1) % self.ranks, TOKEN)
+            runtime.transport.receive((runtime.rank - 1) % self.ranks, TOKEN).wait()
+
+
+cases = st.builds(
+    Case,
+    st.integers(1, 4),
+    st.dictionaries(st.integers(0, 3), st.integers(1, 45), max_size=3),
+    st.booleans(),
+    started=st.sampled_from([0, 3, 17]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_all_leave_after_the_same_step(case: Case) -> None:
+    left = case.run()
+    assert len(set(left)) == 1
+    mine = {rank: step for rank, step in case.wishes.items() if rank < case.ranks}
+    wishes = [max(step, case.started + 1) for step in mine.values()]
+    first = min([*wishes, case.steps])
+    assert first <= left[0] <= case.steps
+    if case.tied and case.ranks > 1:
+        assert left[0] <= first + 4 * LEASE + case.ranks
+    if case.ranks == 1:
+        assert left[0] == first
+
+
+def test_nobody_passes_the_step_while_another_is_slow() -> None:
+    """Rank 1 is held at its third step; rank 0 stops at its promise, not before."""
+    slow = threading.Event()
+    case = Case(3, {0: 10}, tied=False, held={1: slow})
+    results: list[list[int]] = []
+    run = threading.Thread(target=lambda: results.append(case.run()), daemon=True)
+    run.start()
+    try:
+        wait_until(lambda: case.done.get(0, 0) >= 10, "rank 0 to wish")
+        assert case.done[1] <= 2
+    finally:
+        slow.set()
+        run.join(60)
+    (left,) = results
+    assert len(set(left)) == 1
+    assert left[0] >= 10
+
+
+def test_without_a_wish_it_costs_a_message_to_oneself_every_few_steps() -> None:
+    def program(runtime: Runtime) -> tuple[int, int, int]:
+        worker = make_worker(runtime)
+        common = CommonStep(worker)
+        before = runtime.transport.traffic.messages_sent
+        assert not any(common.reached(step, wish=False) for step in range(1, 101))
+        sent = runtime.transport.traffic.messages_sent - before
+        return sent, runtime.transport.bytes_sent, LEASE
+
+    # closed by nobody: the transport ends the flows
+    for sent, crossed, lease in run_ranks(2, program):
+        assert sent == 100 // lease
+        assert crossed == 0
+
+
+def test_after_settling_all_reports_have_been_judged() -> None:
+    heard: list[tuple[int, int]] = []
+
+    def judge(step: int, rank: int, report: list[float]) -> bool:
+        heard.append((step, rank))
+        return False
+
+    def program(runtime: Runtime) -> list[int]:
+        worker = make_worker(runtime)
+        common = CommonStep(worker, judge=judge)
+        known = []
+        for step in range(1, 31):
+            common.report(step, 0.0)
+            assert not common.reached(step, wish=False)
+            if step % 10 == 0:
+                common.settle()
+                known.append(sum(number <= step for number, _ in heard))
+        common.close()
+        return known
+
+    for ranks in (2, 4):
+        heard.clear()
+        assert run_ranks(ranks, program) == [[10 * ranks, 20 * ranks, 30 * ranks]] * ranks
+
+
+def test_a_judge_hears_everyone_and_his_wish_counts() -> None:
+    heard: list[tuple[int, int, float]] = []
+
+    def judge(step: int, rank: int, report: list[float]) -> bool:
+        heard.append((step, rank, report[0]))
+        return sum(report) > 6.5 and rank == 2
+
+    def program(runtime: Runtime) -> int:
+        worker = make_worker(runtime)
+        common = CommonStep(worker, judge=judge)
+        for step in range(1, 200):
+            common.report(step, float(step))
+            if common.reached(step, wish=False):
+                break
+        common.close()
+        return step
+
+    left = run_ranks(3, program)
+    assert len(set(left)) == 1
+    assert 7 <= left[0] < 199
+    assert sorted(heard) == [(k, r, float(k)) for k in range(1, left[0] + 1) for r in range(3)]

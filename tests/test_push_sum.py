@@ -1,0 +1,374 @@
+"""Stochastic gradient push: the equations of the paper, mass, de-biasing, and overlap."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.decentralized import (
+    Matrix,
+    distance_between,
+    gradients,
+    momentum_sgd,
+    replicas_of,
+    train_quadratic,
+)
+from tests.test_topologies import Given
+from tests.threads import run_ranks
+from tests.training import equal, train_threads
+from tests.waiting import wait_until
+from torch import Tensor, nn
+
+from orchestra.errors import InputError
+from orchestra.exchange import PushSum
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.strategies.single import Single
+from orchestra.strategies.stochastic_gradient_push import PushState, StochasticGradientPush
+from orchestra.topologies import (
+    Exponential,
+    RandomRegular,
+    Star,
+    Topology,
+    random_shares,
+    uniform_shares,
+)
+from orchestra.worker.runtime import Runtime
+from orchestra.worker.worker import Worker
+
+STEPS = 7
+CIRCLE = Given(((1,), (2,), (0,)))
+IRREGULAR = Given(((1, 2), (2,), (0, 3), (0,)))
+
+
+class Patient:
+    """A transport on which nothing is ever done before it is waited for."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Any:
+        return PatientHandle(self, source, self._transport.receive(source, tag, into))
+
+    def waits(self, source: int | None) -> None:
+        """The main flow is about to wait for `source`."""
+
+    def waited(self) -> None:
+        """It no longer waits."""
+
+
+@dataclass
+class PatientHandle:
+    transport: Patient
+    source: int | None
+    handle: Any
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> Tensor:
+        self.transport.waits(self.source)
+        try:
+            result: Tensor = self.handle.wait()
+            return result
+        finally:
+            self.transport.waited()
+
+
+@dataclass(frozen=True, repr=False)
+class PatientPush(StochasticGradientPush):
+    """All mass is added exactly `overlap` steps after it was sent."""
+
+    def start(self, worker: Worker) -> PushState:
+        worker.runtime = replace(worker.runtime, transport=Patient(worker.transport))
+        return super().start(worker)
+
+
+def matrix_of(topology: Topology, ranks: int, step: int, shares: Any) -> Matrix:
+    """P: column i is what rank i sends."""
+    matrix = np.zeros((ranks, ranks))
+    for rank, targets in enumerate(topology.graph(ranks, step)):
+        for target, share in shares(targets, rank, step).items():
+            matrix[target, rank] = share
+    return matrix
+
+
+def sgp(
+    topology: Topology, ranks: int, shares: Any, overlap: int, momentum: float
+) -> tuple[Matrix, Matrix]:
+    """Algorithm 1, what is sent in step k arriving in step k + overlap; z at the end, and w."""
+    gradient, step = gradients(ranks, STEPS), momentum_sgd(0.1, momentum, ranks)
+    x, w = np.zeros((ranks, 5)), np.ones((ranks, 1))
+    sent = []
+    for k in range(STEPS):
+        z = x / w
+        x = x - np.stack([step(i, gradient(i, k, z[i])) for i in range(ranks)])
+        matrix = matrix_of(topology, ranks, k, shares)
+        kept = np.diag(matrix.diagonal())
+        sent.append(((matrix - kept) @ x, (matrix - kept) @ w))
+        x, w = kept @ x, kept @ w
+        if k >= overlap:
+            x, w = x + sent[k - overlap][0], w + sent[k - overlap][1]
+    return x / w, w
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("weights", ["uniform", "random"])
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [(Exponential(peers=1), 5), (Exponential(peers=2), 4), (Star(), 4), (IRREGULAR, 4)],
+)
+def test_it_follows_the_equations_of_the_paper(
+    topology: Topology, ranks: int, weights: Any, overlap: int, momentum: float, tmp_path: Path
+) -> None:
+    strategy = PatientPush(topology, overlap=overlap, weights=weights, seed=3)
+    optimizer = f"SGD(lr=0.1, momentum={momentum})"
+    result = train_quadratic(strategy, ranks, STEPS, tmp_path, optimizer=optimizer)
+    shares = uniform_shares if weights == "uniform" else partial(random_shares, seed=3)
+    z, w = sgp(topology, ranks, shares, overlap, momentum)
+    assert distance_between(replicas_of(result), z) < 1e-12
+    if topology == IRREGULAR or overlap:
+        assert np.abs(w - 1).max() > 0.01
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_one_worker_equals_single_bit_for_bit(overlap: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)"}
+    alone = train_threads(Single(), 1, tmp_path / "single", "images()", **options)
+    push = StochasticGradientPush(overlap=overlap)
+    assert equal(
+        train_threads(push, 1, tmp_path / "push", "images()", **options).final, alone.final
+    )
+
+
+class Values(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 8, dtype=torch.float64) * (rank + 1))
+
+
+Masses = list[tuple[Tensor, float, Tensor]]
+
+
+def pushed(
+    topology: Topology,
+    ranks: int,
+    steps: int,
+    *,
+    overlap: int = 0,
+    shares: Any = uniform_shares,
+    then: Callable[[PushSum], None] = PushSum.drain,
+) -> Masses:
+    """Push-sum alone, from values that differ: x, w and z of each rank."""
+
+    def program(runtime: Runtime) -> tuple[Tensor, float, Tensor]:
+        worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
+        push = PushSum(worker, topology, shares, overlap)
+        for _ in range(steps):
+            push.mix()
+        then(push)
+        return push.x.clone(), push.w, push.z()
+
+    return run_ranks(ranks, program)
+
+
+def mean_of(ranks: int) -> Tensor:
+    return torch.stack([Values(rank).weight.detach() for rank in range(ranks)]).mean(0)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_without_the_weight_the_average_is_wrong(overlap: int) -> None:
+    """On an irregular one-way graph, with each rank's own random weights."""
+    result = pushed(IRREGULAR, 4, 150, overlap=overlap, shares=partial(random_shares, seed=1))
+    mean = mean_of(4)
+    assert max(abs(w - 1) for _, w, _ in result) > 0.05
+    assert max(float(((x - mean) / mean).abs().min()) for x, _, _ in result) > 0.05
+    assert max(float((z - mean).abs().max()) for _, _, z in result) < 1e-12
+    assert sum(w for _, w, _ in result) == pytest.approx(4, abs=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 3), st.integers(0, 99))
+def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int) -> None:
+    """Whatever was on its way; drained, and after agreeing too."""
+    topology = RandomRegular(2, seed=seed) if seed % 2 else Exponential(peers=1 + seed % 3)
+    shares = partial(random_shares, seed=seed)
+    mean = mean_of(ranks)
+    for then in (PushSum.drain, saved_and_restored, agreed):
+        result = pushed(topology, ranks, steps, overlap=overlap, shares=shares, then=then)
+        total = torch.stack([x for x, _, _ in result]).sum(0)
+        assert float((total - ranks * mean).abs().max()) < 1e-12
+        assert sum(w for _, w, _ in result) == pytest.approx(ranks, abs=1e-13)
+        if then is agreed:
+            assert all(float((z - mean).abs().max()) < 1e-13 for _, _, z in result)
+
+
+def agreed(push: PushSum) -> None:
+    push.drain()
+    push.agree()
+
+
+def saved_and_restored(push: PushSum) -> None:
+    """As across a checkpoint; then two steps more."""
+    push.drain()
+    saved: Mapping[str, Any] = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in push.state_dict().items()
+    }
+    push.mass.zero_()
+    push.load_state_dict(saved)
+    push.mix()
+    push.mix()
+    push.drain()
+
+
+def test_mass_on_its_way_is_missing_until_it_is_drained() -> None:
+    """What a checkpoint would lose that did not drain."""
+
+    def late(push: PushSum) -> None:
+        push._worker.runtime = replace(
+            push._worker.runtime,
+            transport=Patient(push._worker.transport),
+        )
+        for _ in range(3):
+            push.mix()
+        before[push._worker.rank] = push.w
+        push.drain()
+
+    before: dict[int, float] = {}
+    result = pushed(CIRCLE, 3, 0, overlap=2, then=late)
+    assert sum(before.values()) < 3 - 0.1
+    assert sum(w for _, w, _ in result) == pytest.approx(3, abs=1e-15)
+
+
+# Overlap: one peer is suspended
+
+
+@dataclass
+class Gate:
+    """Rank 0 is not let into step `at` (from 0); what the others have done, and wait for."""
+
+    at: int
+    open: threading.Event = field(default_factory=threading.Event)
+    done: dict[int, int] = field(default_factory=dict)
+    waiting: dict[int, int | None] = field(default_factory=dict)
+
+
+GATES: dict[int, Gate] = {}
+
+
+class Watched(Patient):
+    def __init__(self, transport: Any, gate: Gate) -> None:
+        super().__init__(transport)
+        self._gate = gate
+
+    def waits(self, source: int | None) -> None:
+        self._gate.waiting[self._transport.rank] = source
+
+    def waited(self) -> None:
+        self._gate.waiting.pop(self._transport.rank)
+
+
+@dataclass(frozen=True, repr=False)
+class Gated(StochasticGradientPush):
+    """Rank 0 waits before a step until the gate of the test is opened."""
+
+    gate: int = 0
+
+    def start(self, worker: Worker) -> PushState:
+        watched = Watched(worker.transport, GATES[self.gate])
+        worker.runtime = replace(worker.runtime, transport=watched)
+        return super().start(worker)
+
+    def before_forward(self, worker: Worker, state: PushState) -> None:
+        gate = GATES[self.gate]
+        gate.done[worker.rank] = state.push.step
+        if worker.rank == 0 and state.push.step == gate.at:
+            assert gate.open.wait(60)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 4])
+def test_receivers_of_a_suspended_peer_advance_by_the_overlap_and_resume(
+    overlap: int, tmp_path: Path
+) -> None:
+    gate = GATES[overlap] = Gate(at=5)
+    strategy = Gated(CIRCLE, overlap=overlap, gate=overlap)
+    results: list[Any] = []
+    run = threading.Thread(
+        target=lambda: results.append(train_quadratic(strategy, 3, 20, tmp_path)), daemon=True
+    )
+    run.start()
+    try:
+        # Rank 1 has sent the mass of the step that it is blocked in.
+        expected = {1: gate.at + overlap, 2: gate.at + overlap + 1 + overlap}
+        wait_until(
+            lambda: all(
+                gate.done.get(rank) == steps and gate.waiting.get(rank) == rank - 1
+                for rank, steps in expected.items()
+            ),
+            f"ranks 1 and 2 to be blocked after {expected} steps",
+        )
+        assert gate.done[0] == gate.at
+    finally:
+        gate.open.set()
+        run.join(60)
+    (result,) = results
+    assert [len(result.lines(rank)) for rank in range(3)] == [20, 20, 20]
+    assert sum(state.push.w for state in result.states) == pytest.approx(3, abs=1e-12)
+
+
+# Whole trainings
+
+
+@dataclass(frozen=True, repr=False)
+class Stopped(PatientPush):
+    """The user stops the run before step `at`."""
+
+    at: int = 1000
+
+    def before_forward(self, worker: Worker, state: PushState) -> None:
+        if state.push.step + 2 >= self.at:
+            worker.reporter.stop = True  # type: ignore[attr-defined]
+
+
+def stopped_at(step: int, overlap: int = 0) -> Stopped:
+    return Stopped(Exponential(peers=1), weights="random", overlap=overlap, at=step)
+
+
+def test_a_resumed_run_has_all_its_mass(tmp_path: Path) -> None:
+    """The drain takes mass in early, so that the run after it differs; its sum does not."""
+    options: dict[str, Any] = {"snapshots": 4}
+    stopped = train_quadratic(stopped_at(5, overlap=3), 4, 40, tmp_path, **options)
+    steps = {len(stopped.lines(rank)) for rank in range(4)}
+    assert len(steps) == 1
+    assert 5 <= steps.pop() < 16
+    resumed = train_quadratic(stopped_at(1000, overlap=3), 4, 40, tmp_path, **options)
+    assert {len(resumed.lines(rank)) for rank in range(4)} == {40}
+    assert resumed.states[0].push.step == 40
+    assert [state.push.w for state in resumed.states] == [1.0] * 4
+    (chief,) = (report.chief for report in resumed.reports if report.chief is not None)
+    assert [point.samples for point in chief.curve] == [80, 160, 240, 320]
+
+
+def test_a_resumed_run_without_overlap_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    whole = train_quadratic(stopped_at(1000), 4, 40, tmp_path / "whole")
+    train_quadratic(stopped_at(5), 4, 40, tmp_path / "other")
+    resumed = train_quadratic(stopped_at(1000), 4, 40, tmp_path / "other")
+    assert equal(resumed.final, whole.final)
+
+
+def test_a_graph_that_falls_apart_is_refused() -> None:
+    with pytest.raises(InputError, match="does not connect 3 ranks"):
+        StochasticGradientPush(Given(((1,), (2,), ()))).roles(3)
