@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.commands import run
 from tests.comparisons import TASK, compared, experiment, files, rows, summary
 
 from orchestra.errors import InputError
-from orchestra.experiments import finished, load
+from orchestra.experiments import finished, load, to_yaml
 from orchestra.experiments.tune import Tune
 from orchestra.experiments.tuning import Choice, Criterion, trials
 from orchestra.records.record import RunRecord
@@ -178,3 +179,12 @@ def test_trials_differ_in_their_settings_only() -> None:
     )
     assert repr(third.run.training.optimizer) == "SGD(lr=2)"
     assert repr(third.run.training.schedule).startswith("Cosine(")
+
+
+def test_train_tunes_nothing_and_may_take_the_seed_of_the_trials(tmp_path: Path) -> None:
+    tune = {**TUNE, "seed": 7}
+    (tmp_path / "exp.yaml").write_text(to_yaml(experiment(tune=tune, strategies={"one": "Single"})))
+    trained = run(["train", "exp.yaml", "--seed", "7", "--out", "out"], tmp_path)
+    assert trained.status == 0, trained.err
+    (record,) = finished(tmp_path / "out")
+    assert (record.seed, record.tuned) == (7, {})

@@ -29,7 +29,10 @@ EPOCHS = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy, by its notation or as an object; `smallest` ranks leave it one worker."""
+    """A strategy, by its notation or as an object; `smallest` ranks leave it one worker.
+
+    `sizes` are the numbers of ranks, of those that are tried, that it can run on.
+    """
 
     label: str
     strategy: Any
@@ -37,6 +40,7 @@ class Row:
     exact: bool = True  # with one worker it equals Single bit for bit
     damped: bool = False  # needs a learning rate divided by the workers, against staleness
     fresh: bool = False  # no update can be stale, though it is not synchronous
+    sizes: tuple[int, ...] = (2, 3, 4, 5)
 
     def build(self) -> Any:
         if isinstance(self.strategy, str):
@@ -89,6 +93,9 @@ TABLE = [
         exact=False),
     Row("elastic", "LocalSGD(2, outer=Elastic())", fresh=True, exact=False),
     Row("post-local", "Switch(AllReduce(), LocalSGD(4), when=AfterSteps(10))", fresh=True),
+    Row("pipeline", "Pipeline(microbatches=1)", sizes=(2, 3, 4)),  # of four layers
+    Row("pipeline, 1F1B", 'Pipeline(microbatches=4)', exact=False, sizes=(2, 3, 4)),
+    Row("pipelines, GPipe", 'Pipeline(2, schedule="gpipe")', exact=False, sizes=(2, 4)),
     Row("strategy-switch", f'Switch(AllReduce("ring"), {SERVER}({ASYNCHRONOUS}), '
         'when=AfterSteps(10), learning_rate="divided")', 2, exact=False),
     Row("switch beside", f'Switch(AllReduce("ring"), {SERVER}({ASYNCHRONOUS}, '
@@ -115,8 +122,8 @@ def digits_run(strategy: Any, ranks: int, **training: Any) -> Run:
 def test_it_reaches_the_target_and_its_record_is_complete(
     row: Row, ranks: int, tmp_path: Path
 ) -> None:
-    if ranks < row.smallest:
-        pytest.skip(f"needs {row.smallest} ranks")
+    if ranks < row.smallest or ranks not in row.sizes:
+        pytest.skip(f"runs on {row.sizes} ranks, from {row.smallest} on")
     strategy = row.build()
     target = Target("accuracy", at_least=0.5)
     rate = 0.15 / (len(strategy.roles(ranks).workers) if row.damped else 1)

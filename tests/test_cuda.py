@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import orchestra
-from orchestra import AllReduce, ParameterServer, Single, Strategy
+from orchestra import AllReduce, ParameterServer, Pipeline, Single, Strategy
 
 pytestmark = pytest.mark.cuda
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.cuda
     [
         (Single(), 1),
         (AllReduce("native"), 1),
+        (Pipeline(), 2),
         (AllReduce("ring"), 2),  # two ranks on one GPU, staged through pinned memory
         (ParameterServer(placement="beside"), 2),
         (ParameterServer(consistency="asynchronous", placement="beside"), 2),

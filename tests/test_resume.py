@@ -29,6 +29,7 @@ SYNCHRONOUS = {
     "server": "ParameterServer",
     "beside": "ParameterServer(servers=2, placement='beside')",
     "switch": "Switch(AllReduce('ring'), ParameterServer, when=AfterSteps(60))",
+    "pipeline": "Pipeline",
     "gossip": "Gossip(Exponential(peers=1))",  # not synchronous, but as sure to repeat
 }
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"

@@ -54,6 +54,7 @@ BESIDE: dict[str, str] = {
 #: Values for settings that do not take any of their type.
 VALUES: dict[str, object] = {
     "AllReduce.order": (1, 0, 3, 2),
+    "Pipeline.cuts": ("4",),
     "Straggler.ratio": 2.375,
     "Training.shares": (2.0, 1.0, 1.0, 1.0),
     "characters.width": 32,

@@ -267,6 +267,32 @@ def test_augmentation_shifts_by_a_pixel_at_most_and_draws_from_the_global_genera
     assert torch.equal(train[3][0], drawn)
 
 
+def test_a_batch_goes_through_the_model_once_for_loss_and_metrics() -> None:
+    calls = []
+
+    class Doubling(nn.Module):
+        def forward(self, numbers: Tensor) -> Tensor:
+            calls.append(len(numbers))
+            return 2 * numbers
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        mean: Tensor = model(batch[0]).mean()
+        return mean
+
+    def metrics(model: nn.Module, batches: Any) -> dict[str, float]:
+        first = model(next(batches)[0])
+        return {"spoilt": float(first.mul_(100).max()), "other": float(model(torch.ones(1)))}
+
+    data = TensorData(torch.arange(1.0, 6.0))
+    task = Task(
+        model=Doubling, train=data, test=data, loss=loss, metrics=metrics, collate=data.collate
+    )
+    model = Doubling()
+    assert evaluate(task, model, data, 2) == {"loss": 6.0, "spoilt": 400.0, "other": 2.0}
+    assert calls == [2, 1, 2, 1]  # the metrics asked for something of their own in between
+    assert "forward" not in model.__dict__
+
+
 # Regression
 
 

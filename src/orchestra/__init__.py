@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orchestra.strategies.gossip import Gossip
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
+    from orchestra.strategies.pipeline import Pipeline
     from orchestra.strategies.single import Single
     from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
     from orchestra.strategies.switch import Switch
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         "NoiseScale",
         "PairwiseAveraging",
         "ParameterServer",
+        "Pipeline",
         "RandomRegular",
         "Ring",
         "Roles",
@@ -81,6 +83,7 @@ else:
         "NoiseScale": "strategies.switch_rules",
         "PairwiseAveraging": "strategies.pairwise_averaging",
         "ParameterServer": "strategies.parameter_server",
+        "Pipeline": "strategies.pipeline",
         "RandomRegular": "topologies.graphs",
         "Ring": "topologies.graphs",
         "Roles": "strategies.base",

@@ -66,7 +66,6 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
     rows, chief = study.ranked, study.chief
     yield "strategy", lambda row: row.label
     yield "ranks", lambda row: str(row.ranks)
-    yield "workers", lambda row: str(row.workers)
     yield "batch", lambda row: str(row.global_batch)
     if any(len(row.completed) < len(row.runs) for row in rows):
         yield "runs", lambda row: f"{len(row.completed)} of {len(row.runs)}"

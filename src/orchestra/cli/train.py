@@ -124,7 +124,7 @@ def _parser() -> Parser:
 
 def _given(options: Namespace) -> dict[str, Entry]:
     """What options say in place of the file."""
-    given = {}
+    given = {"tune": Entry(None, "train")}  # it tunes nothing
     if options.task is not None:
         given["task"] = Entry(options.task, "--task")
     if options.strategy is not None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from orchestra.exchange.average import (
         GradientAverage,
         agree_on_parameters,
+        agree_within,
         broadcast_buffers,
         hand_over_moments,
     )
@@ -25,26 +26,41 @@ if TYPE_CHECKING:
     )
     from orchestra.exchange.pairwise import PairwiseAverage
     from orchestra.exchange.partial import PartialAverage
+    from orchestra.exchange.pipeline import (
+        PipelineStep,
+        Seat,
+        agree_on_loss,
+        clip_stages,
+        is_stage,
+        stage_of,
+        sum_tied,
+    )
     from orchestra.exchange.push_sum import PushSum
     from orchestra.exchange.replicas import average_replicas, fragments_of, scaled_copy
     from orchestra.exchange.servers import collect_slices, homes_of, make_server, push_and_pull
     from orchestra.exchange.shards import Shards
 
     __all__ = [
+        "agree_on_loss",
         "agree_on_parameters",
+        "agree_within",
         "CommonStep",
         "Collective",
         "GradientAverage",
         "PartialAverage",
+        "PipelineStep",
+        "Seat",
         "Shards",
         "average_replicas",
         "broadcast_buffers",
+        "clip_stages",
         "collect_slices",
         "exact_mean",
         "exact_mean_of_buffers",
         "fragments_of",
         "hand_over_moments",
         "homes_of",
+        "is_stage",
         "make_collective",
         "keep_gradient",
         "make_server",
@@ -53,26 +69,34 @@ if TYPE_CHECKING:
         "push_and_pull",
         "PushSum",
         "scaled_copy",
+        "stage_of",
+        "sum_tied",
         "wait_for_everyone",
     ]
 else:
     __getattr__ = lazy_names(
         __name__,
         {
+            "agree_on_loss": "pipeline",
             "agree_on_parameters": "average",
+            "agree_within": "average",
             "CommonStep": "common_step",
             "Collective": "collective",
             "GradientAverage": "average",
             "PartialAverage": "partial",
+            "PipelineStep": "pipeline",
+            "Seat": "pipeline",
             "Shards": "shards",
             "average_replicas": "replicas",
             "broadcast_buffers": "average",
+            "clip_stages": "pipeline",
             "collect_slices": "servers",
             "exact_mean": "gossip",
             "exact_mean_of_buffers": "gossip",
             "fragments_of": "replicas",
             "hand_over_moments": "average",
             "homes_of": "servers",
+            "is_stage": "pipeline",
             "make_collective": "collective",
             "keep_gradient": "gossip",
             "make_server": "servers",
@@ -81,6 +105,8 @@ else:
             "push_and_pull": "servers",
             "PushSum": "push_sum",
             "scaled_copy": "replicas",
+            "stage_of": "pipeline",
+            "sum_tied": "pipeline",
             "wait_for_everyone": "gossip",
         },
     )

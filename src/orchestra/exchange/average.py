@@ -157,9 +157,13 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
 
 def agree_on_parameters(worker: Worker) -> None:
     """Everyone takes the parameters and buffers of the first rank that is there."""
-    root = worker.everyone.ranks[0]
-    broadcast(worker.transport, worker.parameters, root, worker.everyone, Tag.AGREE)
-    broadcast_buffers(worker, worker.everyone)
+    agree_within(worker, worker.everyone)
+
+
+def agree_within(worker: Worker, group: Group) -> None:
+    """Everyone in `group` takes the parameters and buffers of its first rank."""
+    broadcast(worker.transport, worker.parameters, group.ranks[0], group, Tag.AGREE)
+    broadcast_buffers(worker, group)
 
 
 def broadcast_buffers(worker: Worker, group: Group) -> None:

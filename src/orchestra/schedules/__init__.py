@@ -7,12 +7,14 @@ from orchestra.schedules.all_reduce import (
     ring_reduce_scatter,
 )
 from orchestra.schedules.hierarchical import hierarchical
+from orchestra.schedules.pipeline import PIPELINE
 from orchestra.schedules.ring_order import ring_order
 from orchestra.schedules.schedule import COPY, REDUCE, Round, Schedule
 
 __all__ = [
     "ALL_REDUCE",
     "COPY",
+    "PIPELINE",
     "REDUCE",
     "Round",
     "Schedule",

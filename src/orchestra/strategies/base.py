@@ -6,7 +6,7 @@ State never lives in a strategy object: all ranks of a simulation share it. `sta
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from orchestra import optimizers
 from orchestra.settings import Settings
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from orchestra.parameter_server import Pause
@@ -31,21 +32,39 @@ class Roles:
     """Who does what, for a number of ranks.
 
     `shares` has one entry for each process: its part of the data in per-worker batches a step
-    (0: a rank without data). `servers` are the ranks that own slices of the parameters.
+    (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
+    tells of each rank whose part of the data it works on; if empty, each on its own.
     """
 
     shares: tuple[float, ...]
     servers: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
 
     @property
     def workers(self) -> tuple[int, ...]:
         """The ranks that have data."""
-        return tuple(rank for rank, share in enumerate(self.shares) if share > 0)
+        ranks = range(len(self.shares))
+        return tuple(rank for rank in ranks if self.shares[self.part(rank)] > 0)
+
+    def part(self, rank: int) -> int:
+        """The rank whose part of the data `rank` works on."""
+        return self.reads[rank] if self.reads else rank
 
     @property
     def chief(self) -> int:
         """A rank without which the run cannot go on; it gathers and evaluates."""
         return self.servers[0] if self.servers else self.workers[0]
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """The part of a model that one rank trains, its tensors named as in the whole.
+
+    `owned` are the names of those that snapshots and the final model take from this rank.
+    """
+
+    module: nn.Module
+    owned: frozenset[str]
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +91,20 @@ class Strategy(Settings, ABC, Generic[S]):
     def hands_over_moments(self) -> bool:
         """Whether a following phase can inherit the optimizer's moments from the workers."""
         return True
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether each rank has a part of the model only."""
+        return False
+
+    def part_of(
+        self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
+    ) -> ModelPart | None:
+        """What `rank` trains of `module`; None: all of it.
+
+        Pure, so that all ranks agree. `loss_of` gives a model's loss on a few samples.
+        """
+        return None
 
     def roles(self, ranks: int) -> Roles:
         """The roles at the start; raises `InputError` for an impossible number of ranks."""

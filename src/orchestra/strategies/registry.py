@@ -24,6 +24,7 @@ STRATEGIES = Registry(
         "NoiseScale": "orchestra.strategies.switch_rules:NoiseScale",
         "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
         "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
+        "Pipeline": "orchestra.strategies.pipeline:Pipeline",
         "RandomRegular": "orchestra.topologies.graphs:RandomRegular",
         "Ring": "orchestra.topologies.graphs:Ring",
         "Single": "orchestra.strategies.single:Single",

@@ -68,7 +68,13 @@ class Switch(Strategy[SwitchState]):
     )
 
     def check(self) -> None:
-        """Gradients are compared where their average is at hand."""
+        """Phases train whole models; gradients are compared where their average is at hand."""
+        for phase in (self.first, self.then):
+            if phase.divides_model:
+                raise InputError(
+                    f"Switch: {phase!r} gives each rank a part of the model, which no other phase "
+                    "can go on with: use it alone"
+                )
         averages = (
             isinstance(self.first, AllReduce)
             and self.first.shard == "nothing"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestra.collectives import Group, gather_objects
 from orchestra.errors import PeerLost
@@ -19,6 +20,7 @@ from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.task import Task
 from orchestra.trainer.settings import Target
 from orchestra.transports.tags import Tag
+from orchestra.worker.layout import FlatModel
 from orchestra.worker.snapshots import Part
 from orchestra.worker.worker import Worker
 
@@ -64,16 +66,16 @@ class Assembled:
     consensus_distance: float | None
 
 
-def assembled(worker: Worker, parts: Sequence[Part]) -> Iterator[Assembled]:
-    """For each snapshot in turn, the model on this rank is set to it.
+def assembled(model: FlatModel, parts: Sequence[Part]) -> Iterator[Assembled]:
+    """For each snapshot in turn, `model` is set to it.
 
     Parts that cover the same elements are averaged by their weights. A snapshot that does not
     cover all parameters (a run was stopped in between) is left out.
     """
     for index in sorted({part.index for part in parts}):
         slices = [p for p in parts if p.index == index and p.kind == "parameters"]
-        total = torch.zeros(worker.layout.size, dtype=torch.float64)
-        weight = torch.zeros(worker.layout.size, dtype=torch.float64)
+        total = torch.zeros(model.layout.size, dtype=torch.float64)
+        weight = torch.zeros(model.layout.size, dtype=torch.float64)
         for part in slices:
             covered = slice(part.offset, part.offset + part.values.numel())
             total[covered] += part.weight * part.values.double().cpu()
@@ -82,8 +84,8 @@ def assembled(worker: Worker, parts: Sequence[Part]) -> Iterator[Assembled]:
             continue
         mean = total / weight
         with torch.no_grad():
-            worker.parameters.copy_(mean)
-        _set_buffers(worker, [p for p in parts if p.index == index and p.kind == "buffers"])
+            model.parameters.copy_(mean)
+        set_buffers(model.buffers, [p for p in parts if p.index == index and p.kind == "buffers"])
         yield Assembled(
             max(part.samples for part in slices),
             max(part.seconds for part in slices),
@@ -106,58 +108,80 @@ def _consensus_distance(parts: Sequence[Part], mean: Tensor, weight: Tensor) -> 
     return math.sqrt(square)
 
 
-def buffers_vector(worker: Worker) -> Tensor | None:
-    """All buffers of the module end to end, in float64; None if it has none."""
-    buffers = [buffer.detach().double().reshape(-1) for _, buffer in worker.buffers]
+Buffers = Sequence[tuple[str, Tensor]]
+
+
+def buffers_vector(named: Buffers) -> Tensor | None:
+    """All buffers of a module end to end, in float64; None if it has none."""
+    buffers = [buffer.detach().double().reshape(-1) for _, buffer in named]
     return torch.cat(buffers) if buffers else None
 
 
-def _set_buffers(worker: Worker, parts: Sequence[Part]) -> None:
+def set_buffers(buffers: Buffers, parts: Sequence[Part]) -> None:
     """The weighted mean of the floating buffers; of others, those of the first part."""
-    if not parts:
+    first = buffers_vector(buffers)
+    if not parts or first is None:
         return
-    mean = sum((p.weight * p.values for p in parts), torch.zeros_like(parts[0].values))
-    mean /= sum(p.weight for p in parts)
+    first = first.cpu()
+    total, weight = torch.zeros_like(first), torch.zeros_like(first)
+    for part in parts:
+        covered = slice(part.offset, part.offset + part.values.numel())
+        total[covered] += part.weight * part.values.cpu()
+        weight[covered] += part.weight
+    for part in reversed(parts):
+        first[part.offset : part.offset + part.values.numel()] = part.values
+    mean = torch.where(weight > 0, total / weight, first)
     offset = 0
-    for _, buffer in worker.buffers:
-        source = mean if buffer.is_floating_point() else parts[0].values
+    for _, buffer in buffers:
+        source = mean if buffer.is_floating_point() else first
         with torch.no_grad():
             buffer.copy_(source[offset : offset + buffer.numel()].view(buffer.shape))
         offset += buffer.numel()
 
 
-def curve(worker: Worker, task: Task, parts: Sequence[Part], batch_size: int) -> list[Point]:
+def curve(model: FlatModel, task: Task, parts: Sequence[Part], batch_size: int) -> list[Point]:
     """The figures of every snapshot, on validation data where the task has some, else on test."""
     dataset = task.validation if task.validation is not None else task.test
-    if dataset is None:
+    if dataset is None or not parts:
         return []
-    final = worker.parameters.clone()
-    final_buffers = [packed.values for packed in pack(worker.buffers)]
+    final = model.parameters.clone()
+    final_buffers = [packed.values for packed in pack(model.buffers)]
     points: list[Point] = []
-    for snapshot in assembled(worker, parts):
-        figures = evaluate(task, worker.module, dataset, batch_size)
+    for snapshot in assembled(model, parts):
+        figures = evaluate(task, model.module, dataset, batch_size)
         points.append(Point(metrics=figures, **asdict(snapshot)))
     with torch.no_grad():
-        worker.parameters.copy_(final)
-    for packed, values in zip(pack(worker.buffers), final_buffers, strict=True):
+        model.parameters.copy_(final)
+    for packed, values in zip(pack(model.buffers), final_buffers, strict=True):
         packed.values.copy_(values)
         packed.unpack()
     return points
 
 
 @contextmanager
-def signs_of_life(worker: Worker, steps: int) -> Iterator[None]:
+def signs_of_life(worker: Worker, module: nn.Module, steps: int) -> Iterator[None]:
     """Every forward pass inside is progress, lest a long evaluation be taken for a hang."""
     batches = count(1)
 
     def forward(*_: object) -> None:
         worker.reporter.progress(step=steps, samples=next(batches))
 
-    hook = worker.module.register_forward_hook(forward)
+    hook = module.register_forward_hook(forward)
     try:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """The other ranks have nothing to do meanwhile, so that this one may use the whole machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def time_to_target(points: Sequence[Point], target: Target | None) -> float | None:
@@ -175,7 +199,7 @@ def agree_on_buffers(worker: Worker, samples: int, chief: int) -> None:
 
     `samples` are those of this rank. Only ranks that have data at the end take part.
     """
-    vector = buffers_vector(worker)
+    vector = buffers_vector(worker.buffers)
     if vector is None:
         return
     own = Part(0, 0, 0.0, 0, vector, float(samples), "buffers")
@@ -194,4 +218,4 @@ def agree_on_buffers(worker: Worker, samples: int, chief: int) -> None:
             except PeerLost:
                 continue
             parts.append(Part(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers"))
-    _set_buffers(worker, [part for part in parts if part.weight > 0])
+    set_buffers(worker.buffers, [part for part in parts if part.weight > 0])

@@ -72,11 +72,12 @@ class Loop:
 
     def _feed_for(self, roles: Roles) -> Feed:
         start = min(self.position.plan_start, self._budget)
-        batch_size = round(self._training.batch_size * sum(roles.shares) / len(roles.workers))
+        parts = sum(share > 0 for share in roles.shares)
+        batch_size = round(self._training.batch_size * sum(roles.shares) / parts)
         shares = self._training.weighted(roles.shares)
         plan = Plan(start, self._budget, batch_size, shares)
         own = self._training.sharding is not None
-        return Feed(self._samples(shares), plan, self._worker.rank, own)
+        return Feed(self._samples(shares), plan, roles.part(self._worker.rank), own)
 
     def run(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
@@ -148,7 +149,8 @@ class Loop:
         moved = to_device(batch, worker.layout.device) if samples else None
         self._strategy.gradient(worker, self._state, moved)
         if synchronous:  # before the update, which may end the phase
-            self._offer_buffers(1.0 if worker.rank == self._roles.workers[0] else 0.0)
+            first = self._roles.part(worker.rank) == self._roles.workers[0]
+            self._offer_buffers(1.0 if first else 0.0)
         self._strategy.update(worker, self._state)
         if not synchronous:
             self._offer_buffers(float(self._recorder.totals.samples + samples))
@@ -196,7 +198,7 @@ class Loop:
 
     def _offer_buffers(self, weight: float) -> None:
         """For snapshots: the first worker's in synchronous steps, else the mean of all."""
-        vector = buffers_vector(self._worker) if weight else None
+        vector = buffers_vector(self._worker.buffers) if weight else None
         if vector is not None:
             self._worker.snapshots.offer(
                 self._worker.step.consumed, vector, weight=weight, kind="buffers"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,29 +17,34 @@ from orchestra.data.feed import Samples, epoch_samples, open_samples, open_shard
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import restore
-from orchestra.records.report import ChiefReport, RankReport
+from orchestra.records.report import ChiefReport, Point, RankReport
 from orchestra.records.tensorboard import Scalars, write_curve_events
-from orchestra.strategies.base import Strategy
+from orchestra.strategies.base import ModelPart, Strategy
 from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
 from orchestra.trainer.collective_checkpoints import CollectiveCheckpoints
 from orchestra.trainer.evaluation import (
     agree_on_buffers,
+    all_cores,
+    buffers_vector,
     curve,
     gather_parts,
     signs_of_life,
     time_to_target,
 )
 from orchestra.trainer.loop import Loop, Position
+from orchestra.trainer.parts import places_of, put_together, release
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
 from orchestra.trainer.recorder import Recorder, Totals, histogram
 from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.tracing import traced
 from orchestra.trainer.warm_up import warm_up
-from orchestra.trainer.writing import writing
+from orchestra.trainer.writing import save_state, writing
 from orchestra.transports.tags import Tag
 from orchestra.transports.tracer import Tracer
+from orchestra.worker.batches import Batch, to_device
+from orchestra.worker.layout import FlatModel
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Part, Snapshots
 from orchestra.worker.worker import Measures, Worker
@@ -83,7 +86,9 @@ class Session:
         self.task = load_task(run.task)
         self.epoch_samples, self.budget = _lengths(self.task, training)
         module = self.task.model().to(_device(training, runtime))
-        self.worker = _make_worker(runtime, run, self.task, module, self.budget)
+        self._check_target(module)
+        self.part = self._part_of(module)
+        self.worker = _make_worker(runtime, run, self.task, module, self.part, self.budget)
         self.worker.set_workers(self.roles.workers)
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
@@ -114,7 +119,6 @@ class Session:
             tracer=self.tracer,
             checkpoint=self._take_checkpoint,
         )
-        self._check_target()
         self._warm_up()
         self.runtime.reporter.phase("training")
         self._barrier()
@@ -137,6 +141,7 @@ class Session:
         """Evaluate on the chief, write the parameters, and report."""
         worker, chief = self.worker, self.strategy.current_roles(self.worker, self.state).chief
         tolerant = not self.strategy.currently_synchronous(self.state)
+        self._conclude()
         parts = gather_parts(worker, chief, tolerant=tolerant)
         report = self._report()
         if self.scalars is not None:
@@ -146,10 +151,14 @@ class Session:
         worker.reporter.phase("evaluating")
         dataset = self._final_dataset()
         figures: dict[str, float] = {}
-        with signs_of_life(worker, self.position.steps):
-            points = curve(worker, self.task, parts, EVALUATION_BATCH)
+        module, parts = self._whole(parts)
+        with signs_of_life(worker, module, self.position.steps), all_cores():
+            points: list[Point] = []
+            if parts:
+                model = worker if self.part is None else FlatModel(module)
+                points = curve(model, self.task, parts, EVALUATION_BATCH)
             if dataset is not None:
-                figures = evaluate(self.task, worker.module, dataset, EVALUATION_BATCH)
+                figures = evaluate(self.task, module, dataset, EVALUATION_BATCH)
         if self.run.training.tensorboard:
             with writing(self.folder):
                 write_curve_events(self.folder, points)
@@ -157,14 +166,14 @@ class Session:
             final_loss=figures.pop("loss", self.totals.loss),
             metrics=figures,
             time_to_target_seconds=time_to_target(points, self.run.training.target),
-            parameters_sha256=self._write_parameters(),
+            parameters_sha256=self._write_parameters(module),
             curve=points,
         )
         return replace(report, chief=chief_report)
 
     def _samples(self, shares: tuple[float, ...]) -> Samples:
         """What this rank reads where the ranks have these shares: all samples, or its shard."""
-        sharding, rank = self.run.training.sharding, self.runtime.rank
+        sharding, rank = self.run.training.sharding, self.roles.part(self.runtime.rank)
         if sharding is None or not shares[rank]:
             return self.samples
         workers = [place for place, share in enumerate(shares) if share]
@@ -216,16 +225,10 @@ class Session:
             timeline=self.tracer.timeline(self.runtime.clock),
         )
 
-    def _write_parameters(self) -> str:
+    def _write_parameters(self, module: nn.Module) -> str:
         """All parameters and buffers to `parameters.safetensors`; the hash of the parameters."""
-        state = {
-            name: tensor.detach().cpu().contiguous().clone()
-            for name, tensor in self.worker.module.state_dict().items()
-        }
-        path = self.folder / "parameters.safetensors"
-        with writing(path):
-            save_file(state, path)
-        return parameters_hash(self.worker.module)
+        save_state(self.folder / "parameters.safetensors", module)
+        return parameters_hash(module)
 
     def _barrier(self) -> None:
         """Nobody's stopwatch starts before everybody is ready."""
@@ -233,25 +236,62 @@ class Session:
         gather_objects(self.runtime.transport, None, everyone, chief)
         broadcast(self.runtime.transport, torch.zeros(1), chief, everyone, Tag.READY)
 
-    def _check_target(self) -> None:
+    def _check_target(self, module: nn.Module) -> None:
         """A run towards a metric that the task does not have would never arrive."""
         target, task = self.run.training.target, self.task
-        if target is None or self.worker.rank != self.roles.chief:
+        if target is None or self.runtime.rank != self.roles.chief:
             return
         dataset = task.validation if task.validation is not None else task.test
         if dataset is None:
             raise InputError("target: the task has neither validation nor test data to measure it")
         with undisturbed():
-            known = evaluate(task, self.worker.module, dataset, EVALUATION_BATCH)
+            known = evaluate(task, module, dataset, EVALUATION_BATCH)
         if target.metric not in known:
             hint = nearest(target.metric, known)
             raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
 
     def _warm_up(self) -> None:
-        if self.worker.rank in self.roles.workers:
-            size = min(self.run.training.batch_size, self.epoch_samples)
-            fresh = open_samples(self.task.train, self.run.seed, self.task.collate)
-            warm_up(self.worker, partial(fresh.read, 0, size))
+        if self.worker.rank in self.roles.workers and self.part is None:
+            warm_up(self.worker, self._first_samples)
+
+    def _first_samples(self) -> Batch:
+        """A batch that training reads, too."""
+        size = min(self.run.training.batch_size, self.epoch_samples)
+        fresh = open_samples(self.task.train, self.run.seed, self.task.collate)
+        return fresh.read(0, size)
+
+    # Where each rank has a part of the model
+
+    def _part_of(self, module: nn.Module) -> ModelPart | None:
+        strategy, runtime = self.strategy, self.runtime
+        if not strategy.divides_model:
+            return None
+        with undisturbed():
+            device = next(module.parameters()).device
+            batch = to_device(self._first_samples(), device)
+            return strategy.part_of(
+                module, lambda model: self.task.loss(model, batch), runtime.rank, runtime.ranks
+            )
+
+    def _conclude(self) -> None:
+        """Each rank adds what it has of the final model to what it gives to the chief."""
+        if self.part is not None:
+            snapshots, buffers = self.worker.snapshots, buffers_vector(self.worker.buffers)
+            snapshots.parts += snapshots.conclude("parameters", self.worker.parameters)
+            if buffers is not None:
+                snapshots.parts += snapshots.conclude("buffers", buffers)
+
+    def _whole(self, parts: list[Part]) -> tuple[nn.Module, list[Part]]:
+        """On the chief: the final model, and the parts of snapshots."""
+        if self.part is None:
+            return self.worker.module, parts
+        self.state = None  # the optimizer makes room
+        with undisturbed():
+            self.runtime.seed(self.run.seed)
+            module = self.task.model().to(self.worker.layout.device)
+        final = len(self.worker.snapshots.due)
+        put_together(module, [part for part in parts if part.index == final])
+        return module, [part for part in parts if part.index < final]
 
     # Checkpoints
 
@@ -318,16 +358,22 @@ def _lengths(task: Task, training: Training) -> tuple[int, int]:
     return samples, samples * training.epochs
 
 
-def _make_worker(runtime: Runtime, run: Run, task: Task, module: nn.Module, budget: int) -> Worker:
+def _make_worker(
+    runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
+) -> Worker:
     training = run.training
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not names:
         raise InputError(f"task: {run.task}: its model has no parameters that are to be trained")
+    places = None
+    if part is not None:
+        places = places_of(part, module)
+        release(module, part.module)
     points = training.snapshots
     due = [budget * (k + 1) // points for k in range(points)]
     return Worker(
         runtime,
-        module,
+        module if part is None else part.module,
         OptimizerSpec.from_settings(training.optimizer, names),
         loss=task.loss,
         accumulation=training.accumulation,
@@ -336,7 +382,7 @@ def _make_worker(runtime: Runtime, run: Run, task: Task, module: nn.Module, budg
         budget_ranks=training.ranks,
         bucket_bytes=int(training.bucket_megabytes * 1e6),
         overlap=training.overlap,
-        snapshots=Snapshots(due, runtime.transport.now),
+        snapshots=Snapshots(due, runtime.transport.now, places),
     )
 
 

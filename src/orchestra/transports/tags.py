@@ -43,6 +43,11 @@ class Tag(enum.IntEnum):
     HAND_OVER = 36
     TAKEN = 37
 
+    # between the stages of a pipeline
+    ACTIVATION = 40
+    ACTIVATION_GRADIENT = 41
+    TIED = 42
+
     # a common step: each level of nesting takes two numbers from here
     COMMON_STEP = 64
 

@@ -50,16 +50,19 @@ def batch_samples(batch: Batch) -> int:
     )
 
 
-def split_batch(batch: Batch, parts: int) -> list[tuple[Batch, int]]:
-    """At most `parts` micro-batches, as even as can be, each with its number of samples."""
+def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list[tuple[Batch, int]]:
+    """At most `parts` micro-batches, as even as can be, each with its number of samples.
+
+    `setting` is the name of what asks for them.
+    """
     samples = batch_samples(batch)
     parts = min(parts, samples)
     if parts <= 1:
         return [(batch, samples)]
     if any(not t.dim() or t.shape[0] != samples for t in tensors_of(batch)):
         raise InputError(
-            f"accumulation: this batch cannot be split: not every tensor in it has {samples} "
-            "rows; set accumulation to 1"
+            f"{setting}: this batch cannot be split: not every tensor in it has {samples} "
+            f"rows; set {setting} to 1"
         )
     bounds = [samples * part // parts for part in range(parts + 1)]
 

@@ -87,6 +87,21 @@ def adopt(module: nn.Module, layout: Layout) -> Tensor:
     return vector
 
 
+class FlatModel:
+    """A module whose trainable parameters are views of one flat vector: shape [layout.size]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.layout = Layout.of_module(module)
+        self.parameters = adopt(module, self.layout)
+        self._buffers = buffer_places(module)
+
+    @property
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """The module's persistent buffers, by name."""
+        return [(name, getattr(owner, attribute)) for name, owner, attribute in self._buffers]
+
+
 def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Name, owner and attribute of each buffer (BatchNorm statistics and the like) in its state."""
     persistent = module.state_dict(keep_vars=True).keys()

@@ -15,8 +15,8 @@ T = TypeVar("T")
 class Work:
     """A piece of computation: its kind ("gradient", "update", "encode" ...) and its size.
 
-    `amount` counts samples for "gradient" and elements for everything else; a simulation looks
-    up the calibrated duration by both.
+    `amount` counts samples for "gradient", and for the "forward" and "backward" of a stage, and
+    elements for everything else; a simulation looks up the calibrated duration by both.
     """
 
     kind: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -25,13 +25,32 @@ class Part:
     kind: str = "parameters"
 
 
-class Snapshots:
-    """Takes a copy when the samples consumed by the cluster pass a due point."""
+@dataclass(frozen=True)
+class Place:
+    """Elements [first, end) of what a rank offers lie at `offset` of the whole model's vector."""
 
-    def __init__(self, due: Sequence[int], now: Callable[[], float]) -> None:
+    first: int
+    end: int
+    offset: int
+
+
+Places = Mapping[str, Sequence[Place]]
+
+
+class Snapshots:
+    """Takes a copy when the samples consumed by the cluster pass a due point.
+
+    On a rank that has a part of the model only, `places` tells for parameters and for buffers
+    what of that to copy, and where it belongs.
+    """
+
+    def __init__(
+        self, due: Sequence[int], now: Callable[[], float], places: Places | None = None
+    ) -> None:
         self.due = tuple(due)
         self.parts: list[Part] = []
         self._now = now
+        self._places = places
         self._started = 0.0
         self._behind = 0
         self._next: dict[tuple[str, int], int] = {}
@@ -62,9 +81,20 @@ class Snapshots:
             return
         self._next[kind, offset] = passed
         seconds = self._now() - self._started
-        self.parts.append(
-            Part(passed - 1, samples, seconds, offset, values.detach().clone(), weight, kind)
-        )
+        part = Part(passed - 1, samples, seconds, offset, values, weight, kind)
+        self.parts += [replace(p, values=p.values.detach().clone()) for p in self._placed(part)]
+
+    def conclude(self, kind: str, values: Tensor) -> list[Part]:
+        """What this rank has to give to the final model; not a copy."""
+        return self._placed(Part(len(self.due), 0, 0.0, 0, values.detach(), 1.0, kind))
+
+    def _placed(self, part: Part) -> list[Part]:
+        if self._places is None:
+            return [part]
+        return [
+            replace(part, offset=place.offset, values=part.values[place.first : place.end])
+            for place in self._places[part.kind]
+        ]
 
     def renew(self, samples: int, values: Tensor, *, offset: int = 0, weight: float = 1.0) -> None:
         """Copy again what was last copied at `samples`, if it was: more has arrived since."""

@@ -16,7 +16,7 @@ from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.transports.protocol import Collectives, Transport
 from orchestra.worker.batches import Batch, batch_samples, split_batch
 from orchestra.worker.gradients import Gradients
-from orchestra.worker.layout import Layout, adopt, buffer_places
+from orchestra.worker.layout import FlatModel
 from orchestra.worker.runtime import Compute, Reporter, Runtime, Work
 from orchestra.worker.snapshots import Snapshots
 
@@ -74,7 +74,7 @@ class Measures:
     switched_at_step: int | None = None
 
 
-class Worker:
+class Worker(FlatModel):
     """One rank's module, data share and connections, engine and strategy apart.
 
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model.
@@ -96,17 +96,14 @@ class Worker:
         snapshots: Snapshots | None = None,
         own_optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        super().__init__(module)
         self.runtime = runtime
-        self.module = module
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.overlap = overlap
         self.budget_ranks = budget_ranks or runtime.ranks  # `Single` is given more than it runs
         self.bucket_bytes = bucket_bytes
-        self.layout = Layout.of_module(module)
-        self.parameters = adopt(module, self.layout)
         self.gradients = Gradients(module, self.layout, runtime.ranks)
-        self._buffers = buffer_places(module)
         self.step = Step()
         self.measures = Measures()
         self.snapshots = snapshots or Snapshots((), runtime.transport.now)
@@ -114,7 +111,7 @@ class Worker:
         self.inherited: Moments = {}
         self.workers = Group(tuple(range(runtime.ranks)))
         self._loss = loss
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._precision = precision
         self._own_optimizer = own_optimizer
 
@@ -156,11 +153,6 @@ class Worker:
             raise InputError("this engine has no native collectives: name a schedule instead")
         return self.runtime.native()
 
-    @property
-    def buffers(self) -> list[tuple[str, Tensor]]:
-        """The module's persistent buffers, by name."""
-        return [(name, getattr(owner, attribute)) for name, owner, attribute in self._buffers]
-
     def set_workers(self, ranks: Sequence[int]) -> None:
         """The ranks that have data from now on."""
         self.workers = Group(tuple(ranks))
@@ -186,7 +178,7 @@ class Worker:
 
     def micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
         """What `batch` is split into, each with its number of samples."""
-        return split_batch(batch, self._accumulation) if self._accumulation > 1 else [(batch, 1)]
+        return split_batch(batch, self.accumulation) if self.accumulation > 1 else [(batch, 1)]
 
     def _accumulate(self, batch: Batch) -> float:
         parts = self.micro_batches(batch)
@@ -203,12 +195,14 @@ class Worker:
     def loss_of(self, module: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of `module` over `batch`, in the run's precision."""
         assert self._loss is not None
-        device = self.layout.device.type
-        casting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if self._precision == "bf16":
-            casting = torch.autocast(device, dtype=torch.bfloat16)
-        with casting:
+        with self.casting():
             return self._loss(module, batch)
+
+    def casting(self) -> contextlib.AbstractContextManager[object]:
+        """The run's precision, for a forward pass inside."""
+        if self._precision == "bf16":
+            return torch.autocast(self.layout.device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The trainable parameters by name, in the layout's order."""

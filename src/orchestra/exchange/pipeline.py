@@ -1,0 +1,277 @@
+"""A step of a pipeline: micro-batches go through the stages and their gradients come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestra.collectives import Group, all_reduce
+from orchestra.errors import InputError
+from orchestra.exchange.stages import Stage, divide
+from orchestra.exchange.tracing import Inputs
+from orchestra.schedules import PIPELINE
+from orchestra.transports.protocol import Handle
+from orchestra.transports.tags import Tag
+from orchestra.worker.batches import Batch, split_batch
+from orchestra.worker.runtime import Work
+from orchestra.worker.worker import Worker
+
+ONE_AT_A_TIME = threading.Lock()  # while torch.fx traces, no thread can call any module
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: the ranks of one pipeline follow each other."""
+
+    rank: int
+    ranks: int
+    stages: int
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage, from 0."""
+        return self.rank % self.stages
+
+    @property
+    def pipeline(self) -> Group:
+        """The ranks of this rank's pipeline, in the order of the stages."""
+        first = self.rank - self.stage
+        return Group(tuple(range(first, first + self.stages)))
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that have the same stage, in all pipelines."""
+        return Group(tuple(range(self.stage, self.ranks, self.stages)))
+
+
+def stage_of(
+    module: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    seat: Seat,
+    cuts: tuple[str, ...] | None,
+) -> Stage:
+    """The stage of one rank; `loss_of` gives a model's loss on a few samples."""
+    with ONE_AT_A_TIME:
+        return divide(module, inputs_of(loss_of), seat.stages, cuts).stage(module, seat.stage)
+
+
+def is_stage(module: nn.Module) -> bool:
+    """Whether `module` is a part of a model."""
+    return isinstance(module, Stage)
+
+
+class StandIn(nn.Module):
+    """What a task's loss is given in place of the model, which no rank has as a whole."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        super().__init__()
+        self.calls = 0
+        self._answer = answer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model would give."""
+        self.calls += 1
+        return self._answer(*args, **kwargs)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """No rank knows all of them."""
+        raise InputError(
+            "Pipeline: the task's loss reads the parameters of the model, which no rank has as a "
+            "whole: use weight_decay of the optimizer, or another strategy"
+        )
+
+
+class _Called(BaseException):
+    """The loss has called the model: that is as far as a first stage follows it."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+
+
+def inputs_of(loss_of: Callable[[nn.Module], Tensor]) -> Inputs:
+    """What a loss calls the model with."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise _Called(Inputs(args, kwargs))
+
+    try:
+        loss_of(StandIn(stop))
+    except _Called as called:
+        return called.inputs
+    raise _not_once(0)
+
+
+def _not_once(calls: int) -> InputError:
+    return InputError(
+        f"Pipeline: the task's loss calls the model {calls} times; between stages it can be "
+        "called once"
+    )
+
+
+@dataclass
+class _Passing:
+    """A micro-batch between its two passes: what came in, and what came out (the loss at last)."""
+
+    received: list[Tensor]
+    results: list[Tensor]
+
+
+@dataclass
+class PipelineStep:
+    """Runs this rank's passes of a step; `stash` are the micro-batches between their passes."""
+
+    worker: Worker
+    seat: Seat
+    microbatches: int
+    schedule: str
+    stash: dict[int, _Passing] = field(default_factory=dict)
+    sent: list[Handle] = field(default_factory=list)
+    loss: float = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        return self.seat.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.seat.stage == self.seat.stages - 1
+
+    def run(self, batch: Batch) -> float:
+        """The gradient of the mean loss over `batch`; the loss on the last stage, 0 on others."""
+        worker, seat = self.worker, self.seat
+        parts = split_batch(batch, self.microbatches, "Pipeline.microbatches")
+        total = sum(samples for _, samples in parts)
+        self.loss = 0.0
+        for backward, number in PIPELINE[self.schedule](seat.stages, seat.stage, len(parts)):
+            part, samples = parts[number]
+            worker.gradients.last_backward = backward and number == len(parts) - 1
+            if backward:
+                self._backward(number, samples)
+            else:
+                self._forward(number, part, samples, samples / total)
+        for handle in self.sent:
+            handle.wait()
+        self.sent.clear()
+        return self.loss
+
+    def _forward(self, number: int, part: Batch, samples: int, share: float) -> None:
+        received = [] if self.is_first else self._receive_activations()
+        results = self._charged("forward", samples, lambda: self._results(part, received, share))
+        self.stash[number] = _Passing(received, results)
+        if not self.is_last:
+            for result in results:
+                self._send(result.detach(), +1)
+
+    def _results(self, part: Batch, received: list[Tensor], share: float) -> list[Tensor]:
+        worker, stage = self.worker, self.worker.module
+        if not self.is_last:
+            with worker.casting():
+                if not self.is_first:
+                    return list(stage(*received))
+                inputs = inputs_of(lambda model: worker.loss_of(model, part))
+                return list(stage(*inputs.args, **inputs.kwargs))
+        if self.is_first:
+            loss = worker.loss_of(stage, part)
+        else:
+            model = StandIn(lambda *_, **__: stage(*received))
+            loss = worker.loss_of(model, part)
+            if model.calls != 1:
+                raise _not_once(model.calls)
+        self.loss += share * float(loss.detach())
+        return [loss if share == 1.0 else loss * share]
+
+    def _backward(self, number: int, samples: int) -> None:
+        passing = self.stash.pop(number)
+        gradients: list[Tensor | None] = [None]
+        if not self.is_last:
+            gradients = [self._arriving(result) for result in passing.results]
+        self._charged("backward", samples, lambda: _backward(passing.results, gradients))
+        for tensor in passing.received:
+            if tensor.requires_grad:
+                self._send(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad, -1)
+
+    def _receive_activations(self) -> list[Tensor]:
+        source, transport = self.worker.rank - 1, self.worker.transport
+        stage, device = self.worker.module, self.worker.layout.device
+        assert isinstance(stage, Stage)
+        received = [
+            transport.receive(source, Tag.ACTIVATION).wait().to(device)
+            for _ in range(stage.tensors_in)
+        ]
+        return [tensor.requires_grad_(tensor.is_floating_point()) for tensor in received]
+
+    def _arriving(self, result: Tensor) -> Tensor | None:
+        """The gradient of `result`: the next stage sends one for all that could have one."""
+        if not result.is_floating_point():
+            return None
+        source = self.worker.rank + 1
+        arrived = self.worker.transport.receive(source, Tag.ACTIVATION_GRADIENT).wait()
+        return arrived.to(result.device)
+
+    def _send(self, tensor: Tensor, direction: int) -> None:
+        tag = Tag.ACTIVATION if direction > 0 else Tag.ACTIVATION_GRADIENT
+        own = tensor.detach().contiguous()
+        self.sent = [handle for handle in self.sent if not handle.done()]
+        self.sent.append(self.worker.transport.send(own, self.worker.rank + direction, tag))
+
+    def _charged(self, kind: str, samples: int, function: Callable[[], Any]) -> Any:
+        return self.worker.compute.run(Work(kind, samples), function)
+
+
+def _backward(results: list[Tensor], gradients: list[Tensor | None]) -> None:
+    pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
+    if pairs:
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+
+
+def sum_tied(worker: Worker, seat: Seat) -> None:
+    """Parameters that several stages have get the sum of the stages' gradients, on each."""
+    stage, gradients = worker.module, worker.gradients
+    if not isinstance(stage, Stage):
+        return
+    index = {slot.name: place for place, slot in enumerate(worker.layout.slots)}
+    for name, stages in stage.holders.items():
+        if len(stages) > 1 and seat.stage in stages:
+            place = index[name]
+            view, used = gradients.views[place], gradients.used[place]
+            total = torch.cat([view.reshape(-1), view.new_tensor([float(used)])])
+            group = Group(tuple(seat.pipeline.ranks[holder] for holder in stages))
+            all_reduce(worker.transport, total, "ring", group, Tag.TIED)
+            view.copy_(total[:-1].view(view.shape))
+            gradients.used[place] = bool(total[-1] > 0)
+    gradients.forget_unused()
+
+
+def agree_on_loss(worker: Worker, seat: Seat) -> None:
+    """All stages learn the loss, which the last one knows, and whether somebody wants to stop."""
+    step = worker.step
+    is_last = seat.stage == seat.stages - 1
+    known = torch.zeros(2 + seat.ranks, dtype=torch.float64)
+    known[0] = float(step.stop)
+    if is_last:
+        known[1] = step.loss
+        known[2:] = torch.tensor(step.losses, dtype=torch.float64)
+    all_reduce(worker.transport, known, "butterfly", seat.pipeline, Tag.AGREE)
+    stop, step.loss, *losses = known.tolist()
+    step.stop, step.losses = stop > 0, tuple(losses)
+
+
+def clip_stages(worker: Worker, seat: Seat) -> None:
+    """By the norm of the gradient of all stages; a tied parameter counts once."""
+    stage = worker.module
+    if worker.clip_norm is None or not isinstance(stage, Stage):
+        worker.clip()
+        return
+    places = {name: place for place, name in enumerate(stage.holders)}
+    norms = torch.zeros(len(places), dtype=worker.layout.dtype)
+    for slot, parameter in zip(worker.layout.slots, worker.gradients.parameters, strict=True):
+        if parameter.grad is not None and stage.holders[slot.name][0] == seat.stage:
+            norms[places[slot.name]] = torch.linalg.vector_norm(parameter.grad)
+    all_reduce(worker.transport, norms, "butterfly", seat.pipeline, Tag.NORM)
+    total = torch.linalg.vector_norm(norms.flip(0))
+    nn.utils.clip_grads_with_norm_(worker.gradients.parameters, worker.clip_norm, total)

@@ -1,0 +1,211 @@
+"""A model cut into stages: each is a module of its own, with the names of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import fx, nn
+
+from orchestra.errors import InputError
+from orchestra.exchange.partition import Chain, balanced_cuts
+from orchestra.exchange.tracing import Inputs, Measured, measure, trace
+
+OUTSIDE = ("placeholder", "get_attr", "output")  # of a graph's nodes, those that compute nothing
+
+
+class Stage(fx.GraphModule):
+    """One stage: takes the tensors that are alive where it begins, gives those where it ends.
+
+    Its parameters have the names that they have in the whole model, a shared one its first.
+    `holders` tells of each trainable parameter of the whole, in the order of the whole, which
+    stages have it.
+    """
+
+    def __init__(self, whole: nn.Module, graph: fx.Graph, holders: Holders) -> None:
+        super().__init__(whole, graph, "Stage")
+        self.names = {id(p): name for name, p in whole.named_parameters()}
+        self.holders = holders
+        self.tensors_in = sum(node.op == "placeholder" for node in graph.nodes)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """With the names of the whole model."""
+        for _, parameter in super().named_parameters("", recurse, remove_duplicate):
+            name = self.names[id(parameter)]
+            yield (f"{prefix}.{name}" if prefix else name), parameter
+
+
+Holders = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Division:
+    """The stages of a model as graphs, and who holds which parameter."""
+
+    graphs: tuple[fx.Graph, ...]
+    holders: Holders
+
+    def stage(self, whole: nn.Module, index: int) -> Stage:
+        """Stage `index`, of the tensors of `whole`; the first also has what no stage uses."""
+        stage = Stage(whole, self.graphs[index], self.holders)
+        persistent = whole.state_dict(keep_vars=True).keys()
+        for name, _ in stage.named_buffers():  # fx makes all that it copies persistent
+            path, _, leaf = name.rpartition(".")
+            if name not in persistent:
+                stage.get_submodule(path)._non_persistent_buffers_set.add(leaf)
+        held = {id(parameter) for parameter in stage.parameters()}
+        for name, parameter in whole.named_parameters():
+            if index in self.holders.get(name, ()) and id(parameter) not in held:
+                _attach(stage, name, parameter)
+        return stage
+
+
+def divide(module: nn.Module, inputs: Inputs, stages: int, cuts: Sequence[str] | None) -> Division:
+    """`module` in `stages`: before the layers named `cuts`, or where that evens out their cost.
+
+    The cost of an operation is counted in one forward pass with `inputs`: it is the same on every
+    machine, so that all ranks, and a run that is resumed, cut alike.
+
+    Raises:
+        InputError: the model cannot be traced or has not so many places to be cut at.
+    """
+    graph = trace(module)
+    measured = measure(module, graph, inputs)
+    line = _Line(module, graph, measured)
+    places = line.places_of(cuts) if cuts is not None else line.balanced(stages)
+    edges = (0, *places, len(line.nodes))
+    spans = list(pairwise(edges))
+    used = [line.parameters_in(first, end) for first, end in spans]
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    holders = {
+        name: tuple(k for k, ids in enumerate(used) if id(p) in ids) or (0,)
+        for name, p in trainable
+    }
+    return Division(tuple(line.subgraph(first, end) for first, end in spans), holders)
+
+
+class _Line:
+    """The operations of a graph in a row; place p lies before operation p."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, measured: Measured) -> None:
+        self.module = module
+        self.graph = graph
+        self.measured = measured
+        self.nodes = [node for node in graph.nodes if node.op not in OUTSIDE]
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        (self.output,) = (node for node in graph.nodes if node.op == "output")
+        self.index = {node: place for place, node in enumerate(self.nodes)}
+        self.index |= dict.fromkeys(self.inputs, -1) | {self.output: len(self.nodes)}
+
+    def alive(self, place: int) -> list[fx.Node]:
+        """The nodes before `place` whose values are used behind it; attributes are read anew."""
+        if place == 0:
+            return self.inputs
+        before = [*self.inputs, *self.nodes[:place]]
+        return [n for n in before if any(self.index[user] >= place for user in n.users)]
+
+    def crossing(self, place: int) -> int | None:
+        """The elements that a cut at `place` sends; None where something else would have to."""
+        alive, elements = self.alive(place), self.measured.elements
+        changed = any(
+            self.index.get(node, place) < place <= self.index[by]
+            for node, by in self.measured.changed
+        )
+        if changed or not alive or any(node not in elements for node in alive):
+            return None
+        return sum(elements[node] for node in alive)
+
+    def balanced(self, stages: int) -> tuple[int, ...]:
+        places = range(len(self.nodes))
+        chain = Chain(
+            [self.measured.costs[node] for node in self.nodes],
+            [None if place == 0 else self.crossing(place) for place in places],
+            [bool(self.parameters_in(place, place + 1)) for place in places],
+        )
+        cuts = balanced_cuts(chain, stages)
+        if cuts is None:
+            raise InputError(
+                f"Pipeline: {type(self.module).__name__} cannot be cut into {stages} stages that "
+                "each have parameters to train and pass on nothing but tensors: lower stages"
+            )
+        return cuts
+
+    def places_of(self, cuts: Sequence[str]) -> tuple[int, ...]:
+        places = [self._place_of(name) for name in cuts]
+        edges = [0, *places, len(self.nodes)]
+        for first, end in pairwise(edges):
+            if end <= first or not self.parameters_in(first, end):
+                raise InputError(
+                    f"Pipeline.cuts: {list(cuts)} leave a stage without parameters to train; name "
+                    "layers in their order"
+                )
+        return tuple(places)
+
+    def _place_of(self, name: str) -> int:
+        """Where the layer `name` begins."""
+        for place, node in enumerate(self.nodes):
+            if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
+                if place == 0 or self.crossing(place) is None:
+                    raise InputError(
+                        f"Pipeline.cuts: the model cannot be cut before {name!r}, where something "
+                        "else than tensors would be passed on, or nothing"
+                    )
+                return place
+        known = ", ".join(str(n.target) for n in self.nodes if n.op == "call_module")
+        raise InputError(f"Pipeline.cuts: the model has no layer {name!r}; it has {known}")
+
+    def parameters_in(self, first: int, end: int) -> set[int]:
+        """The ids of the trainable parameters that the operations [first, end) use."""
+        found: set[int] = set()
+        for node in self.nodes[first:end]:
+            if node.op == "call_module":
+                layer = self.module.get_submodule(str(node.target))
+                found |= {id(p) for p in layer.parameters() if p.requires_grad}
+            for used in node.all_input_nodes:
+                value = self._attribute(used)
+                if isinstance(value, nn.Parameter) and value.requires_grad:
+                    found.add(id(value))
+        return found
+
+    def _attribute(self, node: fx.Node) -> Any:
+        if node.op != "get_attr":
+            return None
+        path, _, leaf = str(node.target).rpartition(".")
+        return getattr(self.module.get_submodule(path), leaf)
+
+    def subgraph(self, first: int, end: int) -> fx.Graph:
+        """The operations [first, end) as a graph of their own."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                assert node.op == "get_attr"
+                copies[node] = graph.node_copy(node)
+            return copies[node]
+
+        for node in self.alive(first):
+            own = node.op == "placeholder" and first == 0
+            copies[node] = graph.node_copy(node) if own else graph.placeholder(node.name)
+        for node in self.nodes[first:end]:
+            copies[node] = graph.node_copy(node, copied)
+        if end == len(self.nodes):
+            graph.node_copy(self.output, copied)
+        else:
+            graph.output(tuple(copied(node) for node in self.alive(end)))
+        return graph
+
+
+def _attach(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give `stage` a parameter that its graph does not use."""
+    *path, leaf = name.split(".")
+    owner = stage
+    for part in path:
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = getattr(owner, part)
+    owner.register_parameter(leaf, parameter)

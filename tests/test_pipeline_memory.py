@@ -1,0 +1,27 @@
+"""The example that shows what a pipeline is for: a model that one rank has no room for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the example asks Linux for the memory")
+def test_a_model_larger_than_the_limit_of_a_rank(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "larger_than_memory.py"), "--width", "1536"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    of_single = {
+        int(stages): float(part)
+        for stages, part in re.findall(r"Pipeline\((\d)\): peak .*, ([\d.]+) of", ended.stdout)
+    }
+    assert of_single[2] < 0.7
+    assert of_single[4] < of_single[2]
+    assert re.search(r"Single\(\) with a limit of \d+ MB fails: .*allocate memory", ended.stdout)
+    assert re.search(r"Pipeline\(4\) with a limit of \d+ MB trains", ended.stdout)
