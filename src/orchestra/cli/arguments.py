@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from orchestra.errors import InputError, nearest
@@ -23,6 +24,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see {self.prog} --help")
+
+    def add_run_options(self, out: str) -> None:
+        """What every command that makes runs takes; `out` says what --out is there."""
+        self.add_argument(
+            "--engine", choices=["processes"], default="processes", help="what carries the ranks"
+        )
+        self.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable",
+        )
+        self.add_argument("--out", type=Path, metavar="DIR", help=out)
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The arguments of a command line.

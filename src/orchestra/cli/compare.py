@@ -68,26 +68,13 @@ def _parser() -> Parser:
     parser = Parser("compare", DESCRIPTION, EPILOG)
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="a YAML file")
     parser.add_argument(
-        "--engine", choices=["processes"], default="processes", help="what carries the ranks"
-    )
-    parser.add_argument(
         "--ranks", type=_numbers, metavar="N[,N...]", help="processes, servers included"
     )
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=int, nargs="+", dest="seeds", metavar="N", help="seeds")
     seeds.add_argument("--seeds", type=_numbers, metavar="N[,N...]", help="the same")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the comparison's folder (default: a new one in runs/); one of the same goes on",
+    parser.add_run_options(
+        out="the comparison's folder (default: a new one in runs/); one of the same goes on"
     )
     parser.add_argument(
         "--baseline", metavar="LABEL", help="the strategy that the report's differences refer to"

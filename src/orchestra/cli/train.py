@@ -103,21 +103,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, servers included")
     parser.add_argument("--seed", type=int, metavar="N", help="in place of the file's first one")
-    parser.add_argument(
-        "--engine", choices=["processes"], default="processes", help="what carries the ranks"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the record's folder (default: a new one in runs/); one of the same run is resumed",
+    parser.add_run_options(
+        out="the record's folder (default: a new one in runs/); one of the same run is resumed"
     )
     return parser
 
