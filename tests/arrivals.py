@@ -129,7 +129,7 @@ class Served:
 
     @property
     def servers(self) -> list[Server]:
-        return [state.server for state in self.states if state.server is not None]
+        return [state.server for state in self.states if isinstance(state.server, Server)]
 
     @property
     def transports(self) -> list[Arrivals]:

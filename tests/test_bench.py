@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.bench import step, suspend
+from orchestra.bench import simulation, step, suspend
 from orchestra.bench.models import SUBJECTS, subjects_named
 from orchestra.bench.server import ServerRow, bench_server
 from orchestra.bench.suspend import Walked, Window, row_of
 from orchestra.bench.turns import median_ratio, order
-from orchestra.cli.bench_tables import print_paces, print_rates
+from orchestra.cli.bench_tables import print_paces, print_rates, print_simulations
 from orchestra.cli.main import main
 from orchestra.errors import InputError
 from orchestra.strategies.parameter_server import ParameterServer
@@ -180,3 +180,16 @@ def test_help_needs_no_torch() -> None:
         command = [sys.executable, "-c", code, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.startswith("usage: orchestra bench")
+
+
+def test_simulated_and_plain_steps_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[float] = []
+    contest = simulation.Contest(workers=2, rounds=2, steps=1, batch_size=2)
+    row = simulation.measured(contest, lambda _, part: told.append(part))
+    assert row.workers == 2
+    assert min(row.simulated_seconds, row.plain_seconds) > 0
+    assert len(row.ratios) == 2
+    assert row.ratio == sum(row.ratios) / 2
+    assert told
+    print_simulations([row])
+    assert f"{row.ratio:.2f}" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.cli.main import main
-from orchestra.engines.processes import training
+from orchestra.engines import run as engines_run
 from orchestra.errors import RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.registry import STRATEGIES
@@ -32,7 +32,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, Path]]:
     """In place of the processes: takes note of what it is given, and completes at once."""
     calls: list[tuple[Run, Path]] = []
 
-    def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
+    def train_run(run: Run, folder: Path, **_: object) -> RunRecord:
         calls.append((run, folder))
         return RunRecord(
             name=run.name,
@@ -47,7 +47,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, Path]]:
             folder=folder,
         )
 
-    monkeypatch.setattr(training, "train_run", train_run)
+    monkeypatch.setattr(engines_run, "train_run", train_run)
     return calls
 
 
@@ -210,10 +210,10 @@ def test_a_folder_is_resumed_but_never_overwritten(
 def test_a_failed_run_is_status_1_and_leaves_a_summary(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train_run(run: Run, folder: Path, *, quiet: bool = False) -> RunRecord:
+    def train_run(run: Run, folder: Path, **_: object) -> RunRecord:
         raise RunFailed("rank 1 was killed")
 
-    monkeypatch.setattr(training, "train_run", train_run)
+    monkeypatch.setattr(engines_run, "train_run", train_run)
     assert main([*TRAIN, "--out", "out"]) == 1
     assert capsys.readouterr().err == "orchestra: rank 1 was killed\n"
     (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]

@@ -80,6 +80,7 @@ TABLE = [
     Row("rate divided", f'{SERVER}({ASYNCHRONOUS}, learning_rate="divided")', 2),
     Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2,
         damped=True),
+    Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3),
     Row("backup workers", f'{SERVER}(placement="beside", backup=1)', 2, exact=False),
     Row("switch to bounded", f'Switch(AllReduce(), {SERVER}(consistency="bounded", staleness=2, '
         'learning_rate="divided"), when=AfterSteps(10))', 2, exact=False),
@@ -106,6 +107,7 @@ TABLE = [
         'moments="averaged")'),
     Row("gossip, judged", 'Switch(Gossip(), AllReduce(), when=LossStable(threshold=0.5) & '
         'AfterSteps(9), moments="averaged")', fresh=True),
+    Row("own strategy", "examples.own_strategy:DynamicAveraging(0.1)", fresh=True),
     Row("unequal shares", Unequal()),
     Row("first decides", FirstDecides()),
 ]  # fmt: skip

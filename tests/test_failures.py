@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,10 @@ class Gate:
 
     def __init__(self, folder: Path, strategy: str, workers: int, **settings: Any) -> None:
         self.folder = folder
-        temporary = folder / "temporary"
-        temporary.mkdir()
-        self.temporary = temporary
+        self._place = tempfile.TemporaryDirectory()
+        self.temporary = Path(self._place.name)  # short: sockets lie in it
         words = train(f"gated('{folder}')", strategy, **settings)
-        self.command = started(words, folder, TMPDIR=str(temporary))
+        self.command = started(words, folder, TMPDIR=self._place.name)
         self._workers = workers
 
     def __enter__(self) -> Gate:
@@ -48,12 +48,13 @@ class Gate:
         try:
             self.command.wait_until(arrived, "all workers are in mid-epoch")
         except BaseException:
-            self.command.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.command.__exit__(None, None, None)
+        self._place.cleanup()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(rank_pids(self.command.process.pid)[rank], number)

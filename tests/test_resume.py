@@ -31,6 +31,7 @@ SYNCHRONOUS = {
     "switch": "Switch(AllReduce('ring'), ParameterServer, when=AfterSteps(60))",
     "pipeline": "Pipeline",
     "gossip": "Gossip(Exponential(peers=1))",  # not synchronous, but as sure to repeat
+    "own": "examples.own_strategy:DynamicAveraging(0.1)",  # nor is this
 }
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 RANKS = 3

@@ -45,6 +45,7 @@ ASYNCHRONOUS = "ParameterServer(consistency='asynchronous'"
 BESIDE: dict[str, str] = {
     "AllReduce.ranks_per_node": "AllReduce('hierarchical')",
     "ParameterServer.staleness": "ParameterServer(consistency='bounded')",
+    "ParameterServer.replicas": "ParameterServer(servers=2)",
     "ParameterServer.learning_rate": f"{ASYNCHRONOUS})",
     "ParameterServer.delay_compensation": f"{ASYNCHRONOUS})",
     "ParameterServer.lambda0": f"{ASYNCHRONOUS}, delay_compensation='constant')",
@@ -56,8 +57,10 @@ VALUES: dict[str, object] = {
     "AllReduce.order": (1, 0, 3, 2),
     "Pipeline.cuts": ("4",),
     "Straggler.ratio": 2.375,
+    "Training.cluster": "wifi(nodes=3)",
     "Training.shares": (2.0, 1.0, 1.0, 1.0),
     "characters.width": 32,
+    "synthetic.parameters": 3_000,
 }
 
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from orchestra.records.cache import cache_folder
 from orchestra.tasks import Task, TensorData, evaluate, load_task
 from orchestra.tasks import digits28 as module
-from orchestra.tasks.cache import cache_folder, cached
+from orchestra.tasks.cache import cached
 from orchestra.tasks.digits import split_digits
 from orchestra.tasks.digits28 import Digits28, distorted_digits
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestra.engines.processes.deadlock import stuck, tell
+from orchestra.engines.deadlock import stuck, tell
+from orchestra.engines.failures import Failure
 from orchestra.engines.processes.events import (
     Abort,
     Beat,
@@ -19,7 +20,6 @@ from orchestra.engines.processes.events import (
     Event,
     Exited,
     Failed,
-    Failure,
     Finished,
     Instruction,
     Interrupted,
@@ -213,10 +213,21 @@ def test_a_rank_that_cannot_go_on_without_an_expendable_one_names_both() -> None
     story.beat()
     story.die(2)
     story.tell(Failed(0, lost(2)))
+    story.pass_time(4)
     assert story.cause == (
         "rank 2 on host was killed by SIGKILL; "
         "rank 0 on host could not go on: PeerLost: rank 2 is gone"
     )
+
+
+def test_a_rank_that_stood_in_for_an_expendable_one_is_the_cause_when_it_dies() -> None:
+    story = Story()
+    story.change(2, expendable=True)
+    story.beat()
+    story.die(2)
+    assert story.tell(Failed(0, lost(2))) == []
+    story.die(1)
+    assert story.cause == "rank 1 on host was killed by SIGKILL"
 
 
 def test_an_expendable_rank_is_taken_back_when_it_continues() -> None:

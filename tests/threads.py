@@ -62,6 +62,9 @@ class FreeCompute:
     def run(self, work: Work, function: Callable[[], T]) -> T:
         return function()
 
+    def reached(self, slot: int) -> None:
+        """Time passes by itself."""
+
 
 def run_ranks(ranks: int, program: Callable[[Runtime], Any], timeout: float = 60.0) -> list[Any]:
     """What `program` returns on each rank; raises what the first failing rank raised."""

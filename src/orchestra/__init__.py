@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from orchestra.engines.processes.own_loop import distribute
     from orchestra.errors import InputError, OrchestraError, RunFailed
     from orchestra.experiments.api import compare, train
+    from orchestra.experiments.replay import replay
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.gossip import Gossip
+    from orchestra.strategies.local_sgd import LocalSGD
+    from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.strategies.pipeline import Pipeline
@@ -43,13 +46,17 @@ if TYPE_CHECKING:
         "AfterFraction",
         "AfterSteps",
         "AllReduce",
+        "Average",
         "Complete",
+        "Elastic",
         "Exponential",
         "Gossip",
         "InputError",
+        "LocalSGD",
         "LossStable",
-        "OrchestraError",
+        "Nesterov",
         "NoiseScale",
+        "OrchestraError",
         "PairwiseAveraging",
         "ParameterServer",
         "Pipeline",
@@ -58,6 +65,7 @@ if TYPE_CHECKING:
         "Roles",
         "RunFailed",
         "Single",
+        "SlowMo",
         "Star",
         "StochasticGradientPush",
         "Straggler",
@@ -66,6 +74,7 @@ if TYPE_CHECKING:
         "Task",
         "compare",
         "distribute",
+        "replay",
         "train",
     ]
 else:
@@ -74,13 +83,17 @@ else:
         "AfterFraction": "strategies.switch_rules",
         "AfterSteps": "strategies.switch_rules",
         "AllReduce": "strategies.all_reduce",
+        "Average": "strategies.outer",
         "Complete": "topologies.graphs",
+        "Elastic": "strategies.outer",
         "Exponential": "topologies.graphs",
         "Gossip": "strategies.gossip",
         "InputError": "errors",
+        "LocalSGD": "strategies.local_sgd",
         "LossStable": "strategies.switch_rules",
-        "OrchestraError": "errors",
+        "Nesterov": "strategies.outer",
         "NoiseScale": "strategies.switch_rules",
+        "OrchestraError": "errors",
         "PairwiseAveraging": "strategies.pairwise_averaging",
         "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline",
@@ -89,6 +102,7 @@ else:
         "Roles": "strategies.base",
         "RunFailed": "errors",
         "Single": "strategies.single",
+        "SlowMo": "strategies.outer",
         "Star": "topologies.graphs",
         "StochasticGradientPush": "strategies.stochastic_gradient_push",
         "Straggler": "strategies.switch_rules",
@@ -97,6 +111,7 @@ else:
         "Task": "tasks.task",
         "compare": "experiments.api",
         "distribute": "engines.processes.own_loop",
+        "replay": "experiments.replay",
         "train": "experiments.api",
     }
     __all__ = list(PLACES)

@@ -12,6 +12,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from orchestra.engines.processes.events import Beat, Event, Notice
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.worker.runtime import Runtime
 
+T = TypeVar("T")
 Blocks = dict[str, list[float]]
 """Seconds of each contestant's blocks, by round."""
 
@@ -63,7 +65,7 @@ def take_turns(
     return blocks
 
 
-def order(names: Sequence[str], number: int) -> Sequence[str]:
+def order(names: Sequence[T], number: int) -> Sequence[T]:
     """The order in round `number`: every other one in reverse."""
     return names if number % 2 else names[::-1]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from orchestra.errors import InputError, nearest
+from orchestra.settings.document import Entry
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +29,12 @@ class Parser(argparse.ArgumentParser):
     def add_run_options(self, out: str) -> None:
         """What every command that makes runs takes; `out` says what --out is there."""
         self.add_argument(
-            "--engine", choices=["processes"], default="processes", help="what carries the ranks"
+            "--engine",
+            choices=["processes", "simulation"],
+            help="real processes (default), or a simulation in virtual time",
+        )
+        self.add_argument(
+            "--cluster", metavar="CLUSTER", help="what is simulated: a preset or a file"
         )
         self.add_argument(
             "--set",
@@ -37,7 +43,22 @@ class Parser(argparse.ArgumentParser):
             metavar="KEY=VALUE",
             help="change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable",
         )
+        self.add_argument(
+            "--record-order",
+            action="store_const",
+            const=True,
+            help="write down what depends on chance, for orchestra replay",
+        )
         self.add_argument("--out", type=Path, metavar="DIR", help=out)
+
+    @staticmethod
+    def run_settings(options: argparse.Namespace) -> dict[str, Entry]:
+        """What the options of `add_run_options` say in place of the file."""
+        return {
+            key: Entry(value, f"--{key.replace('_', '-')}")
+            for key in ("engine", "cluster", "record_order")
+            if (value := getattr(options, key)) is not None
+        }
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The arguments of a command line.

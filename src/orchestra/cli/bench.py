@@ -24,9 +24,14 @@ Measure speed on this machine. Every figure comes with that of a peer, measured 
 same run, and with their ratio: only the ratio means something on another machine.
 
 benchmarks:
-  step     a step of AllReduce beside torch's DistributedDataParallel, and beside one process
-  server   pushes and pulls of an asynchronous ParameterServer beside gloo's send and receive;
-           with --suspend the pace of its workers while one of them is suspended
+  step        a step of AllReduce beside torch's DistributedDataParallel, and beside one process
+  server      pushes and pulls of an asynchronous ParameterServer beside gloo's send and receive;
+              with --suspend the pace of its workers while one of them is suspended
+  simulation  a simulated training with real gradients beside the plain steps that it consists of
+  fidelity how well a simulation predicts: step times, bytes, staleness and parameters of every
+           family of strategies, beside the same runs on processes
+  simulation
+           a simulated training with real gradients beside the plain steps that it consists of
 
   orchestra bench BENCHMARK --help says more about each.
 
@@ -52,7 +57,26 @@ With --suspend: four workers and a dedicated server. Count the steps a second of
 while the fourth runs, and while it is stopped by SIGSTOP.
 """
 
-BENCHMARKS = ("step", "server")
+FIDELITY = """\
+Calibrate with one worker and a link between two; predict the step time, bytes, staleness and final
+parameters of many strategies on 2 to 4 ranks by simulating one_host with this machine's cores; then
+run the same on processes, in turn, and print how far the predictions are off, beside two simpler
+predictors: a closed formula with the same calibrated figures, and the step of one worker.
+
+The machine has to be quiet: what other programs take, no prediction knows of.
+"""
+
+SIMULATION = """\
+Time a simulated training of LeNet-5 under AllReduce("ring"), every worker with gradients of its
+own, and as many plain steps of one model in a loop, in turn, in the same process.
+"""
+
+BENCHMARKS = {
+    "step": "_step",
+    "server": "_server",
+    "fidelity": "_fidelity",
+    "simulation": "_simulation",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,7 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments
     if name not in BENCHMARKS:
         raise InputError(f"unknown benchmark {name!r}; {nearest(name, BENCHMARKS)}")
-    return _step(rest) if name == "step" else _server(rest)
+    status: int = globals()[BENCHMARKS[name]](rest)
+    return status
 
 
 def _step(arguments: Sequence[str]) -> int:
@@ -81,7 +106,7 @@ def _step(arguments: Sequence[str]) -> int:
     from orchestra.cli.bench_tables import print_steps
 
     subjects = subjects_named(options.model)
-    with _progress_line() as tell:
+    with progress_line() as tell:
         rows = bench_step(ranks, options.rounds or 7, subjects, tell)
     print_steps(rows)
     _write(options.json, "step", rows)
@@ -101,7 +126,7 @@ def _rates(options: Namespace) -> int:
     from orchestra.bench.server import bench_server
     from orchestra.cli.bench_tables import print_rates
 
-    with _progress_line() as tell:
+    with progress_line() as tell:
         rows = bench_server(rounds=options.rounds or 7, on_progress=tell)
     print_rates(rows)
     _write(options.json, "server", rows)
@@ -112,10 +137,60 @@ def _suspend(options: Namespace) -> int:
     from orchestra.bench.suspend import bench_suspend
     from orchestra.cli.bench_tables import print_paces
 
-    with _progress_line() as tell:
+    with progress_line() as tell:
         rows = bench_suspend(options.rounds or 5, on_progress=tell)
     print_paces(rows)
     _write(options.json, "server --suspend", rows)
+    return 0
+
+
+def _fidelity(arguments: Sequence[str]) -> int:
+    parser = _parser("fidelity", FIDELITY, rounds="3")
+    parser.add_argument("--ranks", metavar="N,...", help="in place of each task's own numbers")
+    parser.add_argument("--strategies", metavar="LABEL,...", help="some of those that it prints")
+    parser.add_argument("--tasks", metavar="NAME,...", help="some of cnn, lenet and mlp")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="of orchestra calibrate; measures no more"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to a file")
+    options = _read(parser, arguments)
+    ranks = _numbers(options.ranks) if options.ranks is not None else None
+    from orchestra.bench.fidelity import bench_fidelity
+    from orchestra.bench.fidelity.cases import cases, tasks_named
+    from orchestra.bench.fidelity.markdown import markdown
+
+    tasks = tasks_named(_words(options.tasks))
+    chosen = cases(_words(options.strategies), tasks, ranks)
+    with progress_line() as tell:
+        result = bench_fidelity(
+            chosen, tasks, options.rounds or 3, calibration=options.calibration, on_progress=tell
+        )
+    text = markdown(result)
+    print(text, end="")
+    if options.markdown is not None:
+        options.markdown.write_text(text)
+    _write(options.json, "fidelity", result.rows)
+    return 0
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",")]
+
+
+def _simulation(arguments: Sequence[str]) -> int:
+    parser = _parser("simulation", SIMULATION, rounds="7")
+    parser.add_argument(
+        "--ranks", default="64", metavar="N,...", help="numbers of workers (default: 64)"
+    )
+    options = _read(parser, arguments)
+    ranks = _numbers(options.ranks)
+    from orchestra.bench.simulation import bench_simulation
+    from orchestra.cli.bench_tables import print_simulations
+
+    with progress_line() as tell:
+        rows = bench_simulation(ranks, options.rounds or 7, tell)
+    print_simulations(rows)
+    _write(options.json, "simulation", rows)
     return 0
 
 
@@ -167,7 +242,7 @@ def _write(path: Path | None, name: str, rows: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _progress_line() -> Iterator[Progress | None]:
+def progress_line() -> Iterator[Progress | None]:
     """What shows progress on standard error, where that is a terminal."""
     if not sys.stderr.isatty():
         yield None

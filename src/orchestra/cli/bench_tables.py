@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestra.bench.server import ServerRow
+from orchestra.bench.simulation import SimulationRow
 from orchestra.bench.step import StepRow
 from orchestra.bench.suspend import SuspendRow
 from orchestra.records.environment import environment
@@ -66,6 +67,23 @@ def print_paces(rows: Sequence[SuspendRow]) -> None:
         f"Required: {rows[0].required:.0%} of the pace, median of the pairs. Where a step computes "
         "and the cores are busy, the suspended worker leaves its share to the others."
     )
+
+
+def print_simulations(rows: Iterable[SimulationRow]) -> None:
+    """One line for each number of workers."""
+    lines = [
+        (
+            str(row.workers),
+            f"{row.simulated_seconds * 1e3:.2f}",
+            f"{row.plain_seconds * 1e3:.2f}",
+            f"{row.ratio:.2f}",
+            f"{min(row.ratios):.2f} to {max(row.ratios):.2f}",
+        )
+        for row in rows
+    ]
+    headings = ("workers", "simulated", "plain", "ratio", "of the pairs")
+    _print("ms for a worker's step, LeNet-5, batches of 64, AllReduce('ring')", headings, lines)
+    _print_remarks("Ratios near 1: the simulation costs little beside the gradients.")
 
 
 def _print(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

@@ -43,9 +43,40 @@ examples:
 """
 
 
+SIMULATE = """\
+Compare strategies in virtual time, on a cluster that is described: `orchestra compare` with
+`--engine simulation`. Every rank runs in one process, with real gradients, so that parameters and
+losses are those of real processes; seconds are those of the cluster. `orchestra list clusters`
+shows the clusters that have a name.
+"""
+
+SIMULATE_EPILOG = """\
+examples:
+  orchestra simulate examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' --ranks 8
+
+  orchestra simulate examples/quickstart.yaml --cluster examples/cluster.yaml
+      on machines that a file describes
+
+  orchestra simulate experiment.yaml --cluster 'stragglers(nodes=32)' --ranks 2,4,8,16,32
+      how far each strategy scales where some machines are slow
+"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Compare as the command line says; 0 if all runs were completed."""
-    options = _parser().read(arguments)
+    return _compare(_parser("compare", DESCRIPTION, EPILOG).read(arguments))
+
+
+def simulate(arguments: Sequence[str]) -> int:
+    """The same in virtual time."""
+    options = _parser("simulate", SIMULATE, SIMULATE_EPILOG).read(arguments)
+    if options.engine == "processes":
+        raise InputError("orchestra simulate has one engine; for processes: orchestra compare")
+    options.engine = "simulation"
+    return _compare(options)
+
+
+def _compare(options: Namespace) -> int:
     _require_no_launcher()
     experiment = load(options.experiment, options.set, _given(options))
     check_task(experiment.task)
@@ -64,8 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if comparison.well else 1
 
 
-def _parser() -> Parser:
-    parser = Parser("compare", DESCRIPTION, EPILOG)
+def _parser(command: str, description: str, epilog: str) -> Parser:
+    parser = Parser(command, description, epilog)
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="a YAML file")
     parser.add_argument(
         "--ranks", type=_numbers, metavar="N[,N...]", help="processes, servers included"
@@ -97,7 +128,8 @@ def _numbers(text: str) -> list[int]:
 def _given(options: Namespace) -> dict[str, Entry]:
     """What options say in place of the file."""
     given = {"ranks": options.ranks, "seeds": options.seeds}
-    return {key: Entry(value, f"--{key}") for key, value in given.items() if value is not None}
+    entries = {key: Entry(value, f"--{key}") for key, value in given.items() if value is not None}
+    return Parser.run_settings(options) | entries
 
 
 def _require_no_launcher() -> None:

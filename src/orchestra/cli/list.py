@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from orchestra.cli.arguments import Parser
+from orchestra.cli.strategy_list import FOR_REFERENCE, line_of_use, print_strategies
 from orchestra.cli.tables import print_names, print_settings
+from orchestra.cluster import CLUSTERS, Jitter, load_cluster
+from orchestra.cluster.registry import is_file
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments import Experiment
 from orchestra.experiments.file import TRAINING_KEYS
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.settings import Described, Registry, Settings, describe
+from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.standing import Standing
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.registry import TASKS
 from orchestra.topologies import Topology
@@ -23,15 +29,26 @@ from orchestra.trainer.settings import Target, Training
 
 DESCRIPTION = """\
 Show the names that an experiment may use, each with one line; or, for one NAME, what it does and
-the meaning, values and default of each of its settings.
+the meaning, values and default of each of its settings. NAME may be a heading, too: clusters.
+
+A cluster with its settings, 'lan_1gbit(nodes=8)', or the file of one, is written out in full, as a
+file that says the same; or drawn, with --draw.
 """
 
-REGISTRIES = (STRATEGIES, TASKS, SCHEDULES, SHARDINGS)
+EPILOG = """\
+examples:
+  orchestra list ParameterServer
+  orchestra list clusters
+  orchestra list 'two_sites(nodes=6)' --draw sites.png --ranks 6
+"""
+
+REGISTRIES = (STRATEGIES, TASKS, SCHEDULES, SHARDINGS, CLUSTERS)
 KINDS: dict[str, type] = {
     "rules, for Switch(..., when=RULE)": Rule,
     "outer optimizers, for LocalSGD(outer=OUTER)": Outer,
     "topologies, for Gossip(TOPOLOGY) and its kin": Topology,
 }
+JITTER = "jitter, of the nodes of a cluster"
 GROUPS = Described(
     "parameter_groups", "list of mappings", "[]", "", "match (a pattern of names) and arguments"
 )
@@ -39,24 +56,40 @@ GROUPS = Described(
 
 def main(arguments: Sequence[str]) -> int:
     """List everything, or describe one name."""
-    parser = Parser("list", DESCRIPTION)
+    parser = Parser("list", DESCRIPTION, EPILOG)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name, or package.module:Name")
-    name = parser.read(arguments).name
-    if name is None:
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a cluster: .png or .svg")
+    parser.add_argument("--ranks", type=int, metavar="N", help="with --draw: show where they are")
+    options = parser.read(arguments)
+    name: str | None = options.name
+    if options.draw is not None or options.ranks is not None:
+        _draw(name, options.draw, options.ranks)
+    elif name is None:
         print_names(_names())
         print("orchestra list NAME shows the settings of one of them.")
+        print(f"orchestra list strategies shows variants, and says what {FOR_REFERENCE} means.")
+    elif name == "strategies":
+        _list_strategies()
+    elif heading := {title: rows for title, rows in _names().items() if _is_of(name, title)}:
+        print_names(heading)
     elif name == "experiment":
         _describe_experiment()
+    elif "(" in name or is_file(name):
+        from orchestra.cluster.writing import cluster_text
+
+        print(cluster_text(load_cluster(name, where="list", folder=Path())), end="")
     else:
         _describe(name, _find(name))
     return 0
 
 
-def _names() -> dict[str, list[tuple[str, str]]]:
-    titles: dict[str, list[tuple[str, str]]] = {title: [] for title in ("strategies", *KINDS)}
+def _names() -> dict[str, list[tuple[str, ...]]]:
+    titles: dict[str, list[tuple[str, ...]]] = {title: [] for title in ("strategies", *KINDS)}
+    standing = Standing.shipped()
     for name in STRATEGIES.names():
         target = _resolved(STRATEGIES, name)
-        titles[_kind(target)].append((name, _first_line(target)))
+        uses = (line_of_use(name, target, standing),) if _is_strategy(target) else ()
+        titles[_kind(target)].append((name, _first_line(target), *uses))
     for title, registry in (
         ("tasks", TASKS),
         ("schedules of the learning rate", SCHEDULES),
@@ -65,11 +98,47 @@ def _names() -> dict[str, list[tuple[str, str]]]:
         titles[title] = [
             (name, _first_line(_resolved(registry, name))) for name in registry.names()
         ]
+    titles["clusters"], titles[JITTER] = [], []
+    for name in CLUSTERS.names():
+        target = _resolved(CLUSTERS, name)
+        title = JITTER if isinstance(target, type) and issubclass(target, Jitter) else "clusters"
+        titles[title].append((name, _first_line(target)))
     titles["the rest"] = [
         ("experiment", "The keys of an experiment file."),
         ("Target", _first_line(Target)),
     ]
     return titles
+
+
+def _is_strategy(target: Any) -> bool:
+    return isinstance(target, type) and issubclass(target, Strategy)
+
+
+def _list_strategies() -> None:
+    found = [(name, _resolved(STRATEGIES, name)) for name in STRATEGIES.names()]
+    shown = {name: (_first_line(target), target) for name, target in found if _is_strategy(target)}
+    print_strategies(shown)
+
+
+def _is_of(name: str, title: str) -> bool:
+    """Whether `name` is the first word of a heading."""
+    return name == title.partition(" ")[0].rstrip(",")
+
+
+def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:
+    if name is None or path is None:
+        raise InputError("give a cluster and a file: orchestra list lan_1gbit --draw lan.png")
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise InputError(f"--draw {path}: is neither .png nor .svg")
+    if ranks is not None and ranks < 1:
+        raise InputError(f"--ranks {ranks}: has to be 1 or more")
+    cluster = load_cluster(name, where="list", folder=Path())
+    from orchestra.report.figures.cluster import cluster_figure
+    from orchestra.report.figures.figure import save_as
+
+    figure, width = cluster_figure(cluster, ranks)
+    save_as(figure, path, width)
+    print(path)
 
 
 def _kind(target: Any) -> str:

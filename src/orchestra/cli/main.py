@@ -22,9 +22,12 @@ naming the strategy: a task says what to train, a strategy when the processes ex
 
 commands:
   compare  train a task under every strategy of a file, and report on them side by side
+  simulate the same in virtual time, on a cluster that you describe
   train    train a task under one strategy, and write the record of the run
   report   make a report of any past runs
+  replay   repeat a recorded run to the same bits, and stop where you like
   bench    measure speed on this machine, beside peers measured in the same run
+  calibrate measure what a simulation needs to know of this machine
   list     show strategies, tasks and schedules, or the settings of one of them
 
   orchestra COMMAND --help says more about each. --version shows the version.
@@ -40,16 +43,22 @@ examples:
   orchestra train experiment.yaml --ranks 2 --set optimizer.lr=0.05 --out runs/first
       what the file says, with two changes; the same command again resumes it
 
+  orchestra simulate examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' --ranks 8
+      the same comparison on eight machines that you do not have
+
   orchestra list ParameterServer
       what a parameter server is here, and each of its settings
 """
 
 COMMANDS = {
-    "bench": "orchestra.cli.bench",
-    "compare": "orchestra.cli.compare",
-    "list": "orchestra.cli.list",
-    "report": "orchestra.cli.report",
-    "train": "orchestra.cli.train",
+    "bench": "orchestra.cli.bench:main",
+    "calibrate": "orchestra.cli.calibrate:main",
+    "compare": "orchestra.cli.compare:main",
+    "list": "orchestra.cli.list:main",
+    "replay": "orchestra.cli.replay:main",
+    "report": "orchestra.cli.report:main",
+    "simulate": "orchestra.cli.compare:simulate",
+    "train": "orchestra.cli.train:main",
 }
 
 
@@ -89,7 +98,8 @@ def _dispatch(arguments: list[str]) -> int:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # for package.module:function, as `python -m` does
-    status = importlib.import_module(COMMANDS[command]).main(rest)
+    module, _, function = COMMANDS[command].partition(":")
+    status = getattr(importlib.import_module(module), function)(rest)
     assert isinstance(status, int)
     sys.stdout.flush()
     return status

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -25,15 +25,33 @@ def print_record(record: RunRecord, run: Run) -> None:
     console.print(f"record: {record.folder}", soft_wrap=True, markup=False)
 
 
-def print_names(titles: dict[str, list[tuple[str, str]]]) -> None:
-    """Under each title, names with one line of meaning."""
+def print_names(titles: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
+    """Under each title, names with a line of meaning; further lines stand below that, dim."""
     console = Console(highlight=False)
-    width = max(len(name) for rows in titles.values() for name, _ in rows)
+    width = max(len(name) for rows in titles.values() for name, *_ in rows)
     for title, rows in titles.items():
         console.print(f"[bold]{title}[/bold]")
-        for name, meaning in rows:
+        for name, meaning, *more in rows:
             console.print(f"  {name:{width}}  {meaning}", markup=False, soft_wrap=True)
+            for line in more:
+                _print_dim(console, f"  {'':{width}}  {line}")
         console.print()
+
+
+def print_variants(name: str, meaning: Sequence[str], rows: Iterable[tuple[str, str]]) -> None:
+    """A name, lines of meaning, and notations with a line on each, dim."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{name}[/bold]")
+    for line in meaning:
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+    for notation, line in rows:
+        console.print(f"    {notation}", markup=False, soft_wrap=True)
+        _print_dim(console, f"        {line}")
+    console.print()
+
+
+def _print_dim(console: Console, line: str) -> None:
+    console.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def print_settings(rows: Sequence[Described]) -> None:

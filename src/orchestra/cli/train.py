@@ -43,6 +43,7 @@ EPILOG = """\
 examples:
   orchestra train --task digits --strategy 'ParameterServer(consistency="asynchronous")'
   orchestra train --task my_package.tasks:speech --strategy Single --set batch_size=64
+  orchestra train experiment.yaml --engine simulation --cluster 'lan_1gbit(nodes=16)' --ranks 16
   orchestra train experiment.yaml --set strategies.ring.algorithm=parallel --out runs/parallel
 """
 
@@ -111,7 +112,8 @@ def _parser() -> Parser:
 
 def _given(options: Namespace) -> dict[str, Entry]:
     """What options say in place of the file."""
-    given = {"tune": Entry(None, "train")}  # it tunes nothing
+    given = Parser.run_settings(options)
+    given["tune"] = Entry(None, "train")  # it tunes nothing
     if options.task is not None:
         given["task"] = Entry(options.task, "--task")
     if options.strategy is not None:
@@ -143,7 +145,9 @@ def _train(
     completed: RunRecord | None = None,
 ) -> RunRecord:
     """The record of `run`, after it; `summary.json` tells of a failed one, too."""
-    from orchestra.engines.processes.training import failed_record, take_part, train_run
+    from orchestra.engines.processes.training import take_part
+    from orchestra.engines.run import train_run
+    from orchestra.engines.run_record import failed_record
     from orchestra.records.record import write_summary
 
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orchestra.schedules import ALL_REDUCE, REDUCE, Schedule
 from orchestra.schedules import broadcast as broadcast_schedule
-from orchestra.transports.protocol import Handle, Transport
+from orchestra.transports.protocol import AllReducesAtOnce, Handle, Transport
 from orchestra.transports.tags import Tag
 
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
@@ -43,11 +43,6 @@ class Part:
 
 
 @functools.cache
-def _all_reduce_schedule(algorithm: str, ranks: int) -> Schedule:
-    return ALL_REDUCE[algorithm](ranks)
-
-
-@functools.cache
 def _broadcast_schedule(ranks: int, root: int) -> Schedule:
     return broadcast_schedule(ranks, root)
 
@@ -71,7 +66,7 @@ def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Grou
 
     Returns the bytes of buffer that this rank needed beside the vector.
     """
-    return execute(transport, vector, _all_reduce_schedule(algorithm, len(group)), group, tag)
+    return execute(transport, vector, ALL_REDUCE[algorithm](len(group)), group, tag)
 
 
 def broadcast(transport: Transport, vector: Tensor, root: int, group: Group, tag: int) -> None:
@@ -94,6 +89,10 @@ def execute(
     """
     assert vector.dim() == 1
     assert vector.is_contiguous()
+    if schedule.all_reduce and isinstance(transport, AllReducesAtOnce):
+        buffer = transport.all_reduce_at_once(vector, schedule, group.ranks, tag, edges)
+        if buffer is not None:
+            return buffer
     index, length = group.index(transport.rank), vector.numel()
     memory = vector
     if schedule.slots and len(group) > 1:
@@ -109,7 +108,7 @@ def execute(
     slots = memory.view(schedule.pieces, length)
     vector.copy_(slots[0])
     for slot in slots[1:]:
-        vector.add_(slot)
+        transport.add(vector, slot)
     return memory.nbytes
 
 
@@ -156,6 +155,7 @@ class Arrival:
         self, transport: Transport, own: Sequence[Tensor], source: int, tag: int, operation: int
     ) -> None:
         self._own = own
+        self._add = transport.add
         self._receive = functools.partial(transport.receive, source, tag)
         self._scratch: list[Tensor] = []
         if operation == REDUCE:
@@ -179,7 +179,7 @@ class Arrival:
             if self._scratch:
                 for sending in leaving:
                     sending[index].wait()
-                own.add_(arrived)
+                self._add(own, arrived)
             if index + 2 < len(self._own):
                 self._handles.append(self._start(index + 2))
 

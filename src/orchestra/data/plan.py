@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,17 @@ class Plan:
         assert min(self.shares) >= 0
         assert max(self.shares) > 0, "no rank has data"
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """How many ranks have data."""
         return sum(share > 0 for share in self.shares)
 
-    @property
+    @cached_property
     def global_batch(self) -> int:
         """Samples of a full step of all workers."""
         return self.batch_size * self.workers
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Steps until the budget is used up, the smaller last one included."""
         return -(-(self.stop - self.start) // self.global_batch)
@@ -56,12 +57,29 @@ class Plan:
 
     def counts(self, step: int) -> tuple[int, ...]:
         """The samples of each rank in `step`."""
-        return apportion(self.position(step + 1) - self.position(step), self.shares)
+        return self._dealt(step)[0]
+
+    def samples(self, step: int) -> int:
+        """The samples of `step`."""
+        return self.position(step + 1) - self.position(step)
+
+    def _dealt(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The samples of each rank in `step`, and how many those before it have together."""
+        total = self.samples(step)
+        if total not in self._known:
+            counts = apportion(total, self.shares)
+            self._known[total] = counts, tuple(accumulate(counts, initial=0))
+        return self._known[total]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What was dealt, by the samples of a step: there are but two numbers of them."""
+        return {}
 
     def part(self, step: int, rank: int) -> tuple[int, int]:
         """The positions (start, stop) of the stream that `rank` reads in `step`."""
-        counts = self.counts(step)
-        start = self.position(step) + sum(counts[:rank])
+        counts, before = self._dealt(step)
+        start = self.position(step) + before[rank]
         return start, start + counts[rank]
 
     def own_part(self, step: int, rank: int) -> tuple[int, int]:

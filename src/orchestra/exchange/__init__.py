@@ -37,7 +37,14 @@ if TYPE_CHECKING:
     )
     from orchestra.exchange.push_sum import PushSum
     from orchestra.exchange.replicas import average_replicas, fragments_of, scaled_copy
-    from orchestra.exchange.servers import collect_slices, homes_of, make_server, push_and_pull
+    from orchestra.exchange.servers import (
+        collect_slices,
+        homes_of,
+        make_replicated_server,
+        make_server,
+        push_and_pull,
+        tell_servers,
+    )
     from orchestra.exchange.shards import Shards
 
     __all__ = [
@@ -63,6 +70,7 @@ if TYPE_CHECKING:
         "is_stage",
         "make_collective",
         "keep_gradient",
+        "make_replicated_server",
         "make_server",
         "mix_with_neighbours",
         "PairwiseAverage",
@@ -71,6 +79,7 @@ if TYPE_CHECKING:
         "scaled_copy",
         "stage_of",
         "sum_tied",
+        "tell_servers",
         "wait_for_everyone",
     ]
 else:
@@ -99,6 +108,7 @@ else:
             "is_stage": "pipeline",
             "make_collective": "collective",
             "keep_gradient": "gossip",
+            "make_replicated_server": "servers",
             "make_server": "servers",
             "mix_with_neighbours": "gossip",
             "PairwiseAverage": "pairwise",
@@ -107,6 +117,7 @@ else:
             "scaled_copy": "replicas",
             "stage_of": "pipeline",
             "sum_tied": "pipeline",
+            "tell_servers": "servers",
             "wait_for_everyone": "gossip",
         },
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from orchestra.optimizers.moments import Moments, export_moments
 from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from orchestra.exchange.collective import Collective
 
 END = -1
 
@@ -25,10 +29,17 @@ class GradientAverage:
     which tensors were used travel with the last bucket.
 
     `reduce` sums a bucket over the workers, over the transport of the flow that it is given, and
-    returns the bytes of buffer that it used. None: torch.distributed's own all-reduce.
+    returns the bytes of buffer that it used. None: torch.distributed's own all-reduce. `alone` is
+    given where `reduce` carries out that collective and nothing else, and where all that the ranks
+    exchange between two steps are these averages.
     """
 
-    def __init__(self, worker: Worker, reduce: Callable[[Transport, Bucket], int] | None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        reduce: Callable[[Transport, Bucket], int] | None,
+        alone: Collective | None = None,
+    ) -> None:
         self._worker = worker
         self._reduce = reduce
         self._buckets = cut_into_buckets(worker)
@@ -36,6 +47,9 @@ class GradientAverage:
         self._next = 0  # the first bucket that was not handed over yet
         self._works: list[Task[Tensor]] = []
         self._flow: Task[None] | None = None
+        self._at_once = None if alone is None else worker.average_at_once(alone, self._buckets)
+        if self._at_once is not None:
+            return
         if len(worker.workers) > 1 and len(self._buckets) > 1:
             worker.gradients.when_ready(self._slot_is_ready)
             if reduce is not None:
@@ -46,7 +60,9 @@ class GradientAverage:
         worker, gradients, step = self._worker, self._worker.gradients, self._worker.step
         gradients.collect_rest(step.weight)
         gradients.fill_tail(worker.rank, step.weight, step.loss, step.stop)
-        if len(worker.workers) > 1:
+        if self._at_once is not None:
+            self._note_buffer(self._at_once())
+        elif len(worker.workers) > 1:
             while self._next < len(self._buckets):
                 self._hand_over()
             self._wait()
@@ -71,6 +87,7 @@ class GradientAverage:
         self._ready[bucket] += 1
         last = len(self._buckets) - 1  # waits for what travels with it
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
+            self._worker.compute.reached(self._buckets[self._next].last_slot - 1)
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -96,7 +113,10 @@ class GradientAverage:
 
     def _sum(self, transport: Transport, bucket: Bucket) -> None:
         assert self._reduce is not None
-        measures, buffer = self._worker.measures, self._reduce(transport, bucket)
+        self._note_buffer(self._reduce(transport, bucket))
+
+    def _note_buffer(self, buffer: int) -> None:
+        measures = self._worker.measures
         measures.peak_buffer_bytes = max(measures.peak_buffer_bytes, buffer)
 
     def _count_native(self, values: Tensor) -> None:
@@ -162,6 +182,8 @@ def agree_on_parameters(worker: Worker) -> None:
 
 def agree_within(worker: Worker, group: Group) -> None:
     """Everyone in `group` takes the parameters and buffers of its first rank."""
+    if worker.agrees:
+        return
     broadcast(worker.transport, worker.parameters, group.ranks[0], group, Tag.AGREE)
     broadcast_buffers(worker, group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 import torch
+from torch import Tensor
 
 from orchestra.collectives import all_reduce
 from orchestra.transports.protocol import Handle, Task, Transport
@@ -56,7 +57,7 @@ class PairwiseAverage:
         if self._flow is None or not self._held:
             return
         self._held = False
-        self._x.copy_(self._worker.parameters)
+        self._copy(self._worker.parameters, self._x)
         rank = NOBODY if partner is None else self._worker.workers.ranks[partner]
         self._tell(Tag.HAND_OVER, Word.GIVE, rank)
 
@@ -69,8 +70,12 @@ class PairwiseAverage:
         if averages < 0:
             self._flow.wait()  # raises what the flow raised
         self._held = True
-        self._worker.parameters.copy_(self._x)
+        self._copy(self._x, self._worker.parameters)
         return averages
+
+    def _copy(self, values: Tensor, into: Tensor) -> None:
+        work = Work("encode", values.numel())
+        self._worker.compute.run(work, lambda: into.copy_(values))
 
     def settle(self) -> None:
         """Collective over the workers: have the parameters, when nobody averages any more."""

@@ -220,7 +220,8 @@ class PipelineStep:
         self.sent.append(self.worker.transport.send(own, self.worker.rank + direction, tag))
 
     def _charged(self, kind: str, samples: int, function: Callable[[], Any]) -> Any:
-        return self.worker.compute.run(Work(kind, samples), function)
+        names = tuple(slot.name for slot in self.worker.layout.slots)
+        return self.worker.compute.run(Work(kind, samples, names), function)
 
 
 def _backward(results: list[Tensor], gradients: list[Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,8 @@ class PushSum:
 
     @property
     def w(self) -> float:
-        """The weight; 1 at the beginning."""
-        return float(self.mass[-1])
+        """The weight; 1 at the beginning. NaN where tensors have shapes only."""
+        return math.nan if self.mass.is_meta else float(self.mass[-1])
 
     def z(self) -> Tensor:
         """The de-biased values."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from orchestra.collectives import Group, all_reduce
+from orchestra.collectives import Group, all_reduce, gather_objects
 from orchestra.errors import PeerLost
+from orchestra.exchange.average import agree_within
 from orchestra.optimizers.moments import install_moments
+from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client, Home
 from orchestra.parameter_server.compensation import DelayCompensation
 from orchestra.parameter_server.consistency import Consistency
 from orchestra.parameter_server.placement import Slice, place
+from orchestra.parameter_server.replicated_server import ReplicatedServer
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.transports.protocol import Transport
@@ -45,9 +51,14 @@ def make_server(
     clips: bool,
     rate_divisor: Callable[[int], int],
     compensate: Compensate | None,
+    mirrors: Home | None = None,
 ) -> Server:
-    """The server that lives on this rank, with the moments that `worker` inherited, if any."""
-    part = next(home.slice for home in homes if home.rank == worker.rank)
+    """The server that lives on this rank, with the moments that `worker` inherited, if any.
+
+    With `mirrors` it is a replica of that one.
+    """
+    home = mirrors or next(home for home in homes if home.rank == worker.rank)
+    part = home.slice
     values = worker.parameters[part.first : part.end].clone()
     tensors = _tensors_of(worker, part, values)
     optimizer = None
@@ -57,7 +68,7 @@ def make_server(
     servers = Group(tuple(home.rank for home in homes))
 
     def offer(consumed: int, now: Tensor) -> None:
-        worker.snapshots.offer(consumed, now, offset=part.first)
+        worker.snapshots.offer(consumed, now, offset=part.first, mirror=mirrors is not None)
 
     return Server(
         ServerState(consistency, set(workers), consumed=worker.step.consumed),
@@ -73,6 +84,52 @@ def make_server(
         compensation=compensate(values, workers) if compensate is not None else None,
         on_update=offer if updates else None,
     )
+
+
+def make_replicated_server(
+    worker: Worker, homes: Sequence[Home], make: Callable[[Home | None], Server]
+) -> ReplicatedServer:
+    """The server on this rank, with a replica of the one before it; `make(mirrors)` makes each."""
+    ranks = tuple(home.rank for home in homes)
+    place = ranks.index(worker.rank)
+    own, mirror = make(None), make(homes[place - 1])
+    before, after, lost = ranks[place - 1], ranks[(place + 1) % len(ranks)], worker.transport.lost()
+    if after not in lost:
+        _hand_on_moments(worker.transport, own.optimizer, after)
+    if before not in lost:
+        _take_over_moments(worker.transport, mirror.optimizer, before)
+
+    def alone(text: str) -> None:
+        worker.reporter.expendable(False)
+        worker.reporter.notice(text)
+
+    return ReplicatedServer(own, mirror, ranks, place, lost=lost, alone=alone)
+
+
+def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int) -> None:
+    """Ranks may have inherited different moments; replicas have the same."""
+    moments = [
+        (index, name, value)
+        for index, state in capture(optimizer).items()
+        for name, value in state.items()
+    ]
+    tensors = [value for _, _, value in moments if isinstance(value, Tensor)]
+    heads = [
+        (index, name, isinstance(value, Tensor), None if isinstance(value, Tensor) else value)
+        for index, name, value in moments
+    ]
+    gather_objects(transport, heads, Group((transport.rank, to)), to)
+    for tensor in tensors:
+        transport.send(tensor.contiguous(), to, Tag.AGREE).wait()
+
+
+def _take_over_moments(transport: Transport, optimizer: Optimizer | None, source: int) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    _, heads = gather_objects(transport, None, Group((transport.rank, source)), transport.rank)
+    for index, name, is_tensor, value in heads:
+        arrived = transport.receive(source, Tag.AGREE).wait() if is_tensor else value
+        state.setdefault(index, {})[name] = arrived
+    restore(optimizer, state)
 
 
 def _tensors_of(worker: Worker, part: Slice, values: Tensor) -> dict[str, tuple[Tensor, int]]:
@@ -155,3 +212,13 @@ def collect_slices(worker: Worker, homes: Sequence[Home], server: Server | None)
                 if not server.state.consistency.tolerates_loss:
                     raise
                 worker.reporter.notice(f"rank {lost.rank} left before the end")
+
+
+def tell_servers(worker: Worker, servers: Sequence[int], chief: int) -> None:
+    """The `servers` without data take the parameters and buffers of the `chief`, a worker."""
+    if worker.rank in servers:
+        agree_within(worker, Group((chief, worker.rank)))
+    elif worker.rank == chief:
+        for server in servers:
+            with contextlib.suppress(PeerLost):
+                agree_within(worker, Group((chief, server)))

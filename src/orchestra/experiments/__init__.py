@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestra.experiments.document import Entry
 from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load, to_yaml
 from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
+from orchestra.settings.document import Entry
 
 __all__ = [
     "PARENT",

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.data.sharding import SHARDINGS
-from orchestra.engines.processes.training import failed_record, train_run
+from orchestra.engines.run import train_run
+from orchestra.engines.run_record import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.comparison import Comparison, carry_out
-from orchestra.experiments.document import Entry
 from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load
 from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import Settings, write
+from orchestra.settings.document import Entry
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import TASKS
 

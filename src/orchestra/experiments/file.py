@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestra.cluster.registry import is_file, load_cluster
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
-from orchestra.experiments.document import Entry, read_document
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.tune import Tune
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
 from orchestra.settings import REQUIRED, Settings, parse, replace_setting, write
 from orchestra.settings.base import checked, default_of, require_setting, settings_of, type_hints
+from orchestra.settings.document import Entry, read_document
 from orchestra.settings.yaml_text import yaml_text, yaml_value
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import replace_task_setting, task_name, task_text
@@ -42,7 +43,9 @@ def load(
     Raises:
         InputError: one line with the place, what is wrong, and the nearest known key.
     """
-    document = read_document(path) if path else {}
+    document: dict[str, Entry] = {}
+    if path:
+        document = read_document(path, needs="task and strategies", example="task: digits")
     document = _replaced(document, given or {})
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:
@@ -163,7 +166,7 @@ def _strategies(entry: Entry) -> dict[str, object]:
         raise InputError(f"{entry.where}: strategies is empty; give a label and a strategy")
     strategies = {}
     for label, text in entry.value.items():
-        where = _at(Entry(text, entry.places.get(label, entry.where)), f"strategies.{label}")
+        where = _at(Entry(text, entry.place_of(label)), f"strategies.{label}")
         strategies[str(label)] = parse(text, STRATEGIES, where=where)
     return strategies
 
@@ -184,7 +187,7 @@ def _mapped(cls: type[S], entry: Entry, key: str, example: str) -> S:
         try:
             require_setting(cls, str(name))
         except InputError as error:
-            raise InputError(f"{entry.places.get(name, entry.where)}: {error}") from None
+            raise InputError(f"{entry.place_of(name)}: {error}") from None
     for field in settings_of(cls):
         if default_of(field) is REQUIRED and field.name not in entry.value:
             raise InputError(f"{entry.where}: {key} lacks {field.name}, as in {example}")
@@ -208,6 +211,15 @@ def _groups(entry: Entry) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def _cluster(entry: Entry) -> str:
+    """The cluster's notation, or the full path of its file, which the experiment's lies beside."""
+    where = _at(entry, "cluster")
+    from_option = entry.where.startswith("--")
+    folder = Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
+    load_cluster(entry.value, where=where, folder=folder)
+    return str((folder / entry.value).resolve()) if is_file(entry.value) else str(entry.value)
+
+
 _READERS: dict[str, Callable[[Entry], Any]] = {
     "task": lambda entry: task_text(entry.value, where=_at(entry, "task")),
     "strategies": _strategies,
@@ -215,6 +227,7 @@ _READERS: dict[str, Callable[[Entry], Any]] = {
     "schedule": lambda entry: parse(entry.value, SCHEDULES, where=_at(entry, "schedule")),
     "sharding": lambda entry: parse(entry.value, SHARDINGS, where=_at(entry, "sharding")),
     "ranks": lambda entry: entry.value if isinstance(entry.value, list) else [entry.value],
+    "cluster": _cluster,
     "target": _target,
     "tune": _tune,
     "parameter_groups": _groups,

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
+from orchestra.engines.run import train_run
+from orchestra.engines.run_record import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.folder import SUMMARY, finished, reclaim
@@ -68,7 +69,7 @@ class Runner:
         """The record of a run that need not be begun."""
         self._made += 1
         self._progress.begin(what)
-        record = training.failed_record(run, folder, failure)
+        record = failed_record(run, folder, failure)
         self._progress.finish(outcome(record, run.training.target), failed=True)
         return record
 
@@ -79,13 +80,13 @@ class Runner:
 
     def _train(self, run: Run, folder: Path) -> RunRecord:
         try:
-            return training.train_run(run, folder, progress=self._progress)
+            return train_run(run, folder, progress=self._progress)
         except (RunFailed, InputError) as failure:
             if self._progress.interrupted:
                 raise KeyboardInterrupt from None
             if isinstance(failure, InputError):
                 self._bad_input.append(failure)
-            return training.failed_record(run, folder, failure)
+            return failed_record(run, folder, failure)
 
 
 def outcome(record: RunRecord, target: Target | None) -> str:

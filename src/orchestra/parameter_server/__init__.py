@@ -7,10 +7,20 @@ from orchestra.settings.lazy import lazy_names
 if TYPE_CHECKING:
     from orchestra.parameter_server.client import Client, Home
     from orchestra.parameter_server.compensation import DelayCompensation
+    from orchestra.parameter_server.replicated_client import ReplicatedClient
+    from orchestra.parameter_server.replicated_server import ReplicatedServer
     from orchestra.parameter_server.server import Server
     from orchestra.parameter_server.state import Pause
 
-    __all__ = ["Client", "DelayCompensation", "Home", "Pause", "Server"]
+    __all__ = [
+        "Client",
+        "DelayCompensation",
+        "Home",
+        "Pause",
+        "ReplicatedClient",
+        "ReplicatedServer",
+        "Server",
+    ]
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -18,6 +28,8 @@ else:
             "Client": "client",
             "DelayCompensation": "compensation",
             "Home": "client",
+            "ReplicatedClient": "replicated_client",
+            "ReplicatedServer": "replicated_server",
             "Server": "server",
         },
     )

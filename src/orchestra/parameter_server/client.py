@@ -58,15 +58,23 @@ class Client:
         used: Sequence[bool],
     ) -> list[Answer]:
         """Push flat `gradient`, pull flat `into`; the servers' answers, in their order."""
-        sending = []
-        arriving = []
+        pushes = []
         for home in self.homes:
-            first, end = home.slice.first, home.slice.end
             flags = tuple(used[piece.tensor] for piece in home.slice.pieces)
             push = Push(
                 self._transport.rank, self.clock + 1, samples, step_samples, loss, stop,
                 rates, flags,
             )  # fmt: skip
+            pushes.append(push)
+        answers = self._exchange(pushes, gradient, into)
+        self.clock = answers[0].clock
+        return answers
+
+    def _exchange(self, pushes: Sequence[Push], gradient: Tensor, into: Tensor) -> list[Answer]:
+        sending = []
+        arriving = []
+        for home, push in zip(self.homes, pushes, strict=True):
+            first, end = home.slice.first, home.slice.end
             head = self._transport.receive(home.rank, Tag.ANSWER)
             body = self._transport.receive(home.rank, Tag.VALUES, into[first:end])
             arriving.append((head, body))
@@ -80,7 +88,6 @@ class Client:
         for head, body in arriving:
             answers.append(decode_answer(self._transport.rank, head.wait()))
             body.wait()
-        self.clock = answers[0].clock
         return answers
 
     def pause(self, step: int) -> bool:

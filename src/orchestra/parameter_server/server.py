@@ -95,7 +95,7 @@ class Server:
         for sending in self._sending.pop(worker, ()):
             sending.wait()
         gradient = transport.receive(worker, Tag.GRADIENT).wait()  # it came before the request
-        self._buffers[worker] = gradient.to(self.values.device)
+        self.keep(worker, gradient)
         return self.state.push(decode_push(worker, message))
 
     def _lose(self, lost: PeerLost) -> Decision:
@@ -105,31 +105,47 @@ class Server:
             raise lost
         self._lost.add(lost.rank)
         self._sending.pop(lost.rank, None)
-        self._buffers.pop(lost.rank, None)
+        self.forget(lost.rank)
         return self.state.leave(lost.rank)
 
+    def keep(self, worker: int, gradient: Tensor) -> None:
+        """Until its push is applied."""
+        self._buffers[worker] = gradient.to(self.values.device)
+
+    def forget(self, worker: int) -> None:
+        """`worker` is lost."""
+        self._buffers.pop(worker, None)
+
     def _follow(self, transport: Transport, decision: Decision) -> None:
-        for update in decision.apply:
-            self._charge(
-                "update", self.values.numel(), functools.partial(self._apply, transport, update)
-            )
-            if self._on_update is not None:
-                self._on_update(self.state.consumed, self.values)
+        self.apply(transport, decision.apply)
         for answer in decision.answers:
             self._answer(transport, answer)
 
+    def apply(self, transport: Transport, updates: Sequence[Update]) -> None:
+        """Apply `updates`, in order; the gradients of their pushes are kept."""
+        elements = self.values.numel()
+        for update in updates:
+            count = len(update.pushes)
+            if count > 1:
+                add_up = functools.partial(self._add_up, update)
+                self._charge("mix", 2 * count * elements, add_up)
+            self._charge("update", elements, functools.partial(self._apply, transport, update))
+            if self._on_update is not None:
+                self._on_update(self.state.consumed, self.values)
+
+    def _add_up(self, update: Update) -> None:
+        """The sample-weighted average of several pushes, summed in rank order."""
+        samples = sum(push.samples for push in update.pushes)
+        self._total.zero_()
+        for push in update.pushes if samples else ():
+            self._total.add_(self._buffers[push.worker].mul_(push.samples / samples))
+
     def _apply(self, transport: Transport, update: Update) -> None:
-        """One update from the sample-weighted average of its pushes, summed in rank order."""
+        """One update from the gradient of its push, or from the average of several."""
         pushes = update.pushes
-        samples = sum(push.samples for push in pushes)
-        if not samples:
+        if not any(push.samples for push in pushes):
             return
-        if len(pushes) == 1:
-            average = self._buffers[pushes[0].worker]
-        else:
-            average = self._total.zero_()
-            for push in pushes:
-                average.add_(self._buffers[push.worker].mul_(push.samples / samples))
+        average = self._buffers[pushes[0].worker] if len(pushes) == 1 else self._total
         if self._clip is not None:
             self._clip(transport, average)
         if self._compensation is not None:
@@ -146,15 +162,24 @@ class Server:
         self.optimizer.step()
 
     def _answer(self, transport: Transport, answer: Answer) -> None:
-        """Send from a copy, so that a slow worker holds up nobody."""
-        copy = self._buffers[answer.worker]
-        copy.copy_(self.values if self.optimizer is not None else self._total)
-        if self._compensation is not None:
-            self._compensation.give(answer.worker, copy)  # its next gradient comes in a new buffer
+        copy = self.copy_for(answer.worker)
         self._sending[answer.worker] = [
             transport.send(encode_answer(answer), answer.worker, Tag.ANSWER),
             transport.send(copy, answer.worker, Tag.VALUES),
         ]
+
+    def copy_for(self, worker: int) -> Tensor:
+        """What `worker` is given now: a copy, so that a slow worker holds up nobody."""
+        copy = self._buffers[worker]
+        values = self.values if self.optimizer is not None else self._total
+
+        def take() -> None:
+            copy.copy_(values)
+
+        self._charge("encode", values.numel(), take)
+        if self._compensation is not None:
+            self._compensation.give(worker, copy)  # its next gradient comes in a new buffer
+        return copy
 
     def _become_quiet(self, transport: Transport) -> Pause | None:
         for worker in sorted(self._sending):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,16 +12,54 @@ from orchestra.parameter_server.state import Answer, Pause, Push
 
 
 class Kind(enum.IntEnum):
-    """What a request asks for."""
+    """What a request asks for, or says; the last three where slices have replicas."""
 
     PUSH = 0
     PAUSE = 1
     LEAVE = 2
+    LOST = 3  # the worker is
+    CONFIRMED = 4  # by the other replica: it has taken the next request
+    DONE = 5  # the worker has all that it wanted of this server
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `worker` asks of a slice, or that it is lost.
+
+    `push` comes with PUSH. A PAUSE comes after step `step`, from a worker that has `points` quiet
+    points behind it; with `values` it wants them as they are at this one.
+    """
+
+    worker: int
+    kind: Kind
+    push: Push | None = None
+    step: int = 0
+    points: int = 0
+    values: bool = False
 
 
 def request(kind: Kind, step: int) -> Tensor:
     """A request without a gradient; `step` is the step after which the worker pauses."""
     return torch.tensor([kind, step], dtype=torch.float64)
+
+
+def encode_request(home: int, request: Request) -> Tensor:
+    """The message of a request to a slice with a replica; `home` is the place of the slice."""
+    if request.push is not None:
+        body = encode_push(request.push)
+    else:
+        numbers = [request.kind, request.step, request.points, request.values]
+        body = torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+    return torch.cat([torch.tensor([home, request.worker], dtype=torch.float64), body])
+
+
+def decode_request(message: Tensor) -> tuple[int, Request]:
+    """The place of the slice, and the request, that `message` holds."""
+    home, worker, kind = (int(number) for number in message[:3])
+    if kind == Kind.PUSH:
+        return home, Request(worker, Kind.PUSH, decode_push(worker, message[2:]))
+    step, points, values = (int(number) for number in message[3:])
+    return home, Request(worker, Kind(kind), None, step, points, bool(values))
 
 
 def encode_pause(pause: Pause) -> Tensor:

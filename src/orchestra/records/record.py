@@ -22,7 +22,9 @@ class RunRecord:
 
     Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
-    of; `tuned` are the settings that were chosen for it in trials, none where none were made.
+    of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
+    other seconds are virtual, by the `costs`, which were calibrated or assumed; `tuned` are the
+    settings that were chosen for it in trials, none where none were made.
     `folder` is where everything else lies.
     """
 
@@ -60,6 +62,9 @@ class RunRecord:
     left_out: Mapping[str, str] = field(default_factory=dict)
     notices: Sequence[str] = ()
     failure: str | None = None
+    cluster: str | None = None
+    wall_seconds: float | None = None
+    costs: str | None = None
     folder: Path = Path()
 
     def summary(self) -> dict[str, Any]:

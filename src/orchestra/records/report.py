@@ -57,10 +57,11 @@ class ChiefReport:
     """What only one rank finds out: the worth of the final parameters, and of those before.
 
     `final_loss` and `metrics` are on the test data; the last training loss where there is none.
+    Where nothing has values there are neither, and no hash.
     """
 
     final_loss: float | None
     metrics: dict[str, float]
     time_to_target_seconds: float | None
-    parameters_sha256: str
+    parameters_sha256: str | None
     curve: list[Point] = field(default_factory=list)

@@ -8,6 +8,7 @@ its root (N-1) n.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -22,7 +23,7 @@ def ring(ranks: int) -> Schedule:
         yield from ring_reduce_scatter(ranks).rounds()
         yield from ring_all_gather(ranks).rounds()
 
-    return Schedule("ring", ranks, ranks, rounds)
+    return Schedule("ring", ranks, ranks, rounds, all_reduce=True)
 
 
 def ring_reduce_scatter(ranks: int) -> Schedule:
@@ -72,7 +73,7 @@ def halving_doubling(ranks: int) -> Schedule:
             yield _columns(rank, rank ^ distance, held, held + distance, COPY)
         yield from _fold(ranks, core, core, COPY)
 
-    return Schedule("halving_doubling", ranks, core, rounds)
+    return Schedule("halving_doubling", ranks, core, rounds, all_reduce=True)
 
 
 def butterfly(ranks: int) -> Schedule:
@@ -90,7 +91,7 @@ def butterfly(ranks: int) -> Schedule:
             yield _single(rank, rank ^ distance, np.zeros_like(rank), REDUCE)
         yield from _fold(ranks, core, 1, COPY)
 
-    return Schedule("butterfly", ranks, 1, rounds)
+    return Schedule("butterfly", ranks, 1, rounds, all_reduce=True)
 
 
 def tree(ranks: int) -> Schedule:
@@ -108,7 +109,7 @@ def tree(ranks: int) -> Schedule:
         for lower in (child[level == depth] for depth in depths):
             yield _single((lower - 1) // 2, lower, np.zeros_like(lower), COPY)
 
-    return Schedule("tree", ranks, 1, rounds)
+    return Schedule("tree", ranks, 1, rounds, all_reduce=True)
 
 
 def ring_gather(ranks: int) -> Schedule:
@@ -122,7 +123,7 @@ def ring_gather(ranks: int) -> Schedule:
         for k in range(ranks - 1):
             yield _single(source, (source + 1) % ranks, (source - k) % ranks, COPY)
 
-    return Schedule("ring_gather", ranks, ranks, rounds, slots=True)
+    return Schedule("ring_gather", ranks, ranks, rounds, slots=True, all_reduce=True)
 
 
 def parallel(ranks: int) -> Schedule:
@@ -133,7 +134,7 @@ def parallel(ranks: int) -> Schedule:
             source, distance = np.divmod(np.arange(ranks * (ranks - 1)), ranks - 1)
             yield _single(source, (source + 1 + distance) % ranks, source, COPY)
 
-    return Schedule("parallel", ranks, ranks, rounds, slots=True)
+    return Schedule("parallel", ranks, ranks, rounds, slots=True, all_reduce=True)
 
 
 def reduce_to_one(ranks: int) -> Schedule:
@@ -144,7 +145,7 @@ def reduce_to_one(ranks: int) -> Schedule:
             yield transfers(*((source, 0, 0, 1, REDUCE) for source in range(1, ranks)))
             yield from broadcast(ranks, 0).rounds()
 
-    return Schedule("reduce_to_one", ranks, 1, rounds)
+    return Schedule("reduce_to_one", ranks, 1, rounds, all_reduce=True)
 
 
 def broadcast(ranks: int, root: int) -> Schedule:
@@ -185,12 +186,7 @@ def _columns(source: Round, target: Round, first: Round, end: Round, operation: 
 
 
 ALL_REDUCE: Mapping[str, Callable[[int], Schedule]] = {
-    "ring": ring,
-    "halving_doubling": halving_doubling,
-    "butterfly": butterfly,
-    "tree": tree,
-    "ring_gather": ring_gather,
-    "parallel": parallel,
-    "reduce_to_one": reduce_to_one,
+    make.__name__: functools.cache(make)
+    for make in (ring, halving_doubling, butterfly, tree, ring_gather, parallel, reduce_to_one)
 }
-"""Every algorithm that needs to know the number of ranks alone, by its name."""
+"""Every algorithm that needs to know the number of ranks alone, by its name; each made once."""

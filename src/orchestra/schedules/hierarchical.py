@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -20,7 +21,12 @@ def hierarchical(nodes: Sequence[int]) -> Schedule:
     node and 2(K-1)/K n/G to another one. A node may have fewer ranks than others: they then own
     more blocks each. With one node, or one rank a node, it is the plain ring.
     """
-    plan = _Nodes(tuple(nodes))
+    return _hierarchical(tuple(nodes))
+
+
+@functools.cache
+def _hierarchical(nodes: tuple[int, ...]) -> Schedule:
+    plan = _Nodes(nodes)
 
     def rounds() -> Iterator[Round]:
         yield from plan.inside(REDUCE)
@@ -29,7 +35,7 @@ def hierarchical(nodes: Sequence[int]) -> Schedule:
         yield from plan.inside(COPY)
 
     ranks, pieces = sum(plan.sizes), plan.blocks * len(plan.sizes)
-    return Schedule("hierarchical", ranks, pieces, rounds)
+    return Schedule("hierarchical", ranks, pieces, rounds, all_reduce=True)
 
 
 class _Nodes:

@@ -30,6 +30,9 @@ class Schedule:
     With `slots` false the vector is cut into `pieces` contiguous parts. With `slots` true every
     rank keeps a buffer of `pieces` whole vectors, slot r holding the vector of rank r; when the
     last round is over they are added in the order of the ranks.
+
+    With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same; so
+    no rank is through before all have begun.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Schedule:
     pieces: int
     rounds: Callable[[], Iterator[Round]]
     slots: bool = False
+    all_reduce: bool = False
 
     def edges(self, length: int) -> tuple[int, ...]:
         """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""

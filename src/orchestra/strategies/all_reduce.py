@@ -31,23 +31,47 @@ class AllReduceState:
 class AllReduce(Strategy[AllReduceState]):
     """Average the gradient over the workers, then step the same optimizer everywhere.
 
-    Which algorithm, for N workers and n bytes of gradient; a rank sends in a step
+    For N workers and n bytes of gradient a rank sends in a step
 
-    ring              2n (N-1)/N, in 2(N-1) rounds. The default: the fewest bytes; for large models
-    halving_doubling  as much, in 2 log2(N) rounds, where N is a power of two; for many workers
-    butterfly         n log2(N), in log2(N) rounds; for small models, where rounds cost the most
-    tree              up to 3n, in 2 log2(N) rounds; for small models and any N
-    hierarchical      most of it inside a node; for nodes of several ranks on slow networks
-    reduce_to_one     n, rank 0 (N-1)n, in 2 rounds; for a few ranks on one host
-    parallel          (N-1)n, in one round; for tiny models
-    ring_gather       (N-1)n, in N-1 rounds; for reference: `ring` is better
-    native            torch.distributed's own (gloo or NCCL); for GPUs
+    ring              2n (N-1)/N, in 2(N-1) rounds
+    halving_doubling  as much, in 2 log2(N) rounds, where N is a power of two
+    butterfly         n log2(N), in log2(N) rounds
+    tree              up to 3n, in 2 log2(N) rounds
+    hierarchical      as the ring, most of it inside a node
+    reduce_to_one     n, rank 0 (N-1)n, in 2 rounds
+    parallel          (N-1)n, in one round
+    ring_gather       (N-1)n, in N-1 rounds
+    native            what torch.distributed sends (gloo or NCCL)
 
     Where links are unlike, `order` keeps a ring off the slow ones: ring_order(costs) in
     orchestra.schedules finds the best one. `shard` is for optimizers whose state is too large for
     every worker to hold (Adam's is twice the model), at no more bytes. `backup` is for workers of
     which now this one and now that one is slow: its gradient is dropped, and nobody waits for it.
     """
+
+    use = "for workers of equal speed, and what one process would have learnt"
+    variants = (
+        ('AllReduce("ring")', "for large models: the fewest bytes"),
+        (
+            'AllReduce("halving_doubling")',
+            "for many workers, a power of two: as few bytes, few rounds",
+        ),
+        ('AllReduce("butterfly")', "for small models, where rounds cost the most"),
+        ('AllReduce("tree")', "for small models and any number of workers"),
+        (
+            'AllReduce("hierarchical", ranks_per_node=2)',
+            "for nodes of several ranks on slow networks",
+        ),
+        ('AllReduce("ring_gather")', "to see whole gradients travel; ring sends fewer bytes"),
+        ('AllReduce("parallel")', "for tiny models: all in one round"),
+        ('AllReduce("reduce_to_one")', "for a few ranks on one host"),
+        ('AllReduce("native")', "for GPUs: torch.distributed's own (NCCL, gloo)"),
+        (
+            'AllReduce("ring", shard="optimizer")',
+            "for an optimizer whose state is too large for each",
+        ),
+        ('AllReduce("ring", backup=1)', "for workers that are slow by turns"),
+    )
 
     algorithm: Literal[
         "ring", "halving_doubling", "butterfly", "tree", "hierarchical", "ring_gather", "parallel",
@@ -124,7 +148,8 @@ class AllReduce(Strategy[AllReduceState]):
             partial = exchange.PartialAverage(worker, collective, needed)
             return AllReduceState(worker.local_optimizer(), partial)
         if self.shard == "nothing":
-            average = exchange.GradientAverage(worker, collective.sum)
+            alone = collective if type(self) is AllReduce else None
+            average = exchange.GradientAverage(worker, collective.sum, alone)
             return AllReduceState(worker.local_optimizer(), average)
         shards = exchange.Shards(worker, collective.group)
         # A loop of the user's own may read the gradient, to clip it: it gets the whole of it.

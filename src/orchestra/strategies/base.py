@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from orchestra import optimizers
 from orchestra.settings import Settings
@@ -33,14 +34,16 @@ class Roles:
 
     `shares` has one entry for each process: its part of the data in per-worker batches a step
     (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
-    tells of each rank whose part of the data it works on; if empty, each on its own.
+    tells of each rank whose part of the data it works on; if empty, each on its own. Where slices
+    have `replicas` the run goes on without a server.
     """
 
     shares: tuple[float, ...]
     servers: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
+    replicas: int = 0
 
-    @property
+    @cached_property
     def workers(self) -> tuple[int, ...]:
         """The ranks that have data."""
         ranks = range(len(self.shares))
@@ -53,7 +56,9 @@ class Roles:
     @property
     def chief(self) -> int:
         """A rank without which the run cannot go on; it gathers and evaluates."""
-        return self.servers[0] if self.servers else self.workers[0]
+        if self.servers and not self.replicas:
+            return self.servers[0]
+        return next(rank for rank in self.workers if rank not in self.servers)
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,12 @@ class ModelPart:
 @dataclass(frozen=True, repr=False)
 class Strategy(Settings, ABC, Generic[S]):
     """A distribution strategy. The defaults are those of a worker that exchanges nothing."""
+
+    use: ClassVar[str] = ""
+    """When to use it: a line of `orchestra list`."""
+
+    variants: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Notable settings of it, in the notation, each with when to use them."""
 
     @property
     def synchronous(self) -> bool:
@@ -112,7 +123,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
         """The roles now: they change where a strategy changes phase."""
-        return self.roles(worker.budget_ranks)
+        return roles_of(self, worker.budget_ranks)
 
     @abstractmethod
     def start(self, worker: Worker) -> S:
@@ -122,6 +133,11 @@ class Strategy(Settings, ABC, Generic[S]):
     def reads_loss(self) -> bool:
         """Whether its decisions depend on the training loss."""
         return False
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether what it does when depends on losses, gradients or parameters."""
+        return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:
         """What is to happen before a step's first forward pass: the place to share buffers."""
@@ -173,3 +189,16 @@ class Strategy(Settings, ABC, Generic[S]):
     def optimizer_of(self, state: S) -> Optimizer | None:
         """The optimizer whose moments a following phase may inherit, None if there is none."""
         return None
+
+
+def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
+    """`strategy.roles(ranks)`, worked out once: with many ranks that takes a while."""
+    try:
+        return _roles_of(strategy, ranks)
+    except TypeError:  # a setting of it, such as a list, cannot be looked up
+        return strategy.roles(ranks)
+
+
+@lru_cache(maxsize=256)
+def _roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
+    return strategy.roles(ranks)

@@ -27,7 +27,7 @@ class GossipState:
 
 @dataclass(frozen=True, repr=False)
 class Gossip(Strategy[GossipState]):
-    """Mix parameters with a few neighbours' in each step: where no link should carry everything.
+    """Mix parameters with those of a few neighbours in each step.
 
     D-PSGD (Lian et al., NeurIPS 2017), Algorithm 1, on worker i:
 
@@ -37,6 +37,15 @@ class Gossip(Strategy[GossipState]):
     stochastic, so mixing keeps the mean of the replicas. The optimizer acts on the mixed
     parameters; its moments stay with the worker. The final parameters are the exact mean.
     """
+
+    use = "where no link should carry everything, and only neighbours should wait for each other"
+    variants = (
+        ("Gossip()", "for a few workers, or networks that are rings"),
+        (
+            "Gossip(Exponential(peers=1))",
+            "for many workers that all reach each other: one message a step",
+        ),
+    )
 
     topology: Topology = setting(Ring(), "who mixes with whom")
 

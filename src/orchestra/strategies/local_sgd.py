@@ -61,6 +61,25 @@ class LocalSGD(Strategy[LocalSGDState]):
     theta <- mix theta + (1 - mix) theta_outer.
     """
 
+    use = "for slow links: an exchange a round, not a step"
+    variants = (
+        ("LocalSGD(8)", "for slow links, and steps that are short"),
+        ("LocalSGD(8, outer=SlowMo(0.5))", "the same, where plain averages lose accuracy"),
+        (
+            "LocalSGD(16, outer=Nesterov(0.7, 0.9))",
+            "for very slow links and long trainings (DiLoCo)",
+        ),
+        (
+            "LocalSGD(16, outer=Nesterov(0.7, 0.9), fragments=4, overlap=2)",
+            "the same, in small pieces that nobody waits for",
+        ),
+        (
+            "LocalSGD(4, outer=Elastic())",
+            "for replicas that are to stay apart, round a common centre",
+        ),
+        ("LocalSGD(None)", "for no exchange before the end; the replicas must not part"),
+    )
+
     every: int | None = setting(
         8, "H: local steps of a round; None: one average, at the very end", low=1
     )

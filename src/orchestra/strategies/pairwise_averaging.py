@@ -30,7 +30,7 @@ class PairwiseState:
 
 @dataclass(frozen=True, repr=False)
 class PairwiseAveraging(Strategy[PairwiseState]):
-    """Average with one random worker at a time: where workers are not equally fast.
+    """Average parameters with one random worker at a time.
 
     AD-PSGD (Lian et al., ICML 2018), Algorithm 1. On worker i, at its own pace:
 
@@ -41,6 +41,9 @@ class PairwiseAveraging(Strategy[PairwiseState]):
     acts on the averaged x_i. Staleness counts the averages between a gradient's read and its
     write. The final parameters are the exact mean.
     """
+
+    use = "for workers of unlike speed, without a server"
+    variants = (("PairwiseAveraging()", use),)
 
     topology: Topology = setting(
         Complete(), "whom a worker may average with; links between two even or two odd are not used"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange.servers import Compensate
-    from orchestra.parameter_server import Client, Home, Pause, Server
+    from orchestra.parameter_server import Client, Home, Pause, ReplicatedServer, Server
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -51,7 +51,7 @@ class ParameterServerState:
 
     homes: list[Home] = field(metadata=optimizers.TRANSIENT)
     client: Client | None = None
-    server: Server | None = None
+    server: Server | ReplicatedServer | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
     missed: Missed = field(default_factory=Missed)
@@ -81,7 +81,49 @@ class ParameterServer(Strategy[ParameterServerState]):
     (DC-ASGD; Zheng et al., ICML 2017) gives the optimizer g + lambda g*g*(w - w_read) in place of
     g, for one more copy of the model a worker: lambda is "constant" (DC-ASGD-c), or "adaptive"
     (DC-ASGD-a), lambda0 / sqrt(mean square of g), for one copy more.
+
+    With replicas=1 the run survives the death of a server, without the loss of any push that was
+    answered: the next server holds the same slice, is passed on each push before it is answered,
+    and serves the slice from then on. A server then sends and updates twice as much, and a push
+    waits for two servers. Another death ends the run where it takes the last replica of a slice.
+    The first worker (beside: the first one without a server) evaluates, and cannot be lost.
     """
+
+    use = "for a server with memory or links to spare; asynchronous for workers of unlike speed"
+    variants = (
+        ("ParameterServer()", "for workers of equal speed, and a rank to spare"),
+        ('ParameterServer(placement="beside")', "the same without a rank to spare"),
+        (
+            'ParameterServer(placement="beside", returns="gradients")',
+            "for optimizers that no slice can run",
+        ),
+        ("ParameterServer(backup=1)", "for many workers that are slow by turns"),
+        (
+            'ParameterServer(consistency="asynchronous")',
+            "for workers of unlike speed: nobody waits",
+        ),
+        (
+            'ParameterServer(consistency="asynchronous", placement="beside")',
+            "the same without a rank to spare",
+        ),
+        (
+            'ParameterServer(consistency="asynchronous", learning_rate="by_staleness")',
+            "where a few gradients are very stale",
+        ),
+        (
+            'ParameterServer(consistency="bounded", staleness=1)',
+            "for speeds that change: nobody is far ahead",
+        ),
+        (
+            'ParameterServer(consistency="asynchronous", delay_compensation="constant")',
+            "where staleness costs accuracy, and memory is there for one more copy",
+        ),
+        (
+            'ParameterServer(consistency="asynchronous", delay_compensation="adaptive")',
+            "the same, where gradients differ much in size; two more copies",
+        ),
+        ("ParameterServer(servers=2, replicas=1)", "for long runs, where a server may die"),
+    )
 
     _: KW_ONLY
     servers: int = setting(1, "servers that the parameters are cut over, balanced by bytes", low=1)
@@ -116,6 +158,10 @@ class ParameterServer(Strategy[ParameterServerState]):
         low=0,
         high=1,
     )
+    replicas: int = setting(
+        0, "further copies of each slice, on the next server: the run survives a server", low=0,
+        high=1,
+    )  # fmt: skip
 
     def check(self) -> None:
         """What one setting says has to make sense with the others."""
@@ -128,6 +174,8 @@ class ParameterServer(Strategy[ParameterServerState]):
             self._need_pushes_on_arrival()
         else:
             self._need_averages()
+        if self.replicas:
+            self._need_somewhere_to_go_on()
         if self.lambda0 is not None and self.delay_compensation == "none":
             raise InputError(
                 "ParameterServer: lambda0 needs delay_compensation='constant' or 'adaptive'"
@@ -150,6 +198,24 @@ class ParameterServer(Strategy[ParameterServerState]):
             raise InputError(
                 "ParameterServer: backup needs consistency='synchronous': "
                 f"where it is {self.consistency!r}, no gradient comes too late"
+            )
+
+    def _need_somewhere_to_go_on(self) -> None:
+        if self.servers < 2:
+            raise InputError(
+                "ParameterServer: replicas=1 needs servers=2 or more: the replica of a server's "
+                "slice lies on the next server"
+            )
+        if self.returns == "gradients":
+            raise InputError(
+                "ParameterServer: replicas=1 needs returns='parameters': servers that only average "
+                "keep nothing that could be lost"
+            )
+        if self.averages and self.placement == "beside":
+            raise InputError(
+                "ParameterServer: replicas=1 beside workers needs consistency='asynchronous', or "
+                "'bounded' with a staleness above 0: with a server its worker dies, and a "
+                "synchronous step needs all workers; or set placement='dedicated'"
             )
 
     def _need_pushes_on_arrival(self) -> None:
@@ -193,14 +259,20 @@ class ParameterServer(Strategy[ParameterServerState]):
                     f"ParameterServer: {self.servers} servers beside workers need as many ranks, "
                     f"not {ranks}: lower servers or raise ranks"
                 )
-            return Roles((1.0,) * ranks, tuple(range(self.servers)))
+            if self.replicas and self.servers == ranks:
+                raise InputError(
+                    f"ParameterServer: {self.servers} servers beside {ranks} workers leave none "
+                    "that could evaluate after any server's death: lower servers or raise ranks"
+                )
+            return Roles((1.0,) * ranks, tuple(range(self.servers)), replicas=self.replicas)
         workers = ranks - self.servers
         if workers < 1:
             raise InputError(
                 f"ParameterServer: {ranks} ranks with {self.servers} dedicated servers leave no "
                 "worker: raise ranks, lower servers, or set placement='beside'"
             )
-        return Roles((1.0,) * workers + (0.0,) * self.servers, tuple(range(workers, ranks)))
+        shares, servers = (1.0,) * workers + (0.0,) * self.servers, tuple(range(workers, ranks))
+        return Roles(shares, servers, replicas=self.replicas)
 
     def start(self, worker: Worker) -> ParameterServerState:
         """Everyone begins with the parameters of the first rank; each server takes its slice."""
@@ -209,27 +281,50 @@ class ParameterServer(Strategy[ParameterServerState]):
                 "ParameterServer: backup needs orchestra's own loop (orchestra train): a late "
                 "worker passes over batches, which a loop of your own cannot"
             )
+        if self.replicas and self.averages and worker.clip_norm is not None:
+            raise InputError(
+                "ParameterServer: replicas=1 with clip_norm needs consistency='asynchronous', or "
+                "'bounded' with a staleness above 0, where workers clip: synchronous servers clip "
+                "together, and the death of one would cut that short"
+            )
         exchange.agree_on_parameters(worker)
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
         state = ParameterServerState(exchange.homes_of(worker, roles.servers, updates=updates))
         if worker.rank in roles.servers:
-            state.server = exchange.make_server(
-                worker,
-                state.homes,
-                roles.workers,
-                self._consistency(len(roles.workers)),
-                updates=updates,
-                clips=updates and self.averages,
-                rate_divisor=self._rate_divisor(len(roles.workers)),
-                compensate=self._compensate(),
-            )
+            state.server = self._make_server(worker, roles, state.homes)
         if worker.rank in roles.workers:
-            state.client = parameter_server.Client(worker.transport, state.homes)
+            state.client = self._make_client(worker, state.homes)
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
-        worker.reporter.expendable(not self.synchronous and worker.rank not in roles.servers)
+        is_server = worker.rank in roles.servers
+        replaceable = bool(self.replicas) if is_server else not self.synchronous
+        worker.reporter.expendable(replaceable and worker.rank != roles.chief)
         return state
+
+    def _make_server(
+        self, worker: Worker, roles: Roles, homes: list[Home]
+    ) -> Server | ReplicatedServer:
+        updates = self.returns == "parameters"
+        make = functools.partial(
+            exchange.make_server,
+            worker,
+            homes,
+            roles.workers,
+            self._consistency(len(roles.workers)),
+            updates=updates,
+            clips=updates and self.averages,
+            rate_divisor=self._rate_divisor(len(roles.workers)),
+            compensate=self._compensate(),
+        )
+        if not self.replicas:
+            return make()
+        return exchange.make_replicated_server(worker, homes, lambda mirrors: make(mirrors=mirrors))
+
+    def _make_client(self, worker: Worker, homes: list[Home]) -> Client:
+        if self.replicas:
+            return parameter_server.ReplicatedClient(worker.transport, homes, worker.parameters)
+        return parameter_server.Client(worker.transport, homes)
 
     def _consistency(self, workers: int) -> Consistency:
         if self.backup:
@@ -317,9 +412,25 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.returns == "gradients":
             exchange.agree_on_parameters(worker)
             return
+        if self.replicas:
+            self._agree_without_a_server(worker, state)
+            return
+        assert not isinstance(state.server, parameter_server.ReplicatedServer)
         exchange.collect_slices(worker, state.homes, state.server)
         if self.synchronous:
             exchange.broadcast_buffers(worker, worker.everyone)
+
+    def _agree_without_a_server(self, worker: Worker, state: ParameterServerState) -> None:
+        """Any of them may be lost, or be just now: workers ask, and one of them tells servers."""
+        if isinstance(state.client, parameter_server.ReplicatedClient):
+            state.client.agree()
+            if self.synchronous:
+                exchange.broadcast_buffers(worker, worker.workers)
+        elif state.server is not None:
+            state.server.serve(worker.transport)
+        roles = self.roles(worker.budget_ranks)
+        without_data = sorted(set(roles.servers) - set(roles.workers))
+        exchange.tell_servers(worker, without_data, roles.chief)
 
     def stop(self, worker: Worker, state: ParameterServerState) -> None:
         """Workers leave; then agree."""

@@ -46,6 +46,9 @@ class Pipeline(Strategy[PipelineState]):
     over them as under AllReduce. BatchNorm sees micro-batches, as it does under accumulation.
     """
 
+    use = "for models that have no room in the memory of one rank"
+    variants = (("Pipeline()", use),)
+
     stages: int | None = setting(None, "S: ranks of a pipeline; None: all ranks", low=1)
     microbatches: int = setting(4, "M: parts of a pipeline's batch", low=1)
     schedule: Literal["gpipe", "1f1b"] = setting("1f1b", "the order of the passes; see above")

@@ -29,7 +29,7 @@ class PushState:
 
 @dataclass(frozen=True, repr=False)
 class StochasticGradientPush(Strategy[PushState]):
-    """Push parameters along one-way links: where links are slow, or peers late (with `overlap`).
+    """Push shares of the parameters along one-way links.
 
     SGP (Assran et al., ICML 2019), Algorithm 1; with `overlap`, OSGP.
 
@@ -48,6 +48,12 @@ class StochasticGradientPush(Strategy[PushState]):
     More peers first and fewer later: Switch(StochasticGradientPush(Exponential(peers=2)),
     StochasticGradientPush(), when=AfterFraction(0.3), moments="averaged").
     """
+
+    use = "for links one way, and peers that may be late"
+    variants = (
+        ("StochasticGradientPush()", "for many workers of about equal speed"),
+        ("StochasticGradientPush(overlap=1)", "for slow links: messages may be a step late"),
+    )
 
     topology: Topology = setting(Exponential(peers=1), "who sends to whom")
     _: KW_ONLY

@@ -54,6 +54,19 @@ class Switch(Strategy[SwitchState]):
     them has passed.
     """
 
+    use = "where the early steps need another strategy than the late ones"
+    variants = (
+        (
+            'Switch(AllReduce("ring"), ParameterServer(consistency="asynchronous"), when='
+            'LossStable(window=6, threshold=0.12, every=10), learning_rate="divided")',
+            "for workers of unlike speed, once the loss is calm (Strategy-Switch)",
+        ),
+        (
+            'Switch(AllReduce("ring"), LocalSGD(8), when=AfterFraction(0.5))',
+            "for slow links, where local steps from the start lose accuracy (post-local SGD)",
+        ),
+    )
+
     first: Strategy[Any] = setting(REQUIRED, "the strategy of the first phase")
     then: Strategy[Any] = setting(REQUIRED, "the strategy of the second phase")
     _: KW_ONLY
@@ -161,6 +174,12 @@ class Switch(Strategy[SwitchState]):
     def reads_loss(self) -> bool:
         """As `when` does."""
         return self.when.reads_loss
+
+    @property
+    def reads_values(self) -> bool:
+        """If `when` or a phase does."""
+        rule = self.when.reads_loss or self.when.reads_gradients
+        return rule or self.first.reads_values or self.then.reads_values
 
     def before_forward(self, worker: Worker, state: SwitchState) -> None:
         """As the phase under way does."""

@@ -14,20 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from orchestra.records.cache import cache_folder
+
 Tensors: TypeAlias = dict[str, Tensor]
-
-
-def cache_folder() -> Path:
-    """`ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
-
-    Raises:
-        RuntimeError: none of these is set, and the user has no home.
-    """
-    own = os.environ.get("ORCHESTRA_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "orchestra"
 
 
 def cached(name: str, make: Callable[[], Tensors]) -> Tensors:

@@ -19,6 +19,7 @@ TASKS = Registry(
         "images": "orchestra.tasks.images:Images",
         "mnist": "orchestra.tasks.mnist:Mnist",
         "regression": "orchestra.tasks.regression:Regression",
+        "synthetic": "orchestra.tasks.synthetic:Synthetic",
     },
     group="orchestra.tasks",
     functions=True,

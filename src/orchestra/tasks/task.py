@@ -44,6 +44,8 @@ class Task:
             once, in order). Called in evaluation mode, without gradients.
         collate: makes a batch from a list of samples; by default, torch's `default_collate`. A
             dataset with `__getitems__` (a batch at a time) is collated from what that returns.
+        sample_flops: floating-point operations of the gradient of one sample, for a simulation
+            without a calibration; by default they are counted.
 
     Raises:
         InputError: a part of the wrong kind, or an empty dataset.
@@ -56,6 +58,7 @@ class Task:
     validation: Dataset[Any] | None = None
     metrics: Metrics | None = None
     collate: Callable[[Any], Batch] | None = None
+    sample_flops: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):

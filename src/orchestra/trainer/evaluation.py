@@ -28,7 +28,8 @@ from orchestra.worker.worker import Worker
 def gather_parts(worker: Worker, chief: int, *, tolerant: bool) -> list[Part]:
     """All ranks' parts of the snapshots on the chief; nothing on the others.
 
-    With `tolerant` the parts of a rank that is lost meanwhile are left out.
+    With `tolerant` the parts of a rank that is lost meanwhile are left out; what mirrors those of
+    a rank that is there is left out, too.
     """
     own = worker.snapshots.parts
     if worker.rank != chief:
@@ -46,7 +47,12 @@ def gather_parts(worker: Worker, chief: int, *, tolerant: bool) -> list[Part]:
         except PeerLost:
             if not tolerant:
                 raise
-    return parts
+    there = {(part.kind, part.index, part.offset) for part in parts if not part.mirror}
+    return [
+        part
+        for part in parts
+        if not (part.mirror and (part.kind, part.index, part.offset) in there)
+    ]
 
 
 def _receive_parts(worker: Worker, rank: int) -> list[Part]:
@@ -217,5 +223,8 @@ def agree_on_buffers(worker: Worker, samples: int, chief: int) -> None:
                 message = worker.transport.receive(rank, Tag.PARTS).wait()
             except PeerLost:
                 continue
-            parts.append(Part(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers"))
+            if not message.is_meta:
+                parts.append(Part(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers"))
+    if vector.is_meta:
+        return
     set_buffers(worker.buffers, [part for part in parts if part.weight > 0])

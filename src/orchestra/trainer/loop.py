@@ -77,6 +77,7 @@ class Loop:
         shares = self._training.weighted(roles.shares)
         plan = Plan(start, self._budget, batch_size, shares)
         own = self._training.sharding is not None
+        self._works = self._worker.rank in roles.workers
         return Feed(self._samples(shares), plan, roles.part(self._worker.rank), own)
 
     def run(self) -> None:
@@ -84,7 +85,7 @@ class Loop:
         self._trace_phase()
         while True:
             self._follow_phase()
-            if self._worker.rank not in self._roles.workers:
+            if not self._works:
                 if not self._serve():
                     return
             elif self.stopped or self.position.plan_step >= self._feed.plan.steps:
@@ -109,7 +110,7 @@ class Loop:
 
     def _trace_phase(self) -> None:
         """Write down the beginning of what this rank does in the phase under way."""
-        if self._worker.rank in self._roles.workers:
+        if self._works:
             self._tracer.open_for_steps(self.position.steps + 1)
         else:
             self._tracer.open_for_requests(len(self._roles.workers))
@@ -126,19 +127,19 @@ class Loop:
     def _step(self) -> None:
         worker, position = self._worker, self.position
         batch, samples = self._feed.next(position.plan_step)
-        counts = self._feed.plan.counts(position.plan_step)
+        total = self._feed.plan.samples(position.plan_step)
         position.plan_step += 1
         synchronous = self._strategy.currently_synchronous(self._state)
         if not samples and not self._strategy.currently_lockstep(self._state):
             return
         fraction = position.consumed / self._budget
         factor = self._training.schedule.factor(fraction)
-        consumed = min(position.consumed + sum(counts), self._budget)
+        consumed = min(position.consumed + total, self._budget)
         planned = self._feed.plan.position(position.plan_step)
         worker.begin_step(
             Step(
                 samples,
-                sum(counts),
+                total,
                 consumed,
                 consumed / self._epoch_samples,
                 tuple(rate * factor for rate in self._base_rates),
@@ -198,7 +199,8 @@ class Loop:
 
     def _offer_buffers(self, weight: float) -> None:
         """For snapshots: the first worker's in synchronous steps, else the mean of all."""
-        vector = buffers_vector(self._worker.buffers) if weight else None
+        wanted = bool(weight and self._worker.snapshots.due)
+        vector = buffers_vector(self._worker.buffers) if wanted else None
         if vector is not None:
             self._worker.snapshots.offer(
                 self._worker.step.consumed, vector, weight=weight, kind="buffers"

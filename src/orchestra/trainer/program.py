@@ -34,6 +34,7 @@ from orchestra.trainer.evaluation import (
     time_to_target,
 )
 from orchestra.trainer.loop import Loop, Position
+from orchestra.trainer.order import recorded, replayed, write_order
 from orchestra.trainer.parts import places_of, put_together, release
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
 from orchestra.trainer.recorder import Recorder, Totals, histogram
@@ -41,6 +42,7 @@ from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.tracing import traced
 from orchestra.trainer.warm_up import warm_up
 from orchestra.trainer.writing import save_state, writing
+from orchestra.transports.order import Order
 from orchestra.transports.tags import Tag
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.batches import Batch, to_device
@@ -62,19 +64,33 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     session = Session(runtime, run, run.strategy, folder)
     try:
         session.train()
+        return session.finish()
     except Exception:
         with contextlib.suppress(RunFailed):
             session.recorder.flush()  # what was measured until then is kept
         raise
-    return session.finish()
+    finally:
+        session.keep_order()
 
 
 class Session:
-    """One rank's objects, for the length of a run."""
+    """One rank's objects, for the length of a run; with `repeats`, of one that is repeated."""
 
-    def __init__(self, runtime: Runtime, run: Run, strategy: Strategy[Any], folder: Path) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        run: Run,
+        strategy: Strategy[Any],
+        folder: Path,
+        repeats: Order | None = None,
+    ) -> None:
         training = run.training
         self.tracer = Tracer(runtime.transport.now, training.trace_steps)
+        self.order = Order()
+        if repeats is not None:
+            runtime = replayed(runtime, repeats)
+        elif training.record_order:
+            runtime = recorded(runtime, self.order)
         if training.trace_steps:
             runtime = traced(runtime, self.tracer)
         self.runtime, self.run, self.strategy, self.folder = runtime, run, strategy, folder
@@ -83,8 +99,8 @@ class Session:
         self.stopped = False
         self.roles = strategy.roles(training.ranks)
         runtime.seed(run.seed)
-        self.task = load_task(run.task)
-        self.epoch_samples, self.budget = _lengths(self.task, training)
+        self.task: Task = runtime.share(lambda: load_task(run.task))
+        self.epoch_samples, self.budget = budget_of(self.task, training)
         module = self.task.model().to(_device(training, runtime))
         self._check_target(module)
         self.part = self._part_of(module)
@@ -139,8 +155,9 @@ class Session:
 
     def finish(self) -> RankReport:
         """Evaluate on the chief, write the parameters, and report."""
-        worker, chief = self.worker, self.strategy.current_roles(self.worker, self.state).chief
-        tolerant = not self.strategy.currently_synchronous(self.state)
+        worker, roles = self.worker, self.strategy.current_roles(self.worker, self.state)
+        chief = roles.chief
+        tolerant = roles.replicas > 0 or not self.strategy.currently_synchronous(self.state)
         self._conclude()
         parts = gather_parts(worker, chief, tolerant=tolerant)
         report = self._report()
@@ -170,6 +187,11 @@ class Session:
             curve=points,
         )
         return replace(report, chief=chief_report)
+
+    def keep_order(self) -> None:
+        """Write down what this rank could not foresee, if that was recorded."""
+        if self.run.training.record_order:
+            write_order(self.folder, self.runtime.rank, self.order)
 
     def _samples(self, shares: tuple[float, ...]) -> Samples:
         """What this rank reads where the ranks have these shares: all samples, or its shard."""
@@ -251,7 +273,8 @@ class Session:
             raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
 
     def _warm_up(self) -> None:
-        if self.worker.rank in self.roles.workers and self.part is None:
+        warms_up = self.runtime.warms_up and self.part is None
+        if warms_up and self.worker.rank in self.roles.workers:
             warm_up(self.worker, self._first_samples)
 
     def _first_samples(self) -> Batch:
@@ -303,6 +326,7 @@ class Session:
         for name, buffer in self.worker.buffers:
             restore(buffer, saved["buffers"][name])
         restore(self.position, saved["position"])
+        self.order.first_step = self.position.steps
         restore(self.totals, saved["totals"])
         self.worker.measures = restore(Measures(), saved["measures"])
         self.worker.snapshots.parts = [Part(**part) for part in saved["snapshots"]]
@@ -319,9 +343,14 @@ class Session:
         return state
 
     def _take_checkpoint(self) -> None:
+        """At a quiet point, all ranks together."""
+        chief = self.strategy.current_roles(self.worker, self.state).chief
+        self.checkpoints.take(self.held(), chief)
+
+    def held(self) -> dict[str, Any]:
         """All that a run resumes from, but its settings."""
         worker = self.worker
-        kept = {
+        return {
             "parameters": worker.parameters,
             "buffers": dict(worker.buffers),
             "position": self.position,
@@ -332,8 +361,6 @@ class Session:
             "rate_scale": worker.rate_scale,
             "random": random_state(),
         }
-        chief = self.strategy.current_roles(worker, self.state).chief
-        self.checkpoints.take(kept, chief)
 
 
 def parameters_hash(module: nn.Module) -> str:
@@ -345,7 +372,7 @@ def parameters_hash(module: nn.Module) -> str:
     return sha.hexdigest()
 
 
-def _lengths(task: Task, training: Training) -> tuple[int, int]:
+def budget_of(task: Task, training: Training) -> tuple[int, int]:
     """Samples of an epoch, and of the whole run."""
     if training.steps is not None:
         budget = training.steps * training.ranks * training.batch_size

@@ -15,6 +15,9 @@ from orchestra.strategies.base import Strategy
 
 DEFAULT_EPOCHS = 10
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
+AUTO, NONE = "auto", "none"
+Engine: TypeAlias = Literal["processes", "simulation"]
+Tensors: TypeAlias = Literal["real", "shapes"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,6 +71,18 @@ class Training(Settings):
     schedule: Schedule = setting(Constant(), "of the learning rate: Constant, StepDecay or Cosine")
     clip_norm: float | None = setting(None, "largest global norm of a gradient", above=0)
     precision: Literal["float32", "bf16"] = setting("float32", "of the forward pass (autocast)")
+    engine: Engine = setting("processes", "real processes, or a simulation in virtual time")
+    cluster: str = setting(
+        "one_host", "what is simulated: a preset (orchestra list clusters), or a file"
+    )
+    calibration: str = setting(
+        AUTO,
+        "figures that a simulation goes by, a file of orchestra calibrate; auto: those of this "
+        "machine, where there are any; none: assumed ones",
+    )
+    tensors: Tensors = setting(
+        "real", "shapes: a simulation of time alone, in which no value is ever computed"
+    )
     device: Device = setting("cpu", "where the model lives")
     snapshots: int = setting(10, "copies of the parameters, evaluated after the run", low=0)
     target: Target | None = setting(None, "a metric and its at_least or at_most")
@@ -81,6 +96,9 @@ class Training(Settings):
         "steps at the beginning, and after each change of roles, that the timeline shows; "
         "0: no timeline",
         low=0,
+    )
+    record_order: bool = setting(
+        False, "write down what depends on chance, such as arrivals, for orchestra replay"
     )
     tensorboard: bool = setting(False, "write event files for TensorBoard beside the records")
 
@@ -130,3 +148,22 @@ class Run(Settings):
     judged_on: Literal["test", "validation"] = setting(
         "test", "the split that the final figures are of: trials of a tuning leave the test alone"
     )
+
+    def check(self) -> None:
+        """Without values, time can be told, and nothing else."""
+        training = self.training
+        if training.tensors == "real":
+            return
+        if training.engine != "simulation":
+            raise InputError("tensors: shapes can only be simulated: set engine to simulation")
+        for name in ("clip_norm", "target", "checkpoint_every"):
+            if getattr(training, name) is not None:
+                raise InputError(
+                    f"{name}: needs values, which a run of shapes does not have: leave it out, or "
+                    "set tensors to real"
+                )
+        if self.strategy.reads_values:
+            raise InputError(
+                f"{self.strategy!r}: decides by losses or gradients, which a run of shapes does "
+                "not have: name a rule that goes by steps, rates or seconds, or set tensors to real"
+            )

@@ -43,10 +43,13 @@ class TracedCompute:
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         tracer = self.tracer
-        if not tracer.is_open:
+        if not tracer.is_open or work.kind == "step":  # which only stands for what is not traced
             return self.inner.run(work, function)
         start = tracer.now()
         result = self.inner.run(work, function)
         name = f"{work.kind} ({work.amount} samples)" if work.kind == "gradient" else work.kind
         tracer.add(tracer.flow, "compute", name, start, tracer.now(), {"amount": work.amount})
         return result
+
+    def reached(self, slot: int) -> None:
+        self.inner.reached(slot)

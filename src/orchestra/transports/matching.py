@@ -32,7 +32,7 @@ class Incoming:
         self.header = header
         self.tensor = tensor
         self.receive = receive
-        self.view = byte_view(tensor)
+        self.view = memoryview(b"") if tensor.is_meta else byte_view(tensor)
         self.frame_bytes = header.frame_bytes
         self.complete = False
 
@@ -63,16 +63,22 @@ class Mailbox:
         receive.sequence = self._sequence
         self._posted.setdefault((receive.requested, receive.tag), deque()).append(receive)
 
-    def begin(self, source: int, header: Header) -> Incoming:
-        """A header has arrived: the message to be filled through its `view`."""
+    def begin(self, source: int, header: Header, content: Tensor | None = None) -> Incoming:
+        """A header has arrived: the message to be filled through its `view`.
+
+        With `content`, what will be in it is known, and given away.
+        """
         receive = self._claim(source, header.tag)
         if receive is not None and not self._fits(receive, source, header):
-            return Incoming(source, header, _empty(header), None)
-        message = Incoming(source, header, _landing(receive, header), receive)
+            return Incoming(source, header, _empty(header) if content is None else content, None)
+        into = None if receive is None else receive.into
+        landing = content if into is None and content is not None else _landing(receive, header)
+        message = Incoming(source, header, landing, receive)
         if receive is None:
             self._unexpected.setdefault(header.tag, []).append(message)
         else:
             receive.sender = source
+            receive.frame_bytes = message.frame_bytes
         return message
 
     def complete(self, message: Incoming) -> None:
@@ -178,6 +184,7 @@ class Mailbox:
         if not self._fits(receive, message.source, message.header):
             return
         receive.sender = message.source
+        receive.frame_bytes = message.frame_bytes
         message.receive = receive
         if message.complete:
             self._deliver(message, receive)

@@ -95,9 +95,22 @@ class Send(Operation):
 
 
 class Receive(Operation):
-    """A posted receive; `landed` is the memory that the message is read into."""
+    """A posted receive; `landed` is the memory that the message is read into.
 
-    __slots__ = ("into", "landed", "requested", "sender", "sequence", "tag")
+    `frame_bytes` are those of the message with its header, from when it begins to arrive; 0 for one
+    from the rank itself. `began_at` is when that was, if it was posted before and time is virtual.
+    """
+
+    __slots__ = (
+        "began_at",
+        "frame_bytes",
+        "into",
+        "landed",
+        "requested",
+        "sender",
+        "sequence",
+        "tag",
+    )
 
     def __init__(self, flow: Flow, requested: int | None, tag: int, into: Tensor | None) -> None:
         super().__init__(flow)
@@ -107,6 +120,8 @@ class Receive(Operation):
         self.sequence = 0
         self.sender = requested
         self.landed: Tensor | None = None
+        self.frame_bytes = 0
+        self.began_at = 0.0
 
     @property
     def source(self) -> int:

@@ -8,11 +8,13 @@ started with `spawn`. Tags are integers agreed between the two ends; messages wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
+
+from orchestra.schedules import Schedule
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -33,6 +35,11 @@ class Traffic:
     messages_received: int = 0
     seconds_waiting: float = 0.0
     seconds_communicating: float = 0.0
+
+    def add(self, more: Traffic) -> None:
+        """Count `more`, too."""
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(self, counter.name) + getattr(more, counter.name))
 
 
 class Handle(Protocol):
@@ -101,6 +108,10 @@ class Transport(Protocol):
         """
         ...
 
+    def add(self, own: Tensor, arrived: Tensor) -> None:
+        """Add what has arrived to what is there; where time is virtual, it takes time."""
+        ...
+
     def now(self) -> float:
         """Seconds: monotonic on real engines, virtual under simulation."""
         ...
@@ -111,6 +122,28 @@ class Transport(Protocol):
 
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone."""
+        ...
+
+
+@runtime_checkable
+class AllReducesAtOnce(Protocol):
+    """A transport that can spare itself the messages of an all-reduce, where nothing shows it."""
+
+    def all_reduce_at_once(
+        self,
+        vector: Tensor,
+        schedule: Schedule,
+        ranks: tuple[int, ...],
+        tag: int,
+        edges: Sequence[int] | None,
+        *,
+        message_by_message: bool = False,
+    ) -> int | None:
+        """Replace `vector` by the sum that `schedule` would give; bytes of buffer it would need.
+
+        None: it has to be run message by message, on all of `ranks`. That is also what
+        `message_by_message` asks for; the first rank to arrive decides for all.
+        """
         ...
 
 

@@ -96,6 +96,10 @@ class SocketTransport:
         self._engine.post(receive)
         return receive
 
+    def add(self, own: Tensor, arrived: Tensor) -> None:
+        """Add what has arrived to what is there."""
+        own.add_(arrived)
+
     def now(self) -> float:
         """Seconds of a monotonic clock."""
         return time.perf_counter()

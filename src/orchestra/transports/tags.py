@@ -21,6 +21,7 @@ class Tag(enum.IntEnum):
     COMPLETED = 11
     READY = 12
     REPLICAS = 13
+    NATIVE = 14
 
     # between workers and servers
     REQUEST = 16
@@ -28,6 +29,9 @@ class Tag(enum.IntEnum):
     ANSWER = 18
     VALUES = 19
     NORM = 20
+    BACKUP_GRADIENT = 21  # about the slice of another server, here and below
+    BACKUP_ANSWER = 22
+    BACKUP_VALUES = 23
 
     # all-reduce of a part of the workers, or of slices
     SHARDS = 24

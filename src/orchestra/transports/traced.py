@@ -6,18 +6,29 @@ their windows open. Everything else happens only while a window is open.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from orchestra.records.timeline import Message
-from orchestra.transports.protocol import Collectives, Handle, Task, Traffic, Transport
+from orchestra.schedules import Schedule
+from orchestra.transports.protocol import (
+    AllReducesAtOnce,
+    Collectives,
+    Handle,
+    Task,
+    Traffic,
+    Transport,
+)
 from orchestra.transports.tags import tag_name
 from orchestra.transports.tracer import MAIN, Tracer
 
 T = TypeVar("T")
+
+SHOWN = 16
+"""Of an all-reduce of more ranks, no messages are shown where the engine can do without them."""
 
 
 class TracedTransport:
@@ -76,6 +87,37 @@ class TracedTransport:
             return TracedReceive(handle, self, None, tag, None)
         number = next(tracer.received[source, tag])
         return TracedReceive(handle, self, source, tag, number) if tracer.is_open else handle
+
+    def all_reduce_at_once(
+        self,
+        vector: Tensor,
+        schedule: Schedule,
+        ranks: tuple[int, ...],
+        tag: int,
+        edges: Sequence[int] | None,
+        *,
+        message_by_message: bool = False,
+    ) -> int | None:
+        """While a window is open, its messages are to be seen, as far as there are not too many."""
+        inner, tracer = self.inner, self.tracer
+        if not isinstance(inner, AllReducesAtOnce):
+            return None
+        waited, start = inner.traffic.seconds_waiting, tracer.now()
+        visible = message_by_message or (tracer.is_open and len(ranks) <= SHOWN)
+        buffer = inner.all_reduce_at_once(
+            vector, schedule, ranks, tag, edges, message_by_message=visible
+        )
+        if buffer is not None and tracer.is_open:
+            moving, end = start + inner.traffic.seconds_waiting - waited, tracer.now()
+            name = f"all-reduce ({schedule.name}), {size_text(vector.nbytes)}"
+            about: dict[str, Any] = {"tag": tag_name(tag)}
+            tracer.add(self.flow, "wait", "wait for the others", start, moving, dict(about))
+            about["payload_bytes"] = vector.nbytes
+            tracer.add(self.flow, "native", name, moving, end, about)
+        return buffer
+
+    def add(self, own: Tensor, arrived: Tensor) -> None:
+        self.inner.add(own, arrived)
 
     def now(self) -> float:
         return self.inner.now()

@@ -104,12 +104,13 @@ class Gradients:
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         """Write what travels with the gradient of `rank`."""
-        self.tail.zero_()
-        self.tail[STOP] = float(stop)
+        values = [0.0] * len(self.tail)
+        values[STOP] = float(stop)
         if weight:
-            self.tail[LOSS] = weight * loss
-            self.tail[LOSSES + rank] = loss
-            self.tail[-len(self.used) :] = torch.tensor(self.used, dtype=self.tail.dtype)
+            values[LOSS] = weight * loss
+            values[LOSSES + rank] = loss
+            values[-len(self.used) :] = map(float, self.used)
+        self.tail.copy_(torch.tensor(values, dtype=self.tail.dtype))
 
     def read_tail(self) -> tuple[float, tuple[float, ...], bool]:
         """After an exchange: the mean loss, the loss of each rank, whether one wants to stop."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from orchestra.transports.protocol import Collectives, Transport
 
@@ -17,10 +17,13 @@ class Work:
 
     `amount` counts samples for "gradient", and for the "forward" and "backward" of a stage, and
     elements for everything else; a simulation looks up the calibrated duration by both.
+    "step" stands for what a worker does around a gradient of so many samples, from reading the
+    batch to writing down the step. `parameters` are the names of those of a stage.
     """
 
     kind: str
     amount: int
+    parameters: tuple[str, ...] = ()
 
 
 class Compute(Protocol):
@@ -33,6 +36,13 @@ class Compute(Protocol):
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         """Do `function`, and let the clock advance by what `work` costs on this engine."""
+        ...
+
+    def reached(self, slot: int) -> None:
+        """Inside the backward of a "gradient": parameter `slot` of the layout has its gradient.
+
+        Where time is virtual, the clock advances to that point of the work.
+        """
         ...
 
 
@@ -87,3 +97,5 @@ class Runtime:
     local_rank: int = 0  # index of this rank among those of its host: which GPU is its own
     native: Callable[[], Collectives] | None = None  # torch.distributed's own
     clock: str = ""  # ranks with the same one read the same clock
+    share: Callable[[Callable[[], Any]], Any] = lambda make: make()  # one for all ranks here
+    warms_up: bool = True  # whether the first step costs more than the others

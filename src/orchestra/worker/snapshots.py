@@ -13,7 +13,8 @@ class Part:
     """A rank's contribution to snapshot `index`.
 
     Parameters: the slice that begins at `offset` of the flat vector; parts of other ranks that
-    cover the same elements are averaged by `weight`. Buffers: packed as `pack` gives them.
+    cover the same elements are averaged by `weight`. Buffers: packed as `pack` gives them. A
+    `mirror` is what another rank has too, and counts only where that one is lost.
     """
 
     index: int
@@ -23,6 +24,7 @@ class Part:
     values: Tensor
     weight: float
     kind: str = "parameters"
+    mirror: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Snapshots:
         offset: int = 0,
         weight: float = 1.0,
         kind: str = "parameters",
+        mirror: bool = False,
     ) -> None:
         """Copy `values` if a due point has been passed since the last offer of this slice."""
         upcoming = self._next.get((kind, offset), self._behind)
@@ -81,7 +84,7 @@ class Snapshots:
             return
         self._next[kind, offset] = passed
         seconds = self._now() - self._started
-        part = Part(passed - 1, samples, seconds, offset, values, weight, kind)
+        part = Part(passed - 1, samples, seconds, offset, values, weight, kind, mirror)
         self.parts += [replace(p, values=p.values.detach().clone()) for p in self._placed(part)]
 
     def conclude(self, kind: str, values: Tensor) -> list[Part]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from orchestra.collectives import Group
 from orchestra.errors import InputError
 from orchestra.optimizers.moments import Moments, install_moments
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
+from orchestra.schedules import Schedule
 from orchestra.transports.protocol import Collectives, Transport
 from orchestra.worker.batches import Batch, batch_samples, split_batch
 from orchestra.worker.gradients import Gradients
@@ -59,6 +61,26 @@ class Step:
         return self.samples / self.total_samples if self.total_samples else 0.0
 
 
+class Collective(Protocol):
+    """An all-reduce among some ranks."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def group(self) -> Group: ...
+
+
+class Bucket(Protocol):
+    """A part of the flat gradient; `last_slot` is the end of the parameters in it."""
+
+    @property
+    def values(self) -> Tensor: ...
+
+    @property
+    def last_slot(self) -> int: ...
+
+
 @dataclass
 class Measures:
     """What strategies report about themselves, beside the transport's counters.
@@ -77,8 +99,11 @@ class Measures:
 class Worker(FlatModel):
     """One rank's module, data share and connections, engine and strategy apart.
 
-    `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model.
+    `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
+    `agrees` is set they are known to be equal on all ranks.
     """
+
+    agrees = False
 
     def __init__(
         self,
@@ -96,14 +121,13 @@ class Worker(FlatModel):
         snapshots: Snapshots | None = None,
         own_optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        super().__init__(module)
         self.runtime = runtime
+        self._lay_out(module)
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.overlap = overlap
         self.budget_ranks = budget_ranks or runtime.ranks  # `Single` is given more than it runs
         self.bucket_bytes = bucket_bytes
-        self.gradients = Gradients(module, self.layout, runtime.ranks)
         self.step = Step()
         self.measures = Measures()
         self.snapshots = snapshots or Snapshots((), runtime.transport.now)
@@ -114,6 +138,11 @@ class Worker(FlatModel):
         self.accumulation = accumulation
         self._precision = precision
         self._own_optimizer = own_optimizer
+
+    def _lay_out(self, module: nn.Module) -> None:
+        """Make `parameters` and `gradients`."""
+        super().__init__(module)
+        self.gradients = Gradients(module, self.layout, self.runtime.ranks)
 
     @property
     def rank(self) -> int:
@@ -162,6 +191,7 @@ class Worker(FlatModel):
         step.stop = self.reporter.stop_requested()
         self.step = step
         self.set_rates(step.rates)
+        self.compute.run(Work("step", step.samples), lambda: None)
 
     def set_rates(self, rates: Sequence[float]) -> None:
         """The learning rates of the step, before what a strategy makes of them."""
@@ -175,6 +205,15 @@ class Worker(FlatModel):
         assert self._loss is not None
         work = Work("gradient", self.step.samples)
         self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
+
+    def average_at_once(
+        self, collective: Collective, buckets: Sequence[Bucket]
+    ) -> Callable[[], int] | None:
+        """What averages all `buckets` of a step at once; it returns the bytes of buffer needed.
+
+        None: they have to be averaged one after the other.
+        """
+        return None
 
     def micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
         """What `batch` is split into, each with its number of samples."""

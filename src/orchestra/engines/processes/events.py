@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestra.engines.failures import Failure
+
 
 @dataclass(frozen=True)
 class Pulse:
@@ -18,28 +20,6 @@ class Pulse:
     waits_for: tuple[int, ...] = ()
     waits_what: str = ""
     expendable: bool = False
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception that ended a rank's program.
-
-    `lost` is the rank whose loss the exception reports; `aborted` says that it reports the end
-    of the run. Either makes it an echo: a consequence, seldom the cause. `bad_input` says that
-    what the user asked for cannot be done; the message is then all that there is to say.
-    """
-
-    type: str
-    message: str
-    traceback: str = ""
-    lost: int | None = None
-    aborted: bool = False
-    bad_input: bool = False
-
-    @property
-    def headline(self) -> str:
-        first_line = self.message.strip().split("\n", 1)[0]
-        return ": ".join(part for part in (self.type, first_line) if part)
 
 
 # Events -------------------------------------------------------------------------------------

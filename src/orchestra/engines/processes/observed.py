@@ -52,6 +52,9 @@ class ObservedTransport:
         handle = self.inner.receive(source, tag, into)
         return ObservedHandle(handle, self, source, tag, "to receive")
 
+    def add(self, own: Tensor, arrived: Tensor) -> None:
+        self.inner.add(own, arrived)
+
     def now(self) -> float:
         return self.inner.now()
 

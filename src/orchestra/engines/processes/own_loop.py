@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.join import join
 from orchestra.engines.processes.rank import TimedCompute
-from orchestra.engines.processes.rank import seed as begin_streams
+from orchestra.engines.random_streams import seed as begin_streams
 from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
+from orchestra.engines.failures import describe
 from orchestra.engines.processes.control import Control, Signs
-from orchestra.engines.processes.events import Failure
 from orchestra.engines.processes.observed import ObservedTransport
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.system import machine
-from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed
+from orchestra.engines.random_streams import seed
+from orchestra.errors import RunFailed
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
 from orchestra.worker.runtime import Runtime, Work
@@ -33,13 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Program = Callable[[Runtime, Any], Any]
-
-
-def seed(number: int) -> None:
-    """Begin the global random streams of this process anew."""
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % 2**32)
 
 
 @dataclass
@@ -56,6 +47,9 @@ class TimedCompute:
         finally:
             self.seconds += time.perf_counter() - started
             self.calls += 1
+
+    def reached(self, slot: int) -> None:
+        """The clock knows."""
 
 
 def occupy(
@@ -159,25 +153,3 @@ def _pickled(result: Any) -> bytes:
         return pickle.dumps(result)
     except Exception as error:
         raise TypeError(f"the result of the program cannot be pickled: {error}") from None
-
-
-def describe(error: BaseException) -> Failure:
-    """`error` for the watcher: what it is, and of what it may be a consequence."""
-    behind = error
-    while not isinstance(behind, PeerLost | RunAborted) and _reason(behind) is not None:
-        behind = _reason(behind) or behind
-    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    lines = traceback.format_exception(type(error), error, frames)
-    clear = isinstance(error, RunFailed)  # its message says all
-    return Failure(
-        type="" if clear else type(error).__name__,
-        message=str(error),
-        traceback="" if clear else "".join(lines),
-        lost=behind.rank if isinstance(behind, PeerLost) else None,
-        aborted=isinstance(behind, RunAborted),
-        bad_input=isinstance(error, InputError),
-    )
-
-
-def _reason(error: BaseException) -> BaseException | None:
-    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.outcome import Outcome
-from orchestra.errors import InputError, RunFailed
-from orchestra.records.environment import environment
-from orchestra.records.record import RunRecord, combine, write_atomically, write_curve
+from orchestra.engines.run_record import record_of, roles_of, write_environment
+from orchestra.errors import InputError
+from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
-from orchestra.records.trace import write_trace
-from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
     from orchestra.engines.processes.environment import Launched
     from orchestra.worker.runtime import Runtime
-
-ENGINE = "processes"
 
 
 def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
@@ -44,8 +38,8 @@ def train_run(
         InputError: the strategy cannot run on that many ranks.
         RunFailed: names the first cause; what was measured until then stays in `folder`.
     """
-    roles = _strategy(run).roles(run.training.ranks)
-    _write_environment(folder)
+    roles = roles_of(run)
+    write_environment(folder)
     with Display(run, roles, quiet=quiet, progress=progress) as display:
         outcome = launch(
             program,
@@ -54,7 +48,7 @@ def train_run(
             patience=run.training.patience,
             on_event=display.on_event,
         )
-    return record_of(run, roles, outcome, folder)
+    return _record(run, outcome, folder)
 
 
 def has_validation(task: str) -> bool:
@@ -95,7 +89,7 @@ def take_part(
     """
     from orchestra.engines.processes.join import join
 
-    roles = _strategy(run).roles(run.training.ranks)
+    roles = roles_of(run)
     if len(roles.shares) != launched.ranks:
         raise InputError(
             f"{launched.launcher} started {launched.ranks} processes, but {run.strategy!r} on "
@@ -103,7 +97,7 @@ def take_part(
         )
     first = launched.rank == 0
     if first and completed is None:
-        _write_environment(folder)
+        write_environment(folder)
     with Display(run, roles, quiet=quiet or not first) as display:
         outcome = join(
             program_unless_completed,
@@ -114,7 +108,7 @@ def take_part(
         )
     if completed is not None or not first:
         return completed
-    return record_of(run, roles, outcome, folder)
+    return _record(run, outcome, folder)
 
 
 def program_unless_completed(
@@ -131,56 +125,8 @@ def program_unless_completed(
     return None if bool(known) else program(runtime, (run, folder))
 
 
-def _strategy(run: Run) -> Strategy[Any]:
-    assert isinstance(run.strategy, Strategy)
-    return run.strategy
-
-
-def _write_environment(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "environment.json", json.dumps(environment(), indent=2) + "\n")
-
-
-def record_of(run: Run, roles: Roles, outcome: Outcome, folder: Path) -> RunRecord:
-    """The record of a run that ended well, written into `folder` too."""
+def _record(run: Run, outcome: Outcome, folder: Path) -> RunRecord:
     reports = [cast("RankReport", result) for result in outcome.results if result is not None]
-    setup: dict[str, float] = {**outcome.setup, **slowest(report.setup for report in reports)}
-    record = combine(
-        reports,
-        **_identity(run, roles, folder),
-        setup_seconds=sum(setup.values()),
-        setup=setup,
-        left_out={str(rank): reason for rank, reason in outcome.left_out.items()},
-        notices=outcome.notices,
+    return record_of(
+        run, reports, folder, outcome.setup, left_out=outcome.left_out, notices=outcome.notices
     )
-    chief = next(report.chief for report in reports if report.chief is not None)
-    write_curve(folder, chief.curve)
-    write_trace(folder, reports)
-    return record
-
-
-def slowest(setups: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The parts of the longest set-up: the one that the others waited for."""
-    longest: Mapping[str, float] = max(setups, key=lambda setup: sum(setup.values()))
-    return dict(longest)
-
-
-def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
-    """The record of a run that failed."""
-    roles = _strategy(run).roles(run.training.ranks)
-    return RunRecord(status="failed", failure=str(failure), **_identity(run, roles, folder))
-
-
-def _identity(run: Run, roles: Roles, folder: Path) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "strategy": repr(run.strategy),
-        "engine": ENGINE,
-        "ranks": run.training.ranks,
-        "workers": len(roles.workers),
-        "servers": len(roles.servers),
-        "seed": run.seed,
-        "global_batch": round(run.training.batch_size * sum(roles.shares)),
-        "judged_on": run.judged_on,
-        "folder": folder,
-    }

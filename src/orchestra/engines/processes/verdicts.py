@@ -23,7 +23,8 @@ import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from orchestra.engines.processes.deadlock import stuck, tell
+from orchestra.engines.deadlock import stuck, tell
+from orchestra.engines.failures import Failure, failed_text
 from orchestra.engines.processes.events import (
     Abort,
     Beat,
@@ -32,7 +33,6 @@ from orchestra.engines.processes.events import (
     Event,
     Exited,
     Failed,
-    Failure,
     Finished,
     Instruction,
     Interrupted,
@@ -207,9 +207,7 @@ class Verdicts:
         if failure.lost is None and not failure.aborted:
             if failure.bad_input and member.pulse.phase == "set-up":
                 self.bad_input = failure.message
-            return self._fail(now, _failed_text(member, failure))
-        if failure.lost in self.left_out:
-            return self._fail(now, self._echo_text(member, failure))
+            return self._fail(now, failed_text(member.name, failure))
         self._echoes.append(Echo(member.rank, failure, now + self.limits.echo))
         return []
 
@@ -319,9 +317,9 @@ class Verdicts:
 
     def _echo_text(self, member: Member, failure: Failure) -> str:
         if failure.lost not in self.left_out:
-            return _failed_text(member, failure)
+            return failed_text(member.name, failure)
         lost = self._members[failure.lost]
-        consequence = _failed_text(member, failure, "could not go on")
+        consequence = failed_text(member.name, failure, "could not go on")
         return f"{lost.name} {self.left_out[lost.rank]}; {consequence}"
 
     def _is_awaited(self, member: Member) -> bool:
@@ -391,9 +389,3 @@ def describe_exit(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
-
-
-def _failed_text(member: Member, failure: Failure, verb: str = "failed") -> str:
-    """One line that names rank, host and error; the traceback follows it."""
-    text = f"{member.name} {verb}: {failure.headline}"
-    return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from orchestra.engines.failures import Failure
 from orchestra.engines.processes.events import (
     Abort,
     Beat,
@@ -24,7 +25,6 @@ from orchestra.engines.processes.events import (
     Event,
     Exited,
     Failed,
-    Failure,
     Finished,
     Instruction,
     Interrupted,

@@ -43,6 +43,13 @@ def save(figure: Figure, folder: Path) -> tuple[Path, Path]:
     return png, svg
 
 
+def save_as(figure: Figure, path: Path, width: int = WIDTH) -> None:
+    """Write the figure into the one file `path`: SVG by that suffix, else PNG."""
+    drawing = vl_convert.vegalite_to_svg(for_image(figure, width))
+    svg = path.suffix.lower() == ".svg"
+    _write(path, drawing.encode() if svg else vl_convert.svg_to_png(drawing, scale=2))
+
+
 def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[str, Any]:
     """The specification of `figure` to be drawn alone, `width` pixels wide."""
     fixed = {"dark": dark, "room": width}

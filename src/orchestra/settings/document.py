@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,28 @@ class Entry:
 
     Attributes:
         where: opens the message about this entry ("exp.yaml:7").
-        places: the same for the keys of a value that is a mapping ("exp.yaml:12").
+        inside: by key, or by index, the entries of a value that is a mapping or a list.
     """
 
     value: Any
     where: str
-    places: Mapping[Any, str] = field(default_factory=dict)
+    inside: Mapping[Any, Entry] = field(default_factory=dict)
+
+    def place_of(self, key: object) -> str:
+        """Where `key` stands inside; where this entry does, if that is not known."""
+        return self.inside[key].where if key in self.inside else self.where
 
 
-def read_document(path: Path) -> dict[str, Entry]:
+def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """The keys of the YAML mapping in `path`, in order.
+
+    `needs` names the keys that it has to have, and `example` is a line of such a file.
 
     Raises:
         InputError: the file cannot be read, is no YAML, no mapping, or gives a key twice.
     """
     try:
-        return _entries(path.read_text(encoding="utf-8"), str(path))
+        return _entries(path.read_text(encoding="utf-8"), str(path), needs, example)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -47,33 +53,35 @@ def read_document(path: Path) -> dict[str, Entry]:
         raise InputError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
 
 
-def _entries(text: str, name: str) -> dict[str, Entry]:
+def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]:
     loader = Loader(text)
     try:
         root = loader.get_single_node()
         if root is None:
-            raise InputError(f"{name}: is empty; it needs at least task and strategies")
+            raise InputError(f"{name}: is empty; it needs at least {needs}")
         if not isinstance(root, yaml.MappingNode):
-            raise InputError(f"{name}: is not a mapping of keys to values, such as task: digits")
+            raise InputError(f"{name}: is not a mapping of keys to values, such as {example}")
         _refuse_duplicates(root, name, set())
-        return {str(key): entry for key, entry in _items(loader, root, name)}
+        return {str(key): entry for key, entry in _inside(loader, root, name).items()}
     finally:
         loader.dispose()
 
 
-def _items(loader: Loader, root: yaml.MappingNode, name: str) -> Iterator[tuple[Any, Entry]]:
-    for key_node, node in root.value:
-        places: dict[Any, str] = {}
-        if isinstance(node, yaml.MappingNode):
-            places = {
-                loader.construct_object(inner, deep=True): _place(inner, name)
-                for inner, _ in node.value
-            }
-        value = loader.construct_object(node, deep=True)
-        yield (
-            loader.construct_object(key_node, deep=True),
-            Entry(value, _place(key_node, name), places),
-        )
+def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
+    if isinstance(node, yaml.SequenceNode):
+        return {
+            i: _entry(loader, _place(item, name), item, name) for i, item in enumerate(node.value)
+        }
+    if isinstance(node, yaml.MappingNode):
+        return {
+            loader.construct_object(key, deep=True): _entry(loader, _place(key, name), item, name)
+            for key, item in node.value
+        }
+    return {}
+
+
+def _entry(loader: Loader, where: str, node: yaml.Node, name: str) -> Entry:
+    return Entry(loader.construct_object(node, deep=True), where, _inside(loader, node, name))
 
 
 def _place(node: yaml.Node, name: str) -> str:

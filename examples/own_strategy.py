@@ -1,0 +1,59 @@
+"""Dynamic averaging: replicas are averaged once one of them has moved far, and only then."""
+
+from dataclasses import dataclass
+
+import torch
+
+from orchestra import Strategy, exchange
+from orchestra.collectives import all_reduce
+from orchestra.settings import setting
+from orchestra.transports.tags import Tag
+from orchestra.worker.worker import Worker
+
+
+@dataclass
+class State:
+    """`reference` is what the last average gave."""
+
+    optimizer: torch.optim.Optimizer
+    reference: torch.Tensor
+    steps: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class DynamicAveraging(Strategy[State]):
+    """Average once a replica has moved far since the last time (Kamp et al., ECML PKDD 2018)."""
+
+    drift: float = setting(0.5, "Delta: the squared distance that is far", above=0.0)
+    every: int = setting(4, "b: steps between two looks at the distance", low=1)
+    synchronous = False  # replicas differ
+
+    def currently_lockstep(self, state: State) -> bool:
+        return True  # all look at the distance at the same steps
+
+    def start(self, worker: Worker) -> State:
+        exchange.agree_on_parameters(worker)
+        worker.reporter.expendable(False)
+        return State(worker.local_optimizer(), worker.parameters.clone())
+
+    def reduce(self, worker: Worker, state: State) -> None:
+        exchange.keep_gradient(worker)
+
+    def update(self, worker: Worker, state: State) -> None:
+        worker.clip()
+        worker.update_locally(state.optimizer)
+        state.steps += 1
+        if state.steps % self.every == 0:
+            far = ((worker.parameters - state.reference).square().sum() > self.drift).float()[None]
+            all_reduce(worker.transport, far, "ring", worker.workers, Tag.AGREE)
+            if far.item():
+                self.agree(worker, state)
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+
+    def agree(self, worker: Worker, state: State) -> None:
+        exchange.exact_mean(worker)
+        exchange.exact_mean_of_buffers(worker)
+        state.reference.copy_(worker.parameters)
+
+    def optimizer_of(self, state: State) -> torch.optim.Optimizer:
+        return state.optimizer

@@ -1,0 +1,340 @@
+"""What a step of a task takes on one worker: measured in the loop that every rank runs."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from orchestra.bench.calibrate.stopwatch import Kept, curve_of, repeat
+from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
+from orchestra.collectives import Group, all_reduce
+from orchestra.data.feed import open_samples
+from orchestra.optimizers.settings import Optimizer
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.parameter_server.placement import place
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.single import Single
+from orchestra.tasks.load import load_task
+from orchestra.tasks.task import Task
+from orchestra.trainer.program import train
+from orchestra.trainer.settings import Run, Training
+from orchestra.transports.tags import Tag
+from orchestra.worker.layout import Layout
+from orchestra.worker.runtime import Runtime, Work
+
+T = TypeVar("T")
+SLICES = (1, 2, 4, 8)
+"""The optimizer is measured on the parameters cut over so many servers."""
+EXCHANGED = 65_536
+"""Bytes of an exchange that takes turns with steps."""
+FIRST_STEPS = 3
+"""Steps of a run that do not count."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be measured: a task with these batches, and for how many seconds each.
+
+    `threads` are those of one process with all cores.
+    """
+
+    task: str
+    optimizer: Optimizer
+    precision: str
+    batch_size: int
+    sizes: tuple[int, ...]
+    seconds: float
+    threads: int
+    key: tuple[str, str, str]
+
+
+@dataclass
+class Profile:
+    """Takes the place of a rank's compute: notes when each piece of work began and ended.
+
+    `exchange` is called after each update, as part of the next step.
+    """
+
+    clock: Callable[[], float]
+    exchange: Callable[[], object] = lambda: None
+    seconds: float = 0.0
+    notes: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        began = self.clock()
+        result = function()
+        ended = self.clock()
+        self.seconds += ended - began
+        self.notes.append((work.kind, began, ended))
+        if work.kind == "update":
+            self.exchange()
+        return result
+
+    def reached(self, slot: int) -> None:
+        """The clock knows."""
+
+    def steps(self) -> dict[str, list[float]]:
+        """Of each step but the first ones: seconds of the gradient, the update, the rest, and all
+        three together."""
+        times: dict[str, list[float]] = defaultdict(list)
+        ends = [ended for kind, _, ended in self.notes if kind == "update"]
+        works = [(k, e - b) for k, b, e in self.notes if k in ("gradient", "update")]
+        gradients = [seconds for kind, seconds in works if kind == "gradient"]
+        updates = [seconds for kind, seconds in works if kind == "update"]
+        for step in range(FIRST_STEPS, len(ends)):
+            times["gradient"].append(gradients[step])
+            times["update"].append(updates[step])
+            whole = ends[step] - ends[step - 1]
+            times["step"].append(whole - gradients[step] - updates[step])
+            times["whole"].append(whole)
+        return times
+
+
+def measure_task(runtime: Runtime, order: Order) -> tuple[TaskCosts, Kept] | None:
+    """On rank 0 of two: the figures of a task. The other rank answers messages, and else waits."""
+    torch.set_num_threads(1)
+    if runtime.rank > 0:
+        _answer(runtime)
+        return None
+    kept = Kept()
+    task = replace(load_task(order.task), test=None, validation=None)
+    module = task.model()
+    elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    meter = _Meter(runtime, order, task, kept)
+    one = meter.timing(AllReduce(), time.thread_time, elements, _updates(module, order, kept))
+    cold = meter.cold()
+    parameters = _parameters(task, module, order)
+    torch.set_num_threads(order.threads)
+    everything = meter.timing(Single(), time.perf_counter, elements, {})
+    costs = TaskCosts(
+        *order.key,
+        batch_size=order.batch_size,
+        threads=order.threads,
+        cold=cold,
+        shared_speed=1.0,
+        refill=0.0,
+        sample_flops=_sample_flops(task, module, order.batch_size),
+        one=one,
+        all=everything,
+        parameters=parameters,
+    )
+    return costs, kept
+
+
+def step_of(order: Order) -> Callable[[], None]:
+    """A gradient of the task and an update, as often as it is called, always on the same batch."""
+    task = load_task(order.task)
+    module = task.model()
+    batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    optimizer = OptimizerSpec.from_settings(order.optimizer, list(named)).build(named)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss(module, batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
+    """An all-reduce of both ranks; whether it is the last."""
+    vector = torch.zeros(EXCHANGED // 4)
+    vector[0] = last
+    all_reduce(runtime.transport, vector, "ring", Group((0, 1)), Tag.GRADIENTS)
+    return bool(vector[0])
+
+
+def _answer(runtime: Runtime) -> None:
+    while not _exchange(runtime):
+        pass
+
+
+class _Meter:
+    """Short trainings of one task on one worker, with batches of several sizes."""
+
+    def __init__(self, runtime: Runtime, order: Order, task: Task, kept: Kept) -> None:
+        self._runtime = runtime
+        self._order = order
+        self._task = task
+        self._kept = kept
+        self._done = 0
+
+    def timing(
+        self,
+        strategy: Strategy[Any],
+        clock: Callable[[], float],
+        elements: int,
+        slices: Mapping[int, float],
+    ) -> Timing:
+        """`slices`: what part of the seconds of a whole update those of so many elements take."""
+        gradient: dict[int, list[float]] = {}
+        step: dict[int, list[float]] = {}
+        update: list[float] = []
+        for size in self._order.sizes:
+            times = self._steps(strategy, size, clock)
+            gradient[size], step[size] = times["gradient"], times["step"]
+            update += times["update"]
+            self._done += 1
+            self._runtime.reporter.progress(step=self._done, samples=0)
+        whole = statistics.median(update)
+        updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
+        return Timing(curve_of(gradient), curve_of(updates), curve_of(step))
+
+    def cold(self) -> float:
+        """Of a step with an exchange, what neither takes where it is done by itself."""
+        clock, size, runtime = time.thread_time, self._order.batch_size, self._runtime
+        alone = self._steps(AllReduce(), size, clock)["whole"]
+        in_turn = self._steps(AllReduce(), size, clock, lambda: _exchange(runtime))["whole"]
+        exchanges = repeat(lambda: _exchange(runtime), self._order.seconds / 2, self._kept)
+        _exchange(runtime, last=1.0)
+        self._done += 1
+        step, both = statistics.median(alone), statistics.median(in_turn)
+        return max(both - step - statistics.median(exchanges), 0.0)
+
+    def _steps(
+        self,
+        strategy: Strategy[Any],
+        size: int,
+        clock: Callable[[], float],
+        exchange: Callable[[], object] = lambda: None,
+    ) -> dict[str, list[float]]:
+        """A training of as many steps as fit into the time."""
+        began = time.perf_counter()
+        self._train(strategy, size, FIRST_STEPS + 2, clock, exchange)
+        each = (time.perf_counter() - began) / (FIRST_STEPS + 2)
+        steps = FIRST_STEPS + min(max(int(self._order.seconds / each), 9), 400)
+        began, ran = time.perf_counter(), time.thread_time()
+        times = self._train(strategy, size, steps, clock, exchange)
+        if clock is time.thread_time:
+            self._kept.passed += time.perf_counter() - began
+            self._kept.ran += time.thread_time() - ran
+        return times
+
+    def _train(
+        self,
+        strategy: Strategy[Any],
+        size: int,
+        steps: int,
+        clock: Callable[[], float],
+        exchange: Callable[[], object],
+    ) -> dict[str, list[float]]:
+        order, profile = self._order, Profile(clock, exchange)
+        training = Training(
+            ranks=1,
+            batch_size=size,
+            steps=steps,
+            optimizer=order.optimizer,
+            precision=order.precision,  # type: ignore[arg-type]
+            snapshots=0,
+            trace_steps=0,
+            stop_on_nonfinite=False,
+        )
+        run = Run("calibration", task=order.task, strategy=strategy, training=training)
+        runtime = replace(self._runtime, ranks=1, compute=profile, share=lambda make: self._task)
+        with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
+            train(runtime, (run, Path(folder)))
+        return profile.steps()
+
+
+def _updates(module: nn.Module, order: Order, kept: Kept) -> dict[int, float]:
+    """What part of an update's seconds it takes on slices as servers have them, by elements."""
+    layout = Layout.of_module(module)
+    names = [slot.name for slot in layout.slots]
+    spec = OptimizerSpec.from_settings(order.optimizer, names)
+    spans = [(slot.offset, slot.size) for slot in layout.slots]
+    times: dict[int, float] = {}
+    for servers in SLICES if spec.elementwise else ():
+        part = place(spans, layout.size, servers, divisible=spec.elementwise)[0]
+        tensors = {names[p.tensor]: torch.zeros(p.end - p.first) for p in part.pieces}
+        elements = sum(tensor.numel() for tensor in tensors.values())
+        for tensor in tensors.values():
+            tensor.grad = torch.randn_like(tensor)
+        step = spec.build(tensors).step
+        times[elements] = statistics.median(repeat(step, order.seconds / 4, kept))
+    most = max(times, default=0)
+    return {elements: seconds / times[most] for elements, seconds in times.items() if elements}
+
+
+def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
+    """Operations of one sample's gradient, on a batch of `size`."""
+    batch = open_samples(task.train, 0, task.collate).read(0, size)
+    with FlopCounterMode(display=False) as counter:
+        task.loss(module, batch).backward()
+    return float(counter.get_total_flops()) / size
+
+
+def _parameters(task: Task, module: nn.Module, order: Order) -> tuple[Parameter, ...]:
+    """How a gradient's seconds are spread over the layers, at the batch that was asked for."""
+    batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    passes = _Passes(module, named)
+    began = time.perf_counter()
+    while len(passes.ready) < 12 or (
+        time.perf_counter() - began < order.seconds and len(passes.ready) < 200
+    ):
+        passes.once(lambda: task.loss(module, batch))
+    counted = slice(FIRST_STEPS, None)
+    ready = [statistics.median(column) for column in zip(*passes.ready[counted], strict=True)]
+    forward = [statistics.median(column) for column in zip(*passes.forward[counted], strict=True)]
+    return tuple(
+        Parameter(name, p.numel(), forward[index], min(ready[index], 1.0))
+        for index, (name, p) in enumerate(named)
+    )
+
+
+class _Passes:
+    """Watches the layers of a module that have parameters, through its passes."""
+
+    def __init__(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.ready: list[list[float]] = []
+        self.forward: list[list[float]] = []
+        self._parameters = [parameter for _, parameter in named]
+        self._entered: list[tuple[int, float]] = []
+        self._marks: dict[int, float] = {}
+        slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
+        for layer in module.modules():
+            own = [slots[id(p)] for p in layer.parameters(recurse=False) if id(p) in slots]
+            if own:
+                layer.register_forward_pre_hook(self._enter(own[0]))
+        for slot, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._mark(slot))
+
+    def _enter(self, slot: int) -> Callable[..., None]:
+        return lambda *_: self._entered.append((slot, time.thread_time()))
+
+    def _mark(self, slot: int) -> Callable[..., None]:
+        def mark(_: object) -> None:
+            self._marks[slot] = time.thread_time()
+
+        return mark
+
+    def once(self, loss_of: Callable[[], torch.Tensor]) -> None:
+        """A forward and a backward; what part of it each parameter waited for its gradient."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._entered, self._marks = [], {}
+        began = time.thread_time()
+        loss = loss_of()
+        turned = time.thread_time()
+        loss.backward()
+        whole = time.thread_time() - began
+        count = len(self._parameters)
+        marks = (self._marks.get(slot, began + whole) for slot in range(count))
+        self.ready.append([(mark - began) / whole for mark in marks])
+        forward = [0.0] * count
+        starts = [began, *(at for _, at in self._entered[1:]), turned]
+        for index, (slot, _) in enumerate(self._entered):
+            forward[slot] += (starts[index + 1] - starts[index]) / whole
+        self.forward.append(forward)

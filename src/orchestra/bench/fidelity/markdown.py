@@ -1,0 +1,66 @@
+"""The result as Markdown, for docs/fidelity.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestra.bench.fidelity import Fidelity
+from orchestra.bench.fidelity.judge import Verdict, verdicts
+from orchestra.bench.fidelity.measure import Row
+
+NAMES = {"simulated": "simulation", "formula": "closed formula", "constant": "constant"}
+
+
+def markdown(result: Fidelity) -> str:
+    """When and where, then two tables: the predictors, and every case."""
+    rows, calibration = result.rows, result.calibration
+    machine = calibration.machine
+    lines = [
+        f"Measured on {calibration.measured_at[:10]}: {machine.get('processor')}, "
+        f"{calibration.cores} cores, torch {machine.get('packages', {}).get('torch')}; "
+        f"{len(rows[0].runs)} runs of each row. While calibrating, the measuring process was kept "
+        f"waiting for {calibration.busy_with_others:.0%} of the time.",
+        "",
+        *_table(*_summary(verdicts(rows))),
+        "",
+        *_table(*_cases(rows)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(found: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
+    headings = ["predictor", "median error", "worst error", "pairs in the right order"]
+    lines = [
+        [NAMES[v.predictor], f"{v.median:.1%}", f"{v.worst:.1%}", f"{v.kept} of {v.pairs}"]
+        for v in found
+    ]
+    return headings, lines
+
+
+def _cases(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    headings = [
+        "task", "ranks", "strategy", "real", "runs", "simulation", "formula", "constant",
+        "bytes", "staleness", "parameters",
+    ]  # fmt: skip
+    lines = [
+        [
+            row.task,
+            str(row.ranks),
+            row.label,
+            f"{row.real_seconds * 1e3:.2f} ms",
+            f"±{row.noise / row.real_seconds:.0%}",
+            f"{row.error('simulated'):+.1%}",
+            f"{row.error('formula'):+.0%}",
+            f"{row.error('constant'):+.0%}",
+            f"{row.bytes_difference:+d}" if row.bytes_difference else "0",
+            "" if row.staleness_distance is None else f"{row.staleness_distance:.2f}",
+            "" if row.parameters_differ is None else f"{row.parameters_differ:.3g}",
+        ]
+        for row in rows
+    ]
+    return headings, lines
+
+
+def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---"] * len(headings)
+    return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *lines)]

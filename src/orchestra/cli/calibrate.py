@@ -1,0 +1,187 @@
+"""`orchestra calibrate`: what computation and messages take on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestra.cli.arguments import Parser
+from orchestra.cli.bench import progress_line
+from orchestra.engines.processes.environment import detect
+from orchestra.errors import InputError
+from orchestra.optimizers.settings import Optimizer
+from orchestra.tasks.registry import task_text
+
+if TYPE_CHECKING:
+    from orchestra.bench.calibrate import Subject
+    from orchestra.cluster.calibration import Calibration
+
+DESCRIPTION = """\
+Measure what a simulation needs to know of this machine: seconds of a gradient of a task, with
+one thread and with all, and when in it each tensor's gradient is ready; of the optimizer's update
+and of the rest of a step; of copying and adding; of a message between two processes, at both
+ends; and how much slower a core is while all of them compute.
+
+The figures go into a file that reads well. From then on `orchestra simulate`, on this machine,
+goes by them for the tasks in the file, and says so in its records ("costs"). Calibrating another
+task adds it; the rest is measured anew. A minute or two for each task; let the machine do nothing
+else meanwhile.
+"""
+
+EPILOG = """\
+examples:
+  orchestra calibrate examples/quickstart.yaml
+      the task, batch, optimizer and precision of an experiment
+
+  orchestra calibrate --task 'digits(channels=8)' --optimizer 'Adam(lr=0.01)' --batch-size 8,64
+      without a file
+
+  orchestra calibrate experiment.yaml --out laptop.json
+  orchestra simulate experiment.yaml --set calibration=laptop.json --cluster 'lan_1gbit(nodes=8)'
+      a cluster of eight such laptops, simulated anywhere
+
+  torchrun --nnodes 4 ... -m orchestra calibrate --links
+      what a message takes between each two ranks, and the order of a ring over them
+"""
+
+TASK, OPTIMIZER, BATCH = "digits()", "SGD(lr=0.1)", (32,)
+BUSY = 0.1
+"""Part of the time in which the measuring process was kept waiting: from here on there is a
+warning."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, keep the figures, and show them."""
+    options = _parser().read(arguments)
+    if options.links:
+        return _links(options)
+    from orchestra.cluster.calibration import read_calibration
+    from orchestra.engines.simulation.figures import own_calibration
+
+    path = options.out or own_calibration()
+    before = read_calibration(path) if path.exists() else None
+    _make_folder(path)
+    subject = _subject(options)
+    from orchestra.bench.calibrate import calibrate
+
+    with progress_line() as tell:
+        measured = calibrate([subject], options.seconds, tell)
+    kept = measured
+    if before is not None and before.machine == measured.machine:
+        kept = replace(measured, tasks=before.tasks).with_task(measured.tasks[0])
+    _write(path, kept)
+    from orchestra.cli.calibration_tables import print_calibration
+
+    print_calibration(measured)
+    print(f"kept in {path}, with {len(kept.tasks)} task{'s' * (len(kept.tasks) > 1)}")
+    if measured.busy_with_others > BUSY:
+        print(
+            f"The measuring process had to wait in {measured.busy_with_others:.0%} of the time: "
+            "other programs were using this machine. Calibrate again when it is quiet."
+        )
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("calibrate", DESCRIPTION, EPILOG)
+    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
+    parser.add_argument("--task", metavar="TASK", help=f"in place of the file's ({TASK})")
+    parser.add_argument("--optimizer", metavar="CALL", help=f"in place of the file's ({OPTIMIZER})")
+    parser.add_argument(
+        "--batch-size", metavar="N[,N...]", help="of one worker; others around it are measured, too"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, metavar="S", help="for each figure (default: 0.5)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: calibration.json in ~/.cache/orchestra"
+    )
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="nothing but the links between ranks: those that a launcher started, or local ones",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=4, metavar="N", help="local ranks, with --links (default: 4)"
+    )
+    parser.add_argument(
+        "--bytes", type=int, default=1_000_000, metavar="N", help="of a message, with --links"
+    )
+    return parser
+
+
+def _subject(options: Namespace) -> Subject:
+    from orchestra.bench.calibrate import Subject
+
+    task, optimizer, precision = TASK, None, "float32"
+    sizes: tuple[int, ...] = BATCH
+    if options.experiment is not None:
+        from orchestra.experiments import load
+
+        experiment = load(options.experiment)
+        training = experiment.training
+        task, optimizer, precision = experiment.task, training.optimizer, training.precision
+        sizes = (training.batch_size, -(-training.batch_size // training.accumulation))
+    if options.task is not None:
+        task = task_text(options.task, where="--task")
+    if options.optimizer is not None or optimizer is None:
+        optimizer = Optimizer.parse(options.optimizer or OPTIMIZER, where="--optimizer")
+    if options.batch_size is not None:
+        sizes = _numbers(options.batch_size)
+    if not options.seconds > 0:
+        raise InputError(f"--seconds: {options.seconds} is not above 0")
+    return Subject(task, optimizer, precision, sizes)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--batch-size: {text!r} is not a list of numbers such as 8,64") from None
+    if min(numbers) < 1:
+        raise InputError(f"--batch-size: {min(numbers)} is below 1")
+    return numbers
+
+
+def _make_folder(path: Path) -> None:
+    """Before minutes are spent."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out: {path.parent} cannot be made: {error.strerror}") from None
+
+
+def _write(path: Path, calibration: Calibration) -> None:
+    from orchestra.records.record import write_atomically
+
+    try:
+        write_atomically(path, calibration.to_json())
+    except OSError as error:
+        raise InputError(f"--out: {path} cannot be written: {error.strerror}") from None
+
+
+def _links(options: Namespace) -> int:
+    launched = detect(os.environ)
+    ranks = options.ranks if launched is None else launched.ranks
+    for name, value, least in (("--ranks", ranks, 2), ("--bytes", options.bytes, 1)):
+        if value < least:
+            raise InputError(f"{name}: {value} is below {least}")
+    from orchestra.bench.calibrate.links import calibrate_links
+
+    with progress_line() as tell:
+        matrix = calibrate_links(ranks, options.bytes, launched, tell)
+    if matrix is None:
+        return 0
+    from orchestra.cli.calibration_tables import print_links
+    from orchestra.schedules import ring_order
+
+    order = ring_order(matrix)
+    print_links(matrix, options.bytes, order)
+    if options.out is not None:
+        options.out.write_text(json.dumps({"seconds": matrix, "order": order}, indent=1) + "\n")
+    return 0

@@ -1,0 +1,29 @@
+"""The description of a cluster: nodes, links, ranks and faults. Pure data."""
+
+from orchestra.cluster.cluster import Cluster
+from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
+from orchestra.cluster.jitter import ExponentialTail, Jitter, LogNormal, Normal
+from orchestra.cluster.nodes import Channel, Link, Node, Path, Switch
+from orchestra.cluster.registry import CLUSTERS, load_cluster
+
+__all__ = [
+    "CLUSTERS",
+    "Channel",
+    "Cluster",
+    "Death",
+    "Delay",
+    "ExponentialTail",
+    "Fault",
+    "Jitter",
+    "Link",
+    "LinkCut",
+    "LinkSlow",
+    "LogNormal",
+    "Node",
+    "Normal",
+    "Path",
+    "Pause",
+    "SlowDown",
+    "Switch",
+    "load_cluster",
+]

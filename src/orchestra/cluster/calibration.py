@@ -1,0 +1,296 @@
+"""What a machine was measured to take for computation and for messages; see `orchestra calibrate`.
+
+Plain data, kept as JSON that reads well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from orchestra.cluster.costs import Overhead, Sharing
+from orchestra.cluster.jitter import Jitter, LogNormal
+from orchestra.cluster.units import BANDWIDTH, SECONDS
+from orchestra.errors import InputError
+
+SCHEMA = 1
+NORMAL_QUARTILE = 0.6745
+"""Half of the interquartile range of a normal distribution, in standard deviations."""
+WIRE = 1538 / 1448
+"""Bytes on Ethernet for each byte of a full TCP segment (IEEE 802.3, IPv4 and timestamps)."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over an amount (samples, elements or bytes), straight between those measured.
+
+    Attributes:
+        points: (amount, seconds), their amounts rising.
+        spread: of the repeats at each point, half of their interquartile range over the median.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    spread: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        amounts = [amount for amount, _ in self.points]
+        if not amounts or min(amounts) < 1 or amounts != sorted(set(amounts)):
+            raise ValueError("the amounts of a curve have to rise, from 1 on")
+        if not all(seconds > 0 and math.isfinite(seconds) for _, seconds in self.points):
+            raise ValueError("the seconds of a curve have to be above 0")
+
+    def at(self, amount: float) -> float:
+        """Seconds for `amount`, always above 0.
+
+        The first and the last stretch go on beyond their ends; more never takes less than the
+        largest amount did, and less takes at least its proportion of the smallest.
+        """
+        points = self.points
+        (least, first), (most, last) = points[0], points[-1]
+        if len(points) == 1:
+            return first * max(amount, 1) / least
+        place = min(max(bisect_right(points, amount, key=lambda p: p[0]), 1), len(points) - 1)
+        (low, before), (high, after) = points[place - 1 : place + 1]
+        seconds = before + (after - before) / (high - low) * (amount - low)
+        if amount < least:
+            return max(seconds, first * max(amount, 1) / least)
+        return max(seconds, last) if amount > most else seconds
+
+    def plus(self, seconds: float) -> Curve:
+        """The same, and `seconds` more for each amount."""
+        return Curve(tuple((amount, value + seconds) for amount, value in self.points), self.spread)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor of a task's model: what part of a gradient's seconds is its own.
+
+    Attributes:
+        forward: the part that its layer takes in the forward pass, with what follows the layer.
+        ready: the part that has passed when the tensor has its gradient.
+    """
+
+    name: str
+    elements: int
+    forward: float
+    ready: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a worker takes for a step.
+
+    Attributes:
+        gradient: forward and backward, over samples.
+        update: the optimizer's, over elements of the parameters.
+        step: all else that a step takes on a worker that is alone, over samples: reading the
+            batch, collecting the gradient, writing down the step.
+    """
+
+    gradient: Curve
+    update: Curve
+    step: Curve
+
+
+@dataclass(frozen=True)
+class TaskCosts:
+    """The figures of a task with an optimizer and a precision.
+
+    Attributes:
+        one: with one intra-op thread.
+        all: with all of them; `threads` is how many that were.
+        cold: processor seconds that a step and an exchange take more in turn than each by itself:
+            they push each other out of the caches.
+        shared_speed: of a core in steps while all cores take steps, where it is 1 while one does.
+        refill: processor seconds that a thread loses on a core that another one had before it.
+        sample_flops: floating-point operations of a sample's forward and backward.
+        parameters: the trainable ones, in the model's order.
+    """
+
+    task: str
+    optimizer: str
+    precision: str
+    batch_size: int
+    threads: int
+    cold: float
+    shared_speed: float
+    refill: float
+    sample_flops: float
+    one: Timing
+    all: Timing
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is the calibration of."""
+        return self.task, self.optimizer, self.precision
+
+    @property
+    def jitter(self) -> Jitter | None:
+        """How the durations of gradients varied on a core that had nothing else to do."""
+        gradient = self.one.gradient
+        known = zip(gradient.points, gradient.spread, strict=False)  # or none
+        spreads = {amount: spread for (amount, _), spread in known}
+        sigma = spreads.get(self.batch_size, 0.0) / NORMAL_QUARTILE
+        return LogNormal(sigma) if sigma > 0 else None
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations a second of one thread, at the batch that was asked for."""
+        return self.sample_flops * self.batch_size / self.one.gradient.at(self.batch_size)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a message between two ranks of the machine takes, over the bytes with its header.
+
+    Attributes:
+        send: processor seconds of the sender.
+        receive: processor seconds of the receiver, who was asleep; without adding.
+        local: processor seconds of a message between two flows of one rank, at both ends.
+        one_way: seconds from the sender's call to the receiver's having it.
+        handling: processor seconds of a strategy around a message, at both ends together.
+        collective: processor seconds of an all-reduce beside its messages and additions.
+        buffer_bytes: up to this size a send is over at once, whatever the receiver does.
+        latency: seconds of a small message beyond those of both processors, one way.
+        bandwidth: bytes/s that all ranks of the machine together can be taken to move.
+    """
+
+    send: Curve
+    receive: Curve
+    local: Curve
+    one_way: Curve
+    handling: float
+    collective: float
+    buffer_bytes: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All figures of one machine.
+
+    Attributes:
+        measured_at: date and time, UTC.
+        machine: what `records.environment` says of it.
+        busy_with_others: the part of the time in which the measuring process was kept waiting.
+        time_slice: seconds for which a thread keeps a core while others wait for it.
+        work: seconds over elements of each kind of work that is the same for every task.
+        messages: through sockets over loopback.
+    """
+
+    measured_at: str
+    machine: Mapping[str, Any]
+    cores: int
+    busy_with_others: float
+    time_slice: float
+    work: Mapping[str, Curve]
+    messages: Messages
+    tasks: tuple[TaskCosts, ...] = ()
+
+    def task(self, task: str, optimizer: str, precision: str) -> TaskCosts | None:
+        """The figures of a task; None where it was not measured with these."""
+        found = (costs for costs in self.tasks if costs.key == (task, optimizer, precision))
+        return next(found, None)
+
+    def with_task(self, costs: TaskCosts) -> Calibration:
+        """A copy in which `costs` are the figures of their task."""
+        others = tuple(other for other in self.tasks if other.key != costs.key)
+        return dataclasses.replace(self, tasks=(*others, costs))
+
+    def overhead(self, task: TaskCosts) -> Overhead:
+        """What messages cost beside the links that they cross, in a training of `task`."""
+        add = self.work["add"]
+        (fewer, short), (more, long) = add.points[0], add.points[-1]
+        return Overhead(
+            send=self.messages.send.plus(self.messages.handling / 2),
+            receive=self.messages.receive.plus(self.messages.handling / 2),
+            add=(long - short) / (more - fewer) / 4,
+            buffer_bytes=self.messages.buffer_bytes,
+            wire=WIRE,
+            local=self.messages.local,
+            cold=task.cold,
+            collective=self.messages.collective,
+        )
+
+    def sharing(self, task: TaskCosts) -> Sharing:
+        """What becomes of cores that several threads want, in a training of `task`."""
+        return Sharing(task.shared_speed, self.time_slice, task.refill)
+
+    @property
+    def cluster(self) -> str:
+        """The notation of this machine as a cluster."""
+        bandwidth = BANDWIDTH.write(float(f"{self.messages.bandwidth:.3g}"))
+        latency = SECONDS.write(float(f"{max(self.messages.latency, 1e-9):.3g}"))
+        return f'one_host({self.cores}, bandwidth="{bandwidth}", latency="{latency}")'
+
+    def to_json(self) -> str:
+        """The text of a file that `read_calibration` understands."""
+        document = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        return json.dumps(document, indent=1) + "\n"
+
+
+def read_calibration(path: Path) -> Calibration:
+    """What was measured, from the file at `path`.
+
+    Raises:
+        InputError: there is none, or it is damaged, or of another version.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"calibration: there is no file {path}; run orchestra calibrate") from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(document, dict):
+        raise _damaged(path, "it is no mapping")
+    schema = document.pop("schema", None)
+    if schema != SCHEMA:
+        raise _damaged(path, f"its schema is {schema!r}, not {SCHEMA}")
+    try:
+        calibration: Calibration = _read(document, Calibration)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, str(error)) from None
+    return calibration
+
+
+def _damaged(path: Path, reason: str) -> InputError:
+    return InputError(
+        f"calibration: {path} is damaged or of another version ({reason}); delete it and run "
+        "orchestra calibrate again"
+    )
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """`value`, as JSON has it, in the form of the annotation `hint`."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _read_fields(value, hint)
+    if origin is tuple:
+        rest = parts[-1] is Ellipsis
+        hints = [parts[0]] * len(value) if rest else list(parts)
+        return tuple(_read(item, part) for item, part in zip(value, hints, strict=True))
+    if origin is Mapping:
+        return {key: _read(item, parts[1]) for key, item in value.items()}
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is not hint:
+        raise TypeError(f"{value!r} is no {hint.__name__}")
+    return value
+
+
+def _read_fields(value: Any, cls: Any) -> Any:
+    hints = get_type_hints(cls)
+    if not isinstance(value, dict) or set(value) != set(hints):
+        raise TypeError(f"{cls.__name__} has {', '.join(hints)}")
+    return cls(**{name: _read(value[name], hint) for name, hint in hints.items()})

@@ -1,0 +1,297 @@
+"""A cluster as data: which machines, joined how, where the ranks are, and what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Literal
+
+from orchestra.cluster.costs import Overhead
+from orchestra.cluster.faults import (
+    Changes,
+    Death,
+    Delay,
+    Fault,
+    LinkCut,
+    LinkSlow,
+    Pause,
+    SlowDown,
+    changes,
+    joined,
+    rank_of,
+)
+from orchestra.cluster.nodes import Channel, Node, Path, Switch
+from orchestra.errors import InputError, nearest
+from orchestra.settings import REQUIRED, Settings, setting
+
+Part = tuple[str, str | int]
+"""Where in a cluster something is: ("nodes", "worker-3"), ("faults", 0) or ("placement", "")."""
+
+
+class Unfit(InputError):
+    """A part of a cluster does not fit the rest."""
+
+    def __init__(self, part: Part, reason: str) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
+@dataclass(frozen=True, repr=False)
+class Cluster(Settings):
+    """Nodes at the leaves of one tree of switches, full duplex, and the ranks on them."""
+
+    name: str = setting(REQUIRED, "in records and figures")
+    nodes: tuple[Node, ...] = setting(REQUIRED, "the machines")
+    switches: tuple[Switch, ...] = setting((), "the tree that joins them; one node needs none")
+    _: KW_ONLY
+    placement: Literal["spread", "packed"] | tuple[str, ...] = setting(
+        REQUIRED, "of ranks: one a node in turn, node by node as cores last, or names of nodes"
+    )
+    faults: tuple[Fault, ...] = setting((), "what goes wrong, and when")
+    overhead: Overhead | None = setting(
+        None, "what messages cost beside the links; none: as calibrated"
+    )
+
+    def check(self) -> None:
+        """All names are known, and the switches form one tree.
+
+        Raises:
+            Unfit: says which part does not fit.
+        """
+        self._check_names()
+        self._check_tree()
+        self._check_nodes()
+        if not isinstance(self.placement, str):
+            for name in self.placement:
+                self._require_node(("placement", ""), name)
+        for index, fault in enumerate(self.faults):
+            self._check_fault(("faults", index), fault)
+
+    # Where the ranks are
+
+    def nodes_of(self, ranks: int) -> tuple[Node, ...]:
+        """The node of each of `ranks` ranks.
+
+        Raises:
+            InputError: the placement names another number of ranks, or a fault befalls none.
+        """
+        if ranks not in self._placed:
+            self._placed[ranks] = self._place(ranks)
+        return self._placed[ranks]
+
+    def node_of(self, rank: int, ranks: int) -> Node:
+        """The node of one of `ranks` ranks; errors as of `nodes_of`."""
+        return self.nodes_of(ranks)[rank]
+
+    def _place(self, ranks: int) -> tuple[Node, ...]:
+        for fault in self.faults:
+            for name in fault.names:
+                rank = rank_of(name)
+                if rank is not None and rank >= ranks:
+                    raise InputError(
+                        f"cluster {self.name}: a fault befalls {name}, but ranks are 0 to "
+                        f"{ranks - 1}; raise ranks or change faults"
+                    )
+        if self.placement == "spread":
+            order = list(self.nodes)
+        elif self.placement == "packed":
+            order = [node for node in self.nodes for _ in range(node.slots)]
+        else:
+            order = [self._by_name[name] for name in self.placement]
+            if len(order) != ranks:
+                raise InputError(
+                    f"cluster {self.name} places {len(order)} ranks, but there are {ranks}; "
+                    "name a node for each, or write ranks: spread or packed"
+                )
+        return tuple(order[rank % len(order)] for rank in range(ranks))
+
+    # What a message crosses
+
+    def path(self, source: Node, target: Node) -> Path:
+        """The way from one node to another, or the loopback of one node."""
+        key = source.name, target.name
+        if key not in self._paths:
+            names = list(self._way(source, target))
+            channels = tuple(self.channels[name] for name in names)
+            self._paths[key] = Path(channels, sum(channel.latency for channel in channels))
+        return self._paths[key]
+
+    @cached_property
+    def channels(self) -> dict[str, Channel]:
+        """Every capacity that there is, by its name: "worker-3 up", "worker-3 loopback"."""
+        found: list[Channel] = []
+        for part in self._parts:
+            links = {"up": part.up, "down": part.down}
+            if isinstance(part, Node):
+                links["loopback"] = part.loopback
+            elif part.shared is not None:
+                found.append(Channel(f"{part.name} shared", part.shared, 0.0))
+            found += [
+                Channel(f"{part.name} {direction}", link.bandwidth, link.latency)
+                for direction, link in links.items()
+                if link is not None
+            ]
+        return {channel.name: channel for channel in found}
+
+    def _way(self, source: Node, target: Node) -> Iterator[str]:
+        """The names of the channels from `source` to `target`."""
+        if source.name == target.name:
+            yield f"{source.name} loopback"
+            return
+        up, down = self._switches_above(source), self._switches_above(target)
+        meeting = next(name for name in up if name in down)
+        yield f"{source.name} up"
+        for name in up[: up.index(meeting)]:
+            yield from self._shared(name)
+            yield f"{name} up"
+        yield from self._shared(meeting)
+        for name in reversed(down[: down.index(meeting)]):
+            yield f"{name} down"
+            yield from self._shared(name)
+        yield f"{target.name} down"
+
+    def _shared(self, switch: str) -> Iterator[str]:
+        if self._by_switch[switch].shared is not None:
+            yield f"{switch} shared"
+
+    def _switches_above(self, node: Node) -> list[str]:
+        """From the switch of `node` to the root."""
+        found, name = [], node.switch
+        while name is not None:
+            found.append(name)
+            name = self._by_switch[name].to
+        return found
+
+    # What changes with time
+
+    def speed_changes(self, node: Node) -> Changes:
+        """The factors on the speed of `node`; slow-downs at the same time multiply."""
+        slow = (fault for fault in self.faults if isinstance(fault, SlowDown))
+        return changes((fault, 1 / fault.factor) for fault in slow if fault.node == node.name)
+
+    def speed_at(self, node: Node, time: float) -> float:
+        """The factor on the speed of `node` at `time`."""
+        return next(factor for begin, factor in reversed(self.speed_changes(node)) if begin <= time)
+
+    def bandwidth_changes(self, channel: Channel) -> Changes:
+        """The factors on the bandwidth of `channel`: 0 while its link is cut."""
+        owner, _, direction = channel.name.rpartition(" ")
+        found: list[tuple[LinkCut | LinkSlow, float]] = []
+        for fault in self.faults:
+            if isinstance(fault, LinkCut | LinkSlow) and fault.of == owner:
+                found.append((fault, 0.0 if isinstance(fault, LinkCut) else 1 / fault.factor))
+        return changes(found if direction in ("up", "down") else ())
+
+    def pauses(self, rank: int, ranks: int) -> tuple[tuple[float, float], ...]:
+        """When `rank` is stopped: (from, to) each, rising, apart from one another."""
+        return joined(
+            (fault.at, fault.at + fault.seconds)
+            for fault in self.faults
+            if isinstance(fault, Pause) and self._means(fault.of, rank, ranks)
+        )
+
+    def death(self, rank: int, ranks: int) -> float | None:
+        """When `rank` dies; None if it does not."""
+        times = (
+            fault.at
+            for fault in self.faults
+            if isinstance(fault, Death) and self._means(fault.of, rank, ranks)
+        )
+        return min(times, default=None)
+
+    def delay(self, source: int, target: int, ranks: int, time: float) -> float:
+        """Seconds that a message between two ranks arrives later if sent at `time`."""
+        return sum(
+            fault.seconds
+            for fault in self.faults
+            if isinstance(fault, Delay)
+            and fault.holds(time)
+            and (fault.source is None or self._means(fault.source, source, ranks))
+            and (fault.target is None or self._means(fault.target, target, ranks))
+        )
+
+    def _means(self, name: str, rank: int, ranks: int) -> bool:
+        return name == f"rank {rank}" or name == self.node_of(rank, ranks).name
+
+    # Names
+
+    @cached_property
+    def _parts(self) -> list[Node | Switch]:
+        return [*self.nodes, *self.switches]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _by_switch(self) -> dict[str, Switch]:
+        return {switch.name: switch for switch in self.switches}
+
+    @cached_property
+    def _paths(self) -> dict[tuple[str, str], Path]:
+        return {}
+
+    @cached_property
+    def _placed(self) -> dict[int, tuple[Node, ...]]:
+        return {}
+
+    # Checks
+
+    def _check_names(self) -> None:
+        if not self.nodes:
+            raise Unfit(("nodes", ""), "a cluster needs at least one node")
+        seen: set[str] = set()
+        for kind, parts in (("nodes", self.nodes), ("switches", self.switches)):
+            for part in parts:
+                if part.name in seen:
+                    raise Unfit((kind, part.name), f"the name {part.name} is given twice")
+                seen.add(part.name)
+
+    def _check_tree(self) -> None:
+        roots = [switch.name for switch in self.switches if switch.to is None]
+        for switch in self.switches:
+            part = ("switches", switch.name)
+            if switch.to is not None:
+                self._require_switch(part, switch.to)
+            elif switch.name != roots[0]:
+                raise Unfit(part, f"{switch.name} and {roots[0]} have no switch above; join them")
+        for switch in self.switches:
+            above, name = set(), switch.name
+            while (to := self._by_switch[name].to) is not None:
+                if to in above:
+                    raise Unfit(("switches", switch.name), f"{switch.name} leads into a circle")
+                above.add(to)
+                name = to
+
+    def _check_nodes(self) -> None:
+        for node in self.nodes:
+            part = ("nodes", node.name)
+            if node.switch is not None:
+                self._require_switch(part, node.switch)
+            elif len(self.nodes) > 1:
+                raise Unfit(part, f"{node.name} has no link to a switch; only a single node may")
+
+    def _check_fault(self, part: Part, fault: Fault) -> None:
+        if isinstance(fault, LinkCut | LinkSlow):
+            linked = [each.name for each in self._parts if each.up is not None]
+            if fault.of not in linked:
+                raise Unfit(part, f"no link of {fault.of!r}; {_hint(fault.of, linked)}")
+            return
+        for name in fault.names:
+            if rank_of(name) is None or isinstance(fault, SlowDown):
+                self._require_node(part, name)
+
+    def _require_node(self, part: Part, name: str) -> None:
+        if name not in self._by_name:
+            raise Unfit(part, f"there is no node {name!r}; {_hint(name, self._by_name)}")
+
+    def _require_switch(self, part: Part, name: str) -> None:
+        if name not in self._by_switch:
+            hint = _hint(name, self._by_switch)
+            raise Unfit(part, f"there is no switch {name!r}; {hint}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    return nearest(name, names) if names else "there is none at all"

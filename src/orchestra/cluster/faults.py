@@ -1,0 +1,182 @@
+"""What goes wrong in a cluster, and when, in seconds since the beginning of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+
+from orchestra.cluster.units import SECONDS, quantity
+from orchestra.errors import InputError
+from orchestra.settings import REQUIRED, Settings, setting
+
+_RANK = re.compile(r"rank (\d+)")
+
+Changes = tuple[tuple[float, float], ...]
+"""(time, factor) each: the factor holds from that time to the next one's; the first time is 0."""
+
+
+@dataclass(frozen=True, repr=False)
+class Fault(Settings):
+    """Something that happens at a time. Base of all faults."""
+
+    @property
+    def words(self) -> str:
+        """What happens, when, in a few words: "dies at 90 s"."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes, switches and ranks ("rank 2") that it names."""
+        values = (getattr(self, name, None) for name in ("of", "node", "source", "target"))
+        return [value for value in values if value is not None]
+
+
+@dataclass(frozen=True, repr=False)
+class Lasting(Fault):
+    """A fault that begins and may end."""
+
+    _: KW_ONLY
+    at: float = quantity(SECONDS, REQUIRED, "its beginning", low=0)
+    until: float | None = quantity(SECONDS, None, "its end; none: it stays", low=0)
+
+    def check(self) -> None:
+        """It ends after it begins."""
+        if self.until is not None and self.until <= self.at:
+            raise InputError(
+                f"{type(self).__name__} ends at {SECONDS.write(self.until)}, not after it begins "
+                f"at {SECONDS.write(self.at)}"
+            )
+
+    def holds(self, time: float) -> bool:
+        """Whether it is there at `time`."""
+        return self.at <= time < (math.inf if self.until is None else self.until)
+
+    @property
+    def _span(self) -> str:
+        begin = SECONDS.write(self.at)
+        return f"from {begin}" if self.until is None else f"{begin} to {SECONDS.write(self.until)}"
+
+
+@dataclass(frozen=True, repr=False)
+class SlowDown(Lasting):
+    """A node computes more slowly: each piece of compute takes `factor` times as long."""
+
+    node: str = setting(REQUIRED, "name of the node")
+    factor: float = setting(REQUIRED, "how many times as long", above=1)
+
+    @property
+    def words(self) -> str:
+        """Slower by how much, and when."""
+        return f"{self.factor:g}x slower {self._span}"
+
+
+@dataclass(frozen=True, repr=False)
+class LinkSlow(Lasting):
+    """A link carries less, in both directions: its bandwidth divided by `factor`."""
+
+    of: str = setting(REQUIRED, "name of the node or switch, whose link upwards it is")
+    factor: float = setting(REQUIRED, "what the bandwidth is divided by", above=1)
+
+    @property
+    def words(self) -> str:
+        """The part that is left, and when."""
+        return f"link {self.factor:g}x slower {self._span}"
+
+
+@dataclass(frozen=True, repr=False)
+class LinkCut(Lasting):
+    """Nothing passes a link, in both directions; what is under way continues after its end."""
+
+    of: str = setting(REQUIRED, "name of the node or switch, whose link upwards it is")
+
+    @property
+    def words(self) -> str:
+        """When it is cut."""
+        return f"link cut {self._span}"
+
+
+@dataclass(frozen=True, repr=False)
+class Delay(Lasting):
+    """Messages that are sent meanwhile arrive later; the way is free for others in the meantime."""
+
+    seconds: float = quantity(SECONDS, REQUIRED, "how much later", above=0)
+    source: str | None = setting(None, "from this node or rank alone ('rank 2'); none: from any")
+    target: str | None = setting(None, "to this node or rank alone; none: to any")
+
+    def check(self) -> None:
+        """Some messages are meant, not all: those would be a latency."""
+        super().check()
+        if self.source is None and self.target is None:
+            raise InputError("Delay has neither source nor target; name a node or a rank")
+
+    @property
+    def words(self) -> str:
+        """Which messages, how much later, and when."""
+        ends = f"from {self.source} " * bool(self.source) + f"to {self.target} " * bool(self.target)
+        return f"messages {ends}{SECONDS.write(self.seconds)} late {self._span}"
+
+
+@dataclass(frozen=True, repr=False)
+class Pause(Fault):
+    """A rank, or every rank of a node, is stopped for a while, as by SIGSTOP, and continues."""
+
+    of: str = setting(REQUIRED, "name of the node, or 'rank 2'")
+    _: KW_ONLY
+    at: float = quantity(SECONDS, REQUIRED, "when it stops", low=0)
+    seconds: float = quantity(SECONDS, REQUIRED, "how long it stands still", above=0)
+
+    @property
+    def words(self) -> str:
+        """When, and how long."""
+        return f"paused {SECONDS.write(self.seconds)} at {SECONDS.write(self.at)}"
+
+
+@dataclass(frozen=True, repr=False)
+class Death(Fault):
+    """A rank, or every rank of a node, ends without a farewell, as by SIGKILL, for good."""
+
+    of: str = setting(REQUIRED, "name of the node, or 'rank 2'")
+    _: KW_ONLY
+    at: float = quantity(SECONDS, REQUIRED, "when it dies", low=0)
+
+    @property
+    def words(self) -> str:
+        """When."""
+        return f"dies at {SECONDS.write(self.at)}"
+
+
+FAULTS: dict[str, type[Fault]] = {
+    cls.__name__: cls for cls in (SlowDown, Pause, Death, LinkCut, LinkSlow, Delay)
+}
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that "rank 2" means; None for the name of a node."""
+    match = _RANK.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def changes(faults: Iterable[tuple[Lasting, float]]) -> Changes:
+    """The product of the factors of those faults that hold, from each time at which it changes."""
+    pairs = list(faults)
+    times = {0.0, *(fault.at for fault, _ in pairs)}
+    times |= {fault.until for fault, _ in pairs if fault.until is not None}
+    found: list[tuple[float, float]] = []
+    for time in sorted(times):
+        factor = math.prod(factor for fault, factor in pairs if fault.holds(time))
+        if not found or found[-1][1] != factor:
+            found.append((time, factor))
+    return tuple(found)
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """The same times covered by (from, to) that neither overlap nor touch, rising."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return tuple(found)

@@ -1,0 +1,110 @@
+"""How much the duration of one piece of compute differs from the next one's."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from orchestra.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
+_NORMAL = NormalDist()
+_LEAST_UNIFORM = 2.0**-54  # `Generator.random` gives multiples of 2^-53, zero among them
+_MOST_UNIFORM = 1 - 2.0**-53
+
+
+@dataclass(frozen=True, repr=False)
+class Jitter(Settings, ABC):
+    """A factor on the duration of each piece of compute, drawn anew each time, always above 0."""
+
+    @abstractmethod
+    def factor(self, uniform: float) -> float:
+        """The factor at the quantile `uniform`, which lies between 0 and 1, both excluded."""
+
+    @property
+    @abstractmethod
+    def mean_factor(self) -> float:
+        """The mean of the factor."""
+
+    @property
+    @abstractmethod
+    def support(self) -> tuple[float, float]:
+        """The least factor and the largest; 0 and infinity are never drawn."""
+
+    def draw(self, generator: Generator) -> float:
+        """A factor, from one uniform number of `generator`."""
+        return self.factor(max(generator.random(), _LEAST_UNIFORM))
+
+
+@dataclass(frozen=True, repr=False)
+class Normal(Jitter):
+    """A normal distribution around 1, cut off at 0.1 and 1.9: mean 1, factors from 0.1 to 1.9.
+
+    Cut off evenly on both sides it keeps its mean; `sigma` is the deviation before that.
+    """
+
+    sigma: float = setting(0.05, "standard deviation, in durations", above=0)
+
+    def factor(self, uniform: float) -> float:
+        """The quantile of the truncated distribution, from the whole one's inverse."""
+        low, high = self.support
+        first = _NORMAL.cdf((low - 1) / self.sigma)
+        inside = min(first + uniform * (1 - 2 * first), _MOST_UNIFORM)
+        return min(max(1 + self.sigma * _NORMAL.inv_cdf(inside), low), high)
+
+    @property
+    def mean_factor(self) -> float:
+        """1."""
+        return 1.0
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """From 0.1 to 1.9."""
+        return 0.1, 1.9
+
+
+@dataclass(frozen=True, repr=False)
+class LogNormal(Jitter):
+    """exp of a normal distribution: mean 1, skewed towards long durations, any factor above 0."""
+
+    sigma: float = setting(0.1, "standard deviation of the logarithm", above=0, high=5)
+
+    def factor(self, uniform: float) -> float:
+        """exp(sigma z - sigma^2 / 2), which has the mean 1."""
+        return math.exp(self.sigma * _NORMAL.inv_cdf(uniform) - self.sigma**2 / 2)
+
+    @property
+    def mean_factor(self) -> float:
+        """1."""
+        return 1.0
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """Everything above 0."""
+        return 0.0, math.inf
+
+
+@dataclass(frozen=True, repr=False)
+class ExponentialTail(Jitter):
+    """A duration and an exponential tail: factors from 1, their mean 1 + `mean`."""
+
+    mean: float = setting(0.1, "mean of the tail, in durations", above=0)
+
+    def factor(self, uniform: float) -> float:
+        """1 - mean log(1 - uniform)."""
+        return 1 - self.mean * math.log1p(-uniform)
+
+    @property
+    def mean_factor(self) -> float:
+        """1 + mean."""
+        return 1 + self.mean
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """Everything from 1."""
+        return 1.0, math.inf

@@ -1,0 +1,228 @@
+"""Clusters with a name. Each figure's source stands with it; all are settings.
+
+Bandwidths are those of the wire: what headers take of them is part of what messages cost
+(`Overhead.wire`). Latencies are one way over one link; a message between two nodes of a switch
+crosses two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, replace
+
+from orchestra.cluster.cluster import Cluster
+from orchestra.cluster.jitter import Jitter, LogNormal
+from orchestra.cluster.nodes import Link, Node, Switch
+from orchestra.cluster.registry import CLUSTERS
+from orchestra.cluster.units import BANDWIDTH, SECONDS, Unit
+from orchestra.errors import InputError
+from orchestra.settings import Settings, setting, write
+
+LOOPBACK = Link(3e9, 15e-6)
+"""Between ranks of one node; `OneHost` says where the figures are from."""
+
+BANDWIDTH_MEANS = "of each node's link, in each direction"
+LATENCY_MEANS = "of one link, one way; between two nodes a message crosses two"
+
+
+@dataclass(frozen=True, repr=False)
+class Preset(Settings, ABC):
+    """A cluster by name."""
+
+    @abstractmethod
+    def cluster(self) -> Cluster:
+        """The cluster that the settings describe."""
+
+    @property
+    def _name(self) -> str:
+        return write(self, CLUSTERS)
+
+    def _read(self, unit: Unit, name: str) -> float:
+        """The quantity that the setting `name` gives as text."""
+        where = f"{CLUSTERS.name_of(type(self))}.{name}"
+        return unit.read(getattr(self, name), where=where)
+
+    def _link(self, bandwidth: str, latency: str) -> Link:
+        """The link whose quantities are the settings of these names."""
+        return Link(self._read(BANDWIDTH, bandwidth), self._read(SECONDS, latency))
+
+
+@dataclass(frozen=True, repr=False)
+class OneHost(Preset):
+    """One machine: ranks share its cores, and talk over loopback.
+
+    Loopback: 3 GB/s in all and 15 us, measured on 2 cores of an AMD EPYC with TCP sockets in
+    Python (100 MB one way in 33 ms; 4 KB and its answer in 50 us, processor time included).
+    """
+
+    cores: int = setting(8, "processor cores", low=1)
+    _: KW_ONLY
+    speed: float = setting(1.0, "of a core; the machine that was calibrated has 1", above=0)
+    bandwidth: str = setting("3 GB/s", "what all ranks together move over loopback")
+    latency: str = setting("15 us", "of a message over loopback, one way")
+
+    def cluster(self) -> Cluster:
+        """One node, without a network."""
+        loopback = self._link("bandwidth", "latency")
+        node = Node("host", self.cores, speed=self.speed, loopback=loopback)
+        return Cluster(self._name, (node,), placement="packed")
+
+
+@dataclass(frozen=True, repr=False)
+class Lan(Preset):
+    """Equal nodes at one switch that is never the bottleneck. Base of the presets below."""
+
+    nodes: int = setting(8, "how many", low=1)
+    _: KW_ONLY
+    cores: int = setting(4, "processor cores of each node", low=1)
+    speed: float = setting(1.0, "of a core; the machine that was calibrated has 1", above=0)
+    bandwidth: str = setting("1 Gbit/s", BANDWIDTH_MEANS)
+    latency: str = setting("50 us", LATENCY_MEANS)
+
+    def cluster(self) -> Cluster:
+        """The nodes, in a star."""
+        return self._star([self.speed] * self.nodes)
+
+    def _star(self, speeds: Iterable[float], jitter: Jitter | None = None) -> Cluster:
+        both = self._link("bandwidth", "latency")
+        nodes = tuple(
+            Node(
+                f"worker-{index}", self.cores, speed=speed, jitter=jitter,
+                switch="switch", up=both, down=both, loopback=LOOPBACK,
+            )
+            for index, speed in enumerate(speeds)
+        )  # fmt: skip
+        return Cluster(self._name, nodes, (Switch("switch"),), placement="spread")
+
+
+@dataclass(frozen=True, repr=False)
+class Lan1Gbit(Lan):
+    """Equal machines at one Gigabit Ethernet switch.
+
+    Bandwidth: IEEE 802.3, 1000BASE-T. Latency: 100 us from node to node, in the range of 40 to 300
+    us that Aspen Systems' glossary gives for Gigabit Ethernet ("Low latency").
+    """
+
+
+@dataclass(frozen=True, repr=False)
+class Lan10Gbit(Lan):
+    """Equal machines at one 10 Gigabit Ethernet switch.
+
+    Bandwidth: IEEE 802.3ae. Latency: 20 us from application to application, as Hurwitz and Feng
+    measured (Initial End-to-End Performance Evaluation of 10-Gigabit Ethernet, Hot Interconnects
+    11, 2003).
+    """
+
+    _: KW_ONLY
+    bandwidth: str = setting("10 Gbit/s", BANDWIDTH_MEANS)
+    latency: str = setting("10 us", LATENCY_MEANS)
+
+
+@dataclass(frozen=True, repr=False)
+class Infiniband(Lan):
+    """Equal machines on an InfiniBand HDR fabric, used natively: sockets over it are slower.
+
+    Bandwidth: HDR at width 4x, 200 Gbit/s. Latency: 1.2 us from node to node, as MPI's small
+    messages do in the examples of QLogic's user guide IB6054601-00 (1.06 to 1.26 us).
+    """
+
+    _: KW_ONLY
+    bandwidth: str = setting("200 Gbit/s", BANDWIDTH_MEANS)
+    latency: str = setting("600 ns", LATENCY_MEANS)
+
+
+@dataclass(frozen=True, repr=False)
+class Wifi(Lan):
+    """Laptops at one access point, which share its radio channel: one sends at a time.
+
+    Bandwidth: 360 Mbit/s, what a device with two antennas gets of Wi-Fi 5 (866.7 Mbit/s nominal)
+    at ten metres, by duckware.com/tech/wifi-in-the-us.html. A byte between two laptops crosses the
+    air twice, so all of them together move half of it. Latency: an assumption.
+    """
+
+    _: KW_ONLY
+    bandwidth: str = setting("360 Mbit/s", "of the radio channel, which every byte crosses twice")
+    latency: str = setting("1 ms", LATENCY_MEANS)
+
+    def cluster(self) -> Cluster:
+        """A star whose middle carries half of what a link does."""
+        star = self._star([self.speed] * self.nodes)
+        air = self._read(BANDWIDTH, "bandwidth") / 2
+        return star.with_setting("switches", (Switch("switch", shared=air),))
+
+
+@dataclass(frozen=True, repr=False)
+class Containers10Mbit(Lan):
+    """Containers on one host of 16 cores, one processor each, their sending shaped to 10 Mbit/s.
+
+    The set-up that the report of the O.N.O. project states for its study of Strategy-Switch
+    (Docker with one CPU a node, Pumba at 10 Mbit/s). Pumba shapes what a container sends (netem on
+    its own interface); what it receives comes at the bridge's pace. 3.1 Gbit/s for that were
+    measured between two network namespaces over veth on 2 cores of an AMD EPYC; the latency of a
+    link is that of a message over loopback there.
+    """
+
+    _: KW_ONLY
+    cores: int = setting(1, "processors of each container", low=1)
+    bandwidth: str = setting("10 Mbit/s", "of what a container sends")
+    down: str = setting("3.1 Gbit/s", "of what a container receives")
+    latency: str = setting("15 us", LATENCY_MEANS)
+
+    def cluster(self) -> Cluster:
+        """A star whose links differ by direction."""
+        star = self._star([self.speed] * self.nodes)
+        down = self._link("down", "latency")
+        nodes = tuple(node.with_setting("down", down) for node in star.nodes)
+        return star.with_setting("nodes", nodes)
+
+
+@dataclass(frozen=True, repr=False)
+class Stragglers(Lan1Gbit):
+    """Gigabit Ethernet between unlike machines, whose compute takes now longer, now shorter.
+
+    The figures are a scenario: a quarter of the nodes, the last ones, at a third of the speed, and
+    durations that vary by about a fifth.
+    """
+
+    _: KW_ONLY
+    slow: int | None = setting(None, "nodes that are slow; none: a quarter, at least one", low=0)
+    factor: float = setting(3.0, "how many times as long these take", above=1)
+    jitter: Jitter = setting(LogNormal(0.2), "of the durations of all nodes' compute")
+
+    def check(self) -> None:
+        """No more slow nodes than nodes."""
+        if self.slow is not None and self.slow > self.nodes:
+            raise InputError(f"stragglers.slow: {self.slow} of {self.nodes} nodes; give fewer")
+
+    def cluster(self) -> Cluster:
+        """A star whose last nodes are slow."""
+        slow = max(1, self.nodes // 4) if self.slow is None else self.slow
+        speeds = [self.speed] * (self.nodes - slow) + [self.speed / self.factor] * slow
+        return self._star(speeds, self.jitter)
+
+
+@dataclass(frozen=True, repr=False)
+class TwoSites(Lan1Gbit):
+    """Two sites of Gigabit Ethernet, half of the nodes at each, with a slow and long line between.
+
+    The line is a scenario: 100 Mbit/s each way, and 10 ms, which light in fibre (5 us a km) needs
+    for 2,000 km.
+    """
+
+    _: KW_ONLY
+    wan_bandwidth: str = setting("100 Mbit/s", "of the line between the sites, in each direction")
+    wan_latency: str = setting("10 ms", "of the line between the sites, one way")
+
+    def cluster(self) -> Cluster:
+        """Two switches, one below the other; the first ranks are at the first site."""
+        star = self._star([self.speed] * self.nodes)
+        line = self._link("wan_bandwidth", "wan_latency")
+        here = (self.nodes + 1) // 2
+        nodes = tuple(
+            replace(node, name=f"{site}-{number}", switch=f"site-{site}")
+            for index, node in enumerate(star.nodes)
+            for site, number in [("a", index) if index < here else ("b", index - here)]
+        )
+        switches = (Switch("site-a"), Switch("site-b", to="site-a", up=line, down=line))
+        return Cluster(self._name, nodes, switches, placement="spread")

@@ -1,0 +1,164 @@
+"""Quantities with their units, read and written without a loss.
+
+BANDWIDTH.read("1 Gbit/s")    # 125000000.0 bytes a second
+SECONDS.write(5e-05)          # "50 us"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from orchestra.errors import InputError, nearest
+from orchestra.settings.base import Limits, Required
+
+_QUANTITY = re.compile(r"(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One kind of quantity.
+
+    Attributes:
+        kind: what is measured ("bandwidth").
+        base: what a plain number means in Python ("bytes/s").
+        example: a quantity to offer in messages.
+        factors: of each name in a text, in terms of `base`.
+        written: the names that `write` chooses from, rising.
+    """
+
+    kind: str
+    base: str
+    example: str
+    factors: Mapping[str, Fraction]
+    written: tuple[str, ...]
+
+    def read(self, text: object, *, where: str) -> float:
+        """The quantity that `text` names, in terms of `base`, rounded once.
+
+        Raises:
+            InputError: a plain number, an unknown unit, or no quantity.
+        """
+        match = _QUANTITY.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            raise InputError(f"{where}: {self._complaint(text)}")
+        name = match["unit"]
+        if not name:
+            raise InputError(f"{where}: {self._complaint(match['number'])}")
+        if name not in self.factors:
+            raise InputError(f"{where}: {text!r}: {self._unknown(name)}")
+        return _rounded(Fraction(match["number"]) * self.factors[name], text, where)
+
+    def write(self, value: float) -> str:
+        """A text that `read` turns back into exactly `value`, which is finite."""
+        number = Decimal(repr(value))
+        fitting = [name for name in self.written if abs(number) >= self._decimal(name)]
+        name = (fitting or self.written[:1])[-1] if number else self.base_name
+        in_units = (number / self._decimal(name)).normalize()
+        return f"{in_units:f} {name}"
+
+    @property
+    def base_name(self) -> str:
+        """The name of `written` that is nearest to one of `base`."""
+        return min(self.written, key=lambda name: abs(self._decimal(name).log10()))
+
+    def _decimal(self, name: str) -> Decimal:
+        factor = self.factors[name]
+        return Decimal(factor.numerator) / Decimal(factor.denominator)
+
+    def _complaint(self, value: object) -> str:
+        if isinstance(value, str) and not re.fullmatch(r"[-+\d.eE]+", value):
+            return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            return f"{value} has no unit; write {self.kind} like {self.example}"
+        return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
+
+    def _unknown(self, name: str) -> str:
+        bits = re.fullmatch(r"([kKMGT]?)b(?:/s|ps)?", name)
+        if bits and self.kind == "bandwidth":
+            prefix = bits[1].replace("K", "k")
+            return f"write {prefix}bit/s for bits, or {prefix}B/s for bytes"
+        same = [known for known in self.factors if known.lower() == name.lower()]
+        return f"unknown unit {name!r} of {self.kind}; {nearest(name, same or self.factors)}"
+
+
+def _rounded(exact: Fraction, text: object, where: str) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        raise InputError(f"{where}: {text!r} is beyond any machine") from None
+
+
+def _scaled(units: Mapping[str, Fraction], prefixes: Mapping[str, int]) -> dict[str, Fraction]:
+    return {
+        prefix + name: factor * scale
+        for prefix, scale in prefixes.items()
+        for name, factor in units.items()
+    }
+
+
+_ONE = Fraction(1)
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BYTES = _scaled({"B": _ONE}, _DECIMAL | _BINARY)
+_TIMES = {
+    "ps": Fraction(1, 10**12),
+    "ns": Fraction(1, 10**9),
+    "us": Fraction(1, 10**6),
+    "µs": Fraction(1, 10**6),
+    "ms": Fraction(1, 10**3),
+    "s": _ONE,
+}
+
+BANDWIDTH = Unit(
+    "bandwidth",
+    "bytes/s",
+    "1 Gbit/s or 125 MB/s",
+    _scaled({"bit/s": Fraction(1, 8)}, _DECIMAL) | {f"{k}/s": v for k, v in _BYTES.items()},
+    ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"),
+)
+SECONDS = Unit(
+    "time",
+    "seconds",
+    "50 us, 2 ms or 1.5 s",
+    _TIMES | {"min": Fraction(60), "h": Fraction(3600)},
+    ("ps", "ns", "us", "ms", "s"),
+)
+BYTES = Unit("size", "bytes", "16 GB or 512 MiB", _BYTES, ("B", "kB", "MB", "GB", "TB", "PB"))
+FLOPS = Unit(
+    "computing speed",
+    "FLOP/s",
+    "1.5 TFLOP/s",
+    _scaled({"FLOP/s": _ONE}, _DECIMAL),
+    ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"),
+)
+SECONDS_PER_BYTE = Unit(
+    "time for each byte",
+    "seconds/byte",
+    "0.3 ns/B",
+    {f"{name}/B": factor for name, factor in _TIMES.items()},
+    ("ps/B", "ns/B", "us/B", "ms/B", "s/B"),
+)
+
+
+def quantity(
+    unit: Unit,
+    default: float | Required | None,
+    meaning: str,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """A field of a `Settings` class that a file gives with `unit`, and Python in its base."""
+    metadata = {
+        "meaning": f"{meaning} ({unit.base})",
+        "limits": Limits(low=low, above=above),
+        "unit": unit,
+    }
+    if isinstance(default, Required):
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)

@@ -1,0 +1,86 @@
+"""The record of a run, whatever the engine: from what its ranks report. Imports without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import InputError, RunFailed
+from orchestra.records.environment import environment
+from orchestra.records.record import RunRecord, combine, write_atomically, write_curve
+from orchestra.records.report import RankReport
+from orchestra.records.trace import write_trace
+from orchestra.strategies.base import Roles, Strategy
+from orchestra.trainer.settings import Run
+
+
+def roles_of(run: Run) -> Roles:
+    """What each rank of `run` begins as.
+
+    Raises:
+        InputError: the strategy cannot run on that many ranks.
+    """
+    assert isinstance(run.strategy, Strategy)
+    return run.strategy.roles(run.training.ranks)
+
+
+def write_environment(folder: Path) -> None:
+    """Write down where a run takes place, into its `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "environment.json", json.dumps(environment(), indent=2) + "\n")
+
+
+def record_of(
+    run: Run,
+    reports: Sequence[RankReport],
+    folder: Path,
+    launch: Mapping[str, float],
+    *,
+    left_out: Mapping[int, str],
+    **about: Any,
+) -> RunRecord:
+    """The record of a run that ended well, from the ranks that were there at the end; its curve
+    and its timeline go into `folder`. `launch` are the seconds before their programs began."""
+    setup = {**launch, **_slowest(report.setup for report in reports)}
+    record = combine(
+        reports,
+        **_identity(run, folder),
+        setup_seconds=sum(setup.values()),
+        setup=setup,
+        left_out={str(rank): reason for rank, reason in left_out.items()},
+        **about,
+    )
+    chief = next(report.chief for report in reports if report.chief is not None)
+    write_curve(folder, chief.curve)
+    write_trace(folder, reports)
+    return record
+
+
+def _slowest(setups: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The parts of the longest set-up: the one that the others waited for."""
+    longest: Mapping[str, float] = max(setups, key=lambda setup: sum(setup.values()))
+    return dict(longest)
+
+
+def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
+    """The record of a run that failed."""
+    return RunRecord(status="failed", failure=str(failure), **_identity(run, folder))
+
+
+def _identity(run: Run, folder: Path) -> dict[str, Any]:
+    roles = roles_of(run)
+    return {
+        "name": run.name,
+        "strategy": repr(run.strategy),
+        "engine": run.training.engine,
+        "cluster": run.training.cluster if run.training.engine == "simulation" else None,
+        "ranks": run.training.ranks,
+        "workers": len(roles.workers),
+        "servers": len(roles.servers),
+        "seed": run.seed,
+        "global_batch": round(run.training.batch_size * sum(roles.shares)),
+        "judged_on": run.judged_on,
+        "folder": folder,
+    }

@@ -1,0 +1,1 @@
+"""Every rank in one process, in virtual time: deterministic, on a cluster that is described."""

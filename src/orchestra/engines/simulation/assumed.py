@@ -1,0 +1,98 @@
+"""Costs without a calibration: operations counted, over a stated rate."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from orchestra.cluster.costs import Line, Overhead
+from orchestra.data.feed import open_samples
+from orchestra.engines.simulation.figures import FLOPS
+from orchestra.errors import InputError
+from orchestra.tasks.load import load_task
+from orchestra.tasks.task import Task
+from orchestra.trainer.random_state import undisturbed
+from orchestra.trainer.settings import Run
+from orchestra.trainer.shapes import meta_model
+from orchestra.worker.batches import map_tensors
+from orchestra.worker.layout import Layout
+from orchestra.worker.runtime import Work
+
+BYTES = 5e9
+"""Bytes a second that it is assumed to read or write."""
+START = 20e-6
+"""Seconds that any piece of work is assumed to take at least."""
+
+OVERHEAD = Overhead(
+    send=Line(20e-6, 1 / BYTES),
+    receive=Line(20e-6, 1 / BYTES),
+    add=1 / BYTES,
+    buffer_bytes=1 << 17,
+    wire=1538 / 1448,
+)
+
+
+class AssumedCosts:
+    """Costs of training `task` with batches of its own, by its operations and its elements.
+
+    Two thirds of a gradient's operations are taken for the backward pass, in which every
+    parameter takes a time in proportion to its elements, the last one first. `threads` of a rank
+    share the operations without loss.
+    """
+
+    flops = FLOPS
+
+    def __init__(self, sample_flops: float, layout: Layout, stages: int, threads: int) -> None:
+        self._sample_seconds = sample_flops / FLOPS / threads
+        self._stages = stages
+        elements = [slot.size for slot in layout.slots]  # the last parameter first, as in backward
+        whole = sum(elements)
+        self._ready = [1 / 3 + 2 / 3 * done / whole for done in accumulate(elements)]
+
+    def seconds(self, work: Work) -> float:
+        match work.kind:
+            case "gradient":
+                return START + work.amount * self._sample_seconds
+            case "forward":
+                return START + work.amount * self._sample_seconds / 3 / self._stages
+            case "backward":
+                return START + work.amount * self._sample_seconds * 2 / 3 / self._stages
+            case _:
+                return START + 3 * 4 * work.amount / BYTES  # two operands and a result
+
+    def ready(self, slot: int) -> float:
+        return self._ready[slot]
+
+
+def assumed_costs(run: Run, threads: int) -> AssumedCosts:
+    """The operations of a gradient of the task of `run`, as it says, or counted on a batch."""
+    task = load_task(run.task)
+    module = task.model() if run.training.tensors == "real" else meta_model(task)
+    flops = task.sample_flops or _counted(run, task, module)
+    stages = getattr(run.strategy, "stages", None) or run.training.ranks
+    return AssumedCosts(flops, Layout.of_module(module), stages, threads)
+
+
+def _counted(run: Run, task: Task, module: nn.Module) -> float:
+    """Operations of a sample's gradient."""
+    size = run.training.batch_size
+    batch = open_samples(task.train, run.seed, task.collate).read(0, size)
+    device = next(module.parameters()).device
+    batch = map_tensors(batch, lambda tensor: tensor.to(device))
+    try:
+        with undisturbed(), FlopCounterMode(display=False) as counter:
+            loss: torch.Tensor = task.loss(module, batch)
+            if loss.requires_grad:
+                loss.backward()
+    except (NotImplementedError, RuntimeError) as error:
+        if run.training.tensors == "real":
+            raise
+        raise InputError(
+            f"tensors: shapes: the operations of {run.task} cannot be counted without values "
+            f"({error}); give Task.sample_flops, or set tensors to real"
+        ) from error
+    whole: float = counter.get_total_flops() / size
+    return whole

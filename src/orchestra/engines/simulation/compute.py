@@ -1,0 +1,126 @@
+"""Computation in virtual time: done for real, and charged as a cost model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from orchestra.engines.simulation.kernel import Flow, Kernel
+from orchestra.worker.runtime import Work
+
+T = TypeVar("T")
+
+
+class Costs(Protocol):
+    """How long a piece of work takes one thread of a node whose speed is 1."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations a second of such a thread in a gradient."""
+        ...
+
+    def seconds(self, work: Work) -> float:
+        """Always above 0."""
+        ...
+
+    def ready(self, slot: int) -> float:
+        """What part of a gradient's seconds has passed when `slot` has its gradient."""
+        ...
+
+
+@dataclass
+class _Gradient:
+    """The gradient under way: all of its seconds, and those that are left."""
+
+    whole: float
+    left: float
+
+
+class SimulatedCompute:
+    """One rank's; `jitter` gives the factor of the piece of work that begins in a flow, which is at
+    least `least_factor`.
+
+    `on_step` is called at the beginning of each step. What surrounds its gradient takes time, but
+    does not count as computation, as it does not on processes.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        costs: Costs,
+        jitter: Callable[[Flow], float],
+        on_step: Callable[[], None] = lambda: None,
+        least_factor: float = 1.0,
+    ) -> None:
+        self._least_factor = least_factor
+        self._seconds = 0.0
+        self._kernel = kernel
+        self._costs = costs
+        self._jitter = jitter
+        self._on_step = on_step
+        self._gradient = _Gradient(0.0, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Charged so far, to all flows of the rank."""
+        self._kernel.catch_up()
+        return self._seconds
+
+    def charge(self, seconds: float) -> None:
+        """Count so many more."""
+        self._seconds += seconds
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        """Do `function`, and let virtual time pass.
+
+        Raises:
+            ValueError: the cost model says that it takes no time.
+        """
+        seconds = self._costs.seconds(work)
+        if not seconds > 0:
+            raise ValueError(f"{work} takes {seconds} s: the simulation has no figure for it")
+        began = self._kernel.here()
+        seconds *= self._jitter(self._kernel.current)
+        if work.kind == "gradient":
+            gradient = self._gradient = _Gradient(seconds, seconds)
+            result = function()
+            seconds = gradient.left
+        else:
+            result = function()
+        self._kernel.current.processor.spend(seconds)
+        if work.kind == "step":
+            self._on_step()
+        else:
+            self._seconds += self._kernel.here() - began
+        return result
+
+    def ready(self, slot: int) -> float:
+        """What part of a gradient's seconds has passed when `slot` has its gradient."""
+        return self._costs.ready(slot)
+
+    def least(self, work: Work) -> float:
+        """Seconds on a core of speed 1 that `work` takes at least."""
+        return self._costs.seconds(work) * self._least_factor
+
+    def reached(self, slot: int) -> None:
+        """Inside a gradient: let time pass up to where `slot` is ready."""
+        gradient = self._gradient
+        left = gradient.whole * (1 - self._costs.ready(slot))
+        if left < gradient.left:
+            self._kernel.current.processor.spend(gradient.left - left)
+            gradient.left = left
+
+
+class ChargedCompute(SimulatedCompute):
+    """Of a run without values: an update would only change these, so it is left out."""
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        """Let virtual time pass; see `SimulatedCompute`."""
+        done: Callable[[], Any] = _nothing if work.kind == "update" else function
+        result: T = super().run(work, done)
+        return result
+
+
+def _nothing() -> None:
+    pass

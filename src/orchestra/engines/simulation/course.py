@@ -1,0 +1,97 @@
+"""A plan on the links of a cluster, and its times where nobody else uses them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orchestra.engines.simulation.fluid import Resource
+from orchestra.engines.simulation.plan import Plan
+from orchestra.engines.simulation.recurrence import Floats, Recurrence, Times, follows
+from orchestra.engines.simulation.walk import Pair
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.transport import Net
+
+Ranks = tuple[int, ...]
+
+SAME = 16
+"""Arrivals that differ by so many units in the last place of the clock are the same."""
+
+
+class Course:
+    """The messages of `plan` between `ranks`, with the streams that carry them.
+
+    Attributes:
+        links: every link that is used, with the pair of ranks that uses it.
+        apart: whether none is used by two pairs.
+        follows: whether `times` can tell.
+    """
+
+    def __init__(self, net: Net, ranks: Ranks, plan: Plan) -> None:
+        self.net = net
+        self.ranks = ranks
+        self.plan = plan
+        self.overhead = net.overhead
+        self.streams = {
+            (source, target): net.stream(ranks[source], ranks[target])
+            for source, target in plan.pairs
+        }
+        self.links: dict[Resource, Pair] = {}
+        self.apart = True
+        for (source, target), stream in self.streams.items():
+            for link in stream.resources:
+                self.apart = self.apart and link not in self.links and link.log is None
+                self.links[link] = (ranks[source], ranks[target])
+        senders = {source for source, _ in plan.pairs}
+        self.follows = self.apart and len(senders) == len(plan.pairs) and follows(plan)
+        self._recurrences: dict[tuple[float, ...], Recurrence] = {}
+        self._recent: deque[tuple[Floats, Times]] = deque(maxlen=4)
+
+    def times(
+        self,
+        arrivals: Sequence[float],
+        free: dict[Pair, float],
+        rates: tuple[float, ...],
+        until: float = inf,
+    ) -> Times:
+        """The times of all ranks at the end, or where a round is not over at `until`.
+
+        Given when each arrives, until when each stream is taken, and at what rate each computes.
+        Clusters repeat themselves: the last results are kept.
+        """
+        begin = min(arrivals)
+        before = np.zeros((2, len(self.ranks)))  # relative arrivals, and how long streams are taken
+        before[0] = np.array(arrivals) - begin
+        for (source, _), time in free.items():
+            before[1, source] = max(time - begin, 0.0)
+        recurrence = self._recurrence(rates)
+        if until < inf:
+            return recurrence.run(before[0], before[1], until - begin).later(begin)
+        tolerance = SAME * np.spacing(max(arrivals))
+        for known, times in self._recent:
+            if np.abs(known - before).max() <= tolerance:
+                return times.later(begin)
+        times = recurrence.run(before[0], before[1])
+        self._recent.append((before, times))
+        return times.later(begin)
+
+    def _recurrence(self, rates: tuple[float, ...]) -> Recurrence:
+        if rates not in self._recurrences:
+            by_sender = {source: stream for (source, _), stream in self.streams.items()}
+            ways = [by_sender.get(place) for place in range(len(self.ranks))]
+            self._recurrences = {
+                rates: Recurrence(
+                    self.plan,
+                    self.overhead,
+                    rates,
+                    [0.0 if way is None else way.latency for way in ways],
+                    [inf if way is None else way.bandwidth for way in ways],
+                )
+            }
+            self._recent.clear()
+        return self._recurrences[rates]

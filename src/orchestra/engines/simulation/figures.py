@@ -1,0 +1,76 @@
+"""Where the costs of a simulated run come from: a calibration, or assumptions. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestra.cluster.calibration import Calibration, TaskCosts, read_calibration
+from orchestra.cluster.units import FLOPS as UNIT
+from orchestra.errors import InputError
+from orchestra.optimizers.settings import Optimizer
+from orchestra.records.cache import cache_folder
+from orchestra.trainer.settings import AUTO, NONE, Run
+
+FLOPS = 20e9
+"""Floating-point operations a second that a core of speed 1 is assumed to do."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run is simulated with: nothing measured at all, or a machine's figures for its task.
+
+    `text` says which, for the record.
+    """
+
+    text: str
+    calibration: Calibration | None = None
+    task: TaskCosts | None = None
+
+
+def own_calibration() -> Path:
+    """Where the figures of this machine are kept.
+
+    Raises:
+        InputError: the user has no place to keep anything.
+    """
+    try:
+        return cache_folder() / "calibration.json"
+    except RuntimeError:
+        raise InputError("calibration: no home folder; set ORCHESTRA_CACHE to a folder") from None
+
+
+def key_of(task: str, optimizer: Optimizer, precision: str) -> tuple[str, str, str]:
+    """What decides how long a step takes; learning rates do not."""
+    arguments = {name: value for name, value in optimizer.arguments.items() if name != "lr"}
+    groups = tuple(group.match for group in optimizer.groups)
+    text = repr(replace(optimizer, arguments=arguments)) + (f" by {groups}" if groups else "")
+    return task, text, precision
+
+
+def figures_of(run: Run) -> Figures:
+    """The figures that `run` asks for with `calibration`; the machine's own where it says auto.
+
+    Raises:
+        InputError: a file that is not there, damaged, or without the task of the run.
+    """
+    training = run.training
+    assumed = f"assumed: {UNIT.write(FLOPS)}"
+    if training.calibration == NONE:
+        return Figures(assumed)
+    own = training.calibration == AUTO
+    path = own_calibration() if own else Path(training.calibration)
+    if own and not path.exists():
+        return Figures(f"{assumed}; this machine is not calibrated")
+    calibration = read_calibration(path)
+    task = calibration.task(*key_of(run.task, training.optimizer, training.precision))
+    if task is not None:
+        machine = f"{calibration.machine.get('processor')}, {calibration.cores} cores"
+        return Figures(f"calibrated: {machine}, {calibration.measured_at}", calibration, task)
+    if own:
+        return Figures(f"{assumed}; this machine's calibration does not hold the task")
+    raise InputError(
+        f"calibration: {path} does not hold {run.task} with {training.optimizer!r} in "
+        f"{training.precision}; add it with orchestra calibrate --task '{run.task}' "
+        f"--optimizer '{training.optimizer!r}' --out {path}"
+    )

@@ -1,0 +1,209 @@
+"""Activities that share resources as a fluid: messages the links, computations the cores of a node.
+
+At a given rate the time at which an activity ends is known: it is computed anew only when the
+rate changes, and rates change only where what has happened can be felt (sharing.py;
+docs/decisions/0027-fluid.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Protocol
+
+from orchestra.engines.simulation.sharing import Activity, Resource, share
+
+__all__ = ["Activity", "Clock", "Fluid", "Resource", "Timer"]
+
+Call = Callable[[], None]
+
+
+class Timer(Protocol):
+    """A call that is due."""
+
+    def cancel(self) -> None:
+        """Let it pass without effect."""
+        ...
+
+
+class Clock(Protocol):
+    """Virtual time."""
+
+    def now(self) -> float:
+        """The present, in seconds."""
+        ...
+
+    def at(self, time: float, call: Call) -> Timer:
+        """Let `call` happen at `time`, after all that is already due then."""
+        ...
+
+
+class Fluid:
+    """The activities that run, at the virtual time of `clock`.
+
+    Whatever happens at one instant is shared out once, after it. Activities that end at the same
+    instant end together, in the order of their start.
+
+    Attributes:
+        solves: how many sets of connected activities have had their shares computed.
+        shares: how many shares have been computed in all.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.solves = 0
+        self.shares = 0
+        self._clock = clock
+        self._started = 0
+        self._running = 0
+        self._ends: list[tuple[float, int, Activity]] = []  # a heap; obsolete ones are left in it
+        self._alarm: Timer | None = None
+        self._alarm_at = inf
+        self._dirty: dict[Resource, None] = {}  # a set in the order of insertion
+
+    def start(
+        self, amount: float, resources: Sequence[Resource], then: Call, *, bound: float = inf
+    ) -> Activity:
+        """Let an activity of `amount` begin; `then` is called when it ends.
+
+        It crosses each of `resources` once. An amount of 0 ends at the present time, but after
+        this call.
+        """
+        assert 0 <= amount < inf, f"an amount of {amount}"
+        assert bound > 0, f"a bound of {bound}"
+        now = self._clock.now()
+        path = tuple(resources) if amount else ()
+        assert len({*path}) == len(path), "a resource is crossed twice"
+        self._started += 1
+        self._running += 1
+        activity = Activity(self._started, amount, path, then, bound, now)
+        rate = bound
+        for resource in path:
+            if resource.capacity < rate:
+                rate = resource.capacity
+        undisturbing = True
+        for resource in path:
+            if resource.activities and not resource.fits(rate):
+                undisturbing = False
+                self._share_anew(resource)
+            resource.activities[activity] = None
+        if undisturbing:
+            self._change_rate(activity, rate, now)
+            for resource in path:
+                if resource.log is not None:
+                    resource.note(now)
+            if activity.finish < self._alarm_at:
+                self._set_alarm()
+        return activity
+
+    def cancel(self, activity: Activity) -> None:
+        """End `activity` now: its `then` is not called any more."""
+        activity.then = _nothing
+        if activity.running:
+            now = self._clock.now()
+            self._end(activity, activity.amount - activity.left_at(now))
+            self._released(activity, now)
+
+    def set_capacity(self, resource: Resource, capacity: float) -> None:
+        """Let `resource` have another capacity from now on; at 0 all that crosses it stalls."""
+        assert 0 <= capacity < inf, f"{resource.name} gets the capacity {capacity}"
+        resource.capacity = capacity
+        if resource.activities:
+            self._share_anew(resource)
+
+    def use(self, resource: Resource) -> float:
+        """The amount that `resource` has carried until now."""
+        now = self._clock.now()
+        return resource.past + sum(a.amount - a.left_at(now) for a in resource.activities)
+
+    def _change_rate(self, activity: Activity, rate: float, now: float) -> None:
+        activity.left = left = activity.left_at(now)
+        activity.updated_at = now
+        activity.rate = rate
+        if left == 0:  # even if it stalls
+            activity.finish = now
+        elif rate == 0:
+            activity.finish = inf
+            return
+        else:
+            activity.finish = now + left / rate
+        heapq.heappush(self._ends, (activity.finish, activity.order, activity))
+
+    def _end(self, activity: Activity, carried: float) -> None:
+        self._running -= 1
+        activity.running = False
+        activity.finish = inf
+        for resource in activity.resources:
+            del resource.activities[activity]
+            resource.past += carried
+
+    def _released(self, activity: Activity, now: float) -> None:
+        """Let the others have what `activity` had, where that held them back."""
+        for resource in activity.resources:
+            if resource.tight and resource.activities:
+                self._share_anew(resource)
+            if resource.log is not None:
+                resource.note(now)
+
+    # What happens at one instant is shared out once
+
+    def _share_anew(self, resource: Resource) -> None:
+        resource.tight = True
+        if not self._dirty:
+            self._clock.at(self._clock.now(), self._solve)
+        self._dirty[resource] = None
+
+    def _solve(self) -> None:
+        """Share out all resources that are connected with those where something has changed."""
+        now = self._clock.now()
+        dirty, self._dirty = self._dirty, {}
+        before = self.solves
+        for seed in dirty:
+            if seed.mark <= before and seed.activities:
+                self.solves += 1
+                activities, logged = share(seed, self.solves)
+                self.shares += len(activities)
+                for activity in activities:
+                    if activity.share != activity.rate:
+                        self._change_rate(activity, activity.share, now)
+                for resource in logged:
+                    resource.note(now)
+        self._set_alarm()
+
+    # The next end
+
+    def _set_alarm(self) -> None:
+        ends = self._ends
+        if len(ends) > 64 + 2 * self._running:
+            self._ends = ends = [entry for entry in ends if entry[2].finish == entry[0]]
+            heapq.heapify(ends)
+        while ends and ends[0][2].finish != ends[0][0]:
+            heapq.heappop(ends)
+        due = ends[0][0] if ends else inf
+        if due != self._alarm_at:
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm_at = due
+            self._alarm = self._clock.at(due, self._ring) if due < inf else None
+
+    def _ring(self) -> None:
+        """End all that ends now; those that follow from it start at a later event."""
+        now = self._clock.now()
+        self._alarm, self._alarm_at = None, inf
+        ends = self._ends
+        ended = []
+        while ends and ends[0][0] <= now:
+            finish, _, activity = heapq.heappop(ends)
+            if activity.finish == finish:
+                self._end(activity, activity.amount)
+                ended.append(activity)
+        for activity in ended:
+            self._released(activity, now)
+        if not self._dirty:  # else it is set when that is done
+            self._set_alarm()
+        for activity in ended:
+            activity.then()
+
+
+def _nothing() -> None:
+    pass

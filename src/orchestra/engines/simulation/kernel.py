@@ -1,0 +1,330 @@
+"""Virtual time: flows that are threads, of which exactly one runs, and events in their order.
+
+A flow runs until it parks. Whoever parks carries out the events that come next, in the order of
+(time, sequence), until one of them makes a flow go on: to that one it passes the baton. Threads,
+and no lighter flows, since PyTorch's grad mode, default device and dispatch modes are
+thread-local (docs/decisions/0025-virtual-time.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from orchestra.engines.deadlock import tell
+from orchestra.errors import RunAborted
+
+Call = Callable[[], None]
+
+
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class Processor(Protocol):
+    """What a flow computes on."""
+
+    @property
+    def rate(self) -> float:
+        """Seconds of a core of speed 1 that pass here in a second, where no other thread runs."""
+        ...
+
+    def undisturbed(self) -> bool:
+        """Whether it computes at that rate, whatever the others do."""
+        ...
+
+    def start(self, seconds: float, then: Call) -> None:
+        """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""
+        ...
+
+    def spend(self, seconds: float) -> None:
+        """Let the present flow compute what takes so many seconds on a core of speed 1."""
+        ...
+
+
+class Timer:
+    """A call that is due; it may be cancelled until then."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+
+    def cancel(self) -> None:
+        """Let it pass without effect."""
+        self.call = None
+
+
+class Flow:
+    """One thread of a rank, from its start to its end.
+
+    Attributes:
+        processor: what it computes on.
+        waits: whom it waits for, and for what, while it is parked; for the diagnosis.
+        ahead: until when it has computed already, where nothing can come between.
+        number: how many flows its rank had before it.
+        main: whether it is the rank's own, and no background flow.
+        result: what its function returned.
+        error: what its function raised.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        rank: int,
+        function: Callable[[], Any],
+        processor: Processor,
+        *,
+        main: bool,
+    ) -> None:
+        self.rank = rank
+        self.processor = processor
+        self.main = main
+        self.ahead = 0.0
+        self.number = kernel.started_of[rank]
+        self.waits: Callable[[], tuple[tuple[int, ...], str]] | None = None
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.on_end: list[Callable[[Flow], None]] = []
+        self._kernel = kernel
+        self._function = function
+        self._baton = _taken_lock()
+        self._thread = threading.Thread(target=self._live, name=f"rank {rank}", daemon=True)
+
+    def begin(self) -> None:
+        """Let the thread exist; it waits for the baton."""
+        self._thread.start()
+
+    def take_baton(self) -> None:
+        """Block this flow's own thread until it is its turn."""
+        self._baton.acquire()
+
+    def give_baton(self) -> None:
+        """It is this flow's turn."""
+        self._baton.release()
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join()
+
+    def _live(self) -> None:
+        self.take_baton()
+        kernel = self._kernel
+        try:
+            kernel.entered(self)
+            self.result = self._function()
+            kernel.catch_up()
+        except BaseException as error:
+            self.error = error
+        self.ended = True
+        kernel.leave(self)
+
+
+class Deadlock(Exception):
+    """Nothing is due any more, and flows are still parked."""
+
+
+class Kernel:
+    """The clock, what is due when, and whose turn it is.
+
+    `on_turn` is called in the thread of each flow whose turn begins.
+    """
+
+    def __init__(self, on_turn: Callable[[Flow], None] = lambda flow: None) -> None:
+        self.flows: list[Flow] = []
+        self.flows_of: Counter[int] = Counter()  # by rank
+        self.started_of: Counter[int] = Counter()  # those that have ended included
+        self.changes = 0  # of the flows
+        self.failure: BaseException | None = None
+        self._now = 0.0
+        self._due: list[tuple[float, int, Timer]] = []
+        self._sequence = itertools.count()
+        self._ready: deque[Flow] = deque()
+        self._current: Flow | None = None
+        self._launcher = _taken_lock()
+        self._aborted: Exception | None = None
+        self._living = 0  # main flows
+        self._on_turn = on_turn
+
+    # Events
+
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._now
+
+    def at(self, time: float, call: Call) -> Timer:
+        """Let `call` happen at `time`, after all that is already due then."""
+        assert time >= self._now, f"{time} lies before {self._now}"
+        timer = Timer(call)
+        heapq.heappush(self._due, (time, next(self._sequence), timer))
+        return timer
+
+    def after(self, seconds: float, call: Call) -> Timer:
+        """Let `call` happen so many seconds from now."""
+        return self.at(self._now + seconds, call)
+
+    # Flows
+
+    @property
+    def current(self) -> Flow:
+        """The flow whose turn it is."""
+        assert self._current is not None
+        return self._current
+
+    def start(
+        self, rank: int, function: Callable[[], Any], processor: Processor, *, main: bool = False
+    ) -> Flow:
+        """A new flow of `rank`; its turn comes at the present time."""
+        flow = Flow(self, rank, function, processor, main=main)
+        self.flows.append(flow)
+        self.flows_of[rank] += 1
+        self.started_of[rank] += 1
+        self.changes += 1
+        self._living += main
+        flow.begin()
+        self.at(self._now, lambda: self.resume(flow))
+        return flow
+
+    def resume(self, flow: Flow) -> None:
+        """From an event: the turn of a parked `flow` comes next."""
+        self._ready.append(flow)
+
+    def park(self) -> None:
+        """Give the turn away, until an event resumes this flow.
+
+        Raises:
+            RunAborted: the run has ended meanwhile.
+        """
+        flow = self.current
+        self._check()
+        following = self._next()
+        if following is not flow:
+            self._pass(following)
+            flow.take_baton()
+            self._current = flow
+            self._check()
+            self._on_turn(flow)
+
+    def sleep(self, seconds: float) -> None:
+        """Let so many seconds pass for this flow."""
+        flow = self.current
+        self.after(seconds, lambda: self.resume(flow))
+        self.park()
+
+    # A flow alone on its core need not wait until it has computed: it goes ahead of the others
+    # until it has to do with them.
+
+    def here(self) -> float:
+        """The present of the flow whose turn it is."""
+        ahead = self.current.ahead
+        return ahead if ahead > self._now else self._now
+
+    def catch_up(self) -> None:
+        """Park until the present of this flow is everybody's."""
+        ahead = self.current.ahead
+        if ahead > self._now:
+            flow = self.current
+            self.at(ahead, lambda: self.resume(flow))
+            self.park()
+
+    def when_here(self, call: Call) -> None:
+        """Let `call` happen when the present of this flow has come for all."""
+        ahead = self.current.ahead
+        if ahead > self._now:
+            self.at(ahead, call)
+        else:
+            call()
+
+    def join(self, flow: Flow) -> None:
+        """Park until `flow` has ended."""
+        if not flow.ended:
+            waiter = self.current
+            flow.on_end.append(lambda _: self.resume(waiter))
+            waiter.waits = lambda: ((flow.rank,), "a flow of its own")
+            self.park()
+            waiter.waits = None
+
+    def entered(self, flow: Flow) -> None:
+        """In the thread of a new flow: its first turn has come."""
+        self._current = flow
+        self._check()
+        self._on_turn(flow)
+
+    def leave(self, flow: Flow) -> None:
+        """In the thread of a flow that has ended: the turn goes on."""
+        if self._aborted is not None:
+            return
+        for call in flow.on_end:
+            call(flow)
+        self.flows.remove(flow)
+        self.flows_of[flow.rank] -= 1
+        self.changes += 1
+        self._living -= flow.main
+        self._pass(self._next())
+
+    def run(self) -> None:
+        """In the launching thread: let virtual time pass until every main flow has ended.
+
+        Raises:
+            Deadlock: flows wait, and nothing is due.
+        """
+        self._pass(self._next())
+        self._launcher.acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        """From a flow or an event: the run ends here; `run` raises `error`."""
+        self.failure = self.failure or error
+
+    def abort(self, reason: str) -> None:
+        """In the launching thread, after `run`: unwind every flow that is left."""
+        self._aborted = RunAborted(reason)
+        while self.flows:
+            flow = self.flows.pop(0)
+            flow.give_baton()
+            flow.join()
+
+    def _check(self) -> None:
+        if self._aborted is not None:
+            raise self._aborted
+
+    def _next(self) -> Flow | None:
+        """Carry out what is due until a flow is to go on; None once the run is over."""
+        while self._living and self.failure is None:
+            if self._ready:
+                return self._ready.popleft()
+            if not self._due:
+                self.fail(Deadlock(describe(self.flows)))
+                break
+            time, _, timer = heapq.heappop(self._due)
+            if timer.call is not None:
+                self._now = time
+                try:
+                    timer.call()
+                except Exception as error:
+                    self.fail(error)
+        return None
+
+    def _pass(self, flow: Flow | None) -> None:
+        if flow is None:
+            self._launcher.release()
+        else:
+            flow.give_baton()
+
+
+def describe(flows: Iterable[Flow]) -> str:
+    """Who waits for whom, for what, in one line."""
+    waits = {flow: flow.waits() for flow in flows if flow.waits is not None}
+    own = {flow.rank: wait for flow, wait in waits.items() if wait[0] != (flow.rank,)}
+    own |= {flow.rank: wait for flow, wait in waits.items() if flow.main and flow.rank not in own}
+    whats = {rank: what for rank, (_, what) in own.items()}
+    blocked = {rank: ranks for rank, (ranks, _) in own.items()}
+    return tell(blocked, whats, {}) if blocked else "flows are parked that wait for nothing"

@@ -1,0 +1,53 @@
+"""What a flow computes on: a thread on a node's cores, which it may have to share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from orchestra.engines.simulation.cores import Cores, Turn
+from orchestra.engines.simulation.fluid import Fluid, Resource
+from orchestra.engines.simulation.kernel import Kernel
+
+
+class Thread:
+    """One flow's thread. `resources`: the thread itself, whose capacity is the node's speed, and
+    the node's cores where more threads than cores may run. `undisturbed` tells whether it computes
+    at its own rate, whatever others do. With `cores`, threads that have to share them take turns;
+    without, they share them evenly at every instant."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        fluid: Fluid,
+        resources: Sequence[Resource],
+        undisturbed: Callable[[], bool],
+        cores: Cores | None = None,
+    ) -> None:
+        self._cores = cores
+        self._turn = Turn(resources)
+        self.undisturbed = undisturbed
+        self._kernel = kernel
+        self._fluid = fluid
+        self._resources = resources
+
+    @property
+    def rate(self) -> float:
+        """Seconds of a core of speed 1 that pass here in a second, where no other thread runs."""
+        return self._resources[0].capacity
+
+    def start(self, seconds: float, then: Callable[[], None]) -> None:
+        """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""
+        if self._cores is None:
+            self._fluid.start(seconds, self._resources, then)
+        else:
+            self._cores.start(self._turn, seconds, then)
+
+    def spend(self, seconds: float) -> None:
+        """Let the present flow compute for so many seconds of a core of speed 1."""
+        kernel, flow = self._kernel, self._kernel.current
+        if self.undisturbed():
+            flow.ahead = kernel.here() + seconds / self.rate
+            return
+        kernel.catch_up()
+        self.start(seconds, lambda: kernel.resume(flow))
+        kernel.park()

@@ -1,0 +1,274 @@
+"""All ranks of a run in this process, from their start to what they report."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset
+
+from orchestra.cluster import Cluster, Jitter
+from orchestra.cluster.costs import EVENLY, Overhead, Sharing
+from orchestra.engines.failures import describe, failed_text
+from orchestra.engines.random_streams import RandomStreams, Streams, seed
+from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
+from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
+from orchestra.engines.simulation.transport import SimulatedTransport
+from orchestra.engines.simulation.world import World
+from orchestra.worker.runtime import Reporter, Runtime
+
+T = TypeVar("T")
+Program = Callable[[Runtime], Any]
+STACK_BYTES = 1 << 19
+"""Of a flow that computes nothing, of which there may be thousands."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a simulated run.
+
+    Attributes:
+        results: what the program returned, by rank; None for a rank that was left out.
+        wall_seconds: how long the simulation took.
+        failure: why the run failed, None if it did not.
+        bad_input: why the run could not be begun.
+    """
+
+    results: tuple[Any, ...]
+    wall_seconds: float
+    left_out: dict[int, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    failure: str | None = None
+    bad_input: str | None = None
+
+
+@dataclass
+class SimulatedReporter:
+    """One rank's; what it says goes to the `outer` one, that of the process."""
+
+    rank: int
+    outer: Reporter
+    simulation: Simulation
+    current_phase: str = ""
+    is_expendable: bool = False
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        whole = self.simulation.count(self.rank, samples)
+        self.outer.progress(step=step, samples=whole, loss=loss, fraction=fraction)
+
+    def phase(self, name: str) -> None:
+        if name != self.current_phase:
+            self.current_phase = name
+            if self.rank == 0:
+                self.outer.phase(name)
+
+    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
+        """The kernel knows."""
+
+    def expendable(self, yes: bool) -> None:
+        self.is_expendable = yes
+
+    def notice(self, text: str) -> None:
+        self.simulation.notice(text)
+
+    def stop_requested(self) -> bool:
+        return self.outer.stop_requested()
+
+
+class Simulation:
+    """`ranks` ranks of one program on a cluster.
+
+    Args:
+        outer: where progress and notices go, and where the user's wish to stop comes from.
+        seed_number: of the jitter.
+        sharing: of cores among threads.
+        jitter: of the durations of compute, on nodes that do not say.
+        values: whether tensors have any. Without them updates are charged and not carried out, and
+            there are no random streams.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        ranks: int,
+        costs: Costs,
+        overhead: Overhead,
+        outer: Reporter,
+        *,
+        seed_number: int,
+        sharing: Sharing,
+        jitter: Jitter | None,
+        values: bool,
+    ) -> None:
+        self._values = values
+        self._streams = RandomStreams()
+        self._kernel = Kernel(self._on_turn if values else _nothing)
+        self._world = World(
+            self._kernel, cluster, ranks, overhead, costs.flops, sharing, goes_ahead=not values
+        )
+        self._ranks = ranks
+        self._costs = costs
+        self._outer = outer
+        self._seed = seed_number
+        self._jitter = jitter
+        self._samples = [0] * ranks
+        self._whole = 0
+        self._notices: list[str] = []
+        self._results: list[Any] = [None] * ranks
+        self._reporters = [SimulatedReporter(rank, outer, self) for rank in range(ranks)]
+        self._shared: list[tuple[Any, Streams]] = []
+
+    def run(self, program: Program) -> Outcome:
+        """Run `program` on every rank, until all have ended or one has failed."""
+        began = time.monotonic()
+        failure = bad_input = None
+        usual = threading.stack_size(0 if self._values else STACK_BYTES)
+        for rank in range(self._ranks):
+            self._start(rank, program)
+        try:
+            self._kernel.run()
+        except _RankFailed as failed:
+            described = describe(failed.error)
+            phase = self._reporters[failed.rank].current_phase
+            if described.bad_input and (phase == "set-up" or not self._values):
+                bad_input = described.message
+            else:
+                failure = failed_text(f"rank {failed.rank}", described)
+        except Deadlock as deadlock:
+            failure = f"the run hangs: {deadlock}"
+        finally:
+            threading.stack_size(usual)
+            self._kernel.abort(failure or "the run has ended")
+            self._streams.give(None)
+        return Outcome(
+            tuple(self._results),
+            time.monotonic() - began,
+            notices=tuple(self._notices),
+            failure=failure,
+            bad_input=bad_input,
+        )
+
+    def count(self, rank: int, samples: int) -> int:
+        """Rank `rank` has consumed so many samples; what all have together."""
+        self._whole += samples - self._samples[rank]
+        self._samples[rank] = samples
+        return self._whole
+
+    def notice(self, text: str) -> None:
+        """One line for the user."""
+        self._notices.append(text)
+        self._outer.notice(text)
+
+    def _start(self, rank: int, program: Program) -> None:
+        runtime = self._runtime(rank)
+
+        def live() -> None:
+            self._results[rank] = program(runtime)
+
+        flow = self._kernel.start(rank, live, self._world.thread(rank), main=True)
+        flow.on_end.append(self._ended)
+
+    def _ended(self, flow: Flow) -> None:
+        if flow.error is not None:
+            self._kernel.fail(_RankFailed(flow.rank, flow.error))
+
+    def _runtime(self, rank: int) -> Runtime:
+        world, node = self._world, self._world.nodes[rank]
+        jitter = node.jitter or self._jitter
+        port, factors = world.net.ports[rank], _factors(jitter, self._seed)
+        kind = SimulatedCompute if self._values else ChargedCompute
+        least = 1.0 if jitter is None else jitter.support[0]
+        compute = kind(self._kernel, self._costs, factors, port.chill, least)
+        return Runtime(
+            rank,
+            self._ranks,
+            SimulatedTransport(port),
+            compute,
+            self._reporters[rank],
+            seed if self._values else _nothing,
+            native=functools.cache(lambda: world.native(rank)),
+            local_rank=sum(other is node for other in world.nodes[:rank]),
+            clock="virtual",
+            share=self._share,
+            warms_up=False,
+        )
+
+    def _on_turn(self, flow: Flow) -> None:
+        """Threads have intra-op thread counts of their own, and main flows random streams."""
+        if self._ranks > 1 and torch.get_num_threads() != 1:
+            torch.set_num_threads(1)
+        if flow.main:
+            self._streams.give(flow.rank)
+
+    def _share(self, make: Callable[[], T]) -> T:
+        """Made once, by the first rank; the random streams go on as if each rank had made it.
+
+        An `IterableDataset` keeps its place in itself, so that each rank needs one of its own.
+        """
+        if self._shared:
+            value, streams = self._shared[0]
+            self._streams.go_on_from(streams)
+            shared: T = value
+            return shared
+        value = make()
+        if not isinstance(getattr(value, "train", None), IterableDataset):
+            self._shared.append((value, self._streams.present()))
+        return value
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+def _factors(jitter: Jitter | None, seed_number: int) -> Callable[[Flow], float]:
+    """Each flow draws its own, so that it does not matter which one goes on first."""
+    if jitter is None:
+        return lambda flow: 1.0
+
+    @functools.cache
+    def generator(rank: int, number: int) -> numpy.random.Generator:
+        further = (number,) if number else ()
+        return numpy.random.default_rng((seed_number, rank, *further))
+
+    return lambda flow: jitter.draw(generator(flow.rank, flow.number))
+
+
+class _RankFailed(Exception):
+    def __init__(self, rank: int, error: BaseException) -> None:
+        super().__init__(rank, error)
+        self.rank = rank
+        self.error = error
+
+
+def simulate(
+    program: Program,
+    cluster: Cluster,
+    ranks: int,
+    costs: Costs,
+    overhead: Overhead,
+    outer: Reporter,
+    *,
+    seed_number: int = 0,
+    sharing: Sharing = EVENLY,
+    jitter: Jitter | None = None,
+    values: bool = True,
+) -> Outcome:
+    """Run `program` on `ranks` ranks of `cluster` in virtual time, in this process."""
+    simulation = Simulation(
+        cluster, ranks, costs, overhead, outer,
+        seed_number=seed_number, sharing=sharing, jitter=jitter, values=values,
+    )  # fmt: skip
+    return simulation.run(program)

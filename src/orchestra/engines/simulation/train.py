@@ -1,0 +1,239 @@
+"""A step's buckets at once, for all ranks: a train of all-reduces.
+
+A step of averaging is always the same: each rank's backward pass hands over one bucket after the
+other, its background flow adds them up with the others' in that order, and its main flow waits for
+the last one. Where there are no values nothing of that needs a flow: the main flows meet here once
+a step, and the times follow from those of each all-reduce (course.py), so that a flow parks once a
+step. All times are as if background flows did it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from orchestra.engines.simulation.course import SAME, Course
+from orchestra.engines.simulation.kernel import Flow
+from orchestra.engines.simulation.leap import Leap
+from orchestra.engines.simulation.meeting import Summed
+from orchestra.schedules import Schedule
+from orchestra.transports.protocol import Traffic
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.transport import Net, Port
+
+Floats = NDArray[np.float64]
+SIGNAL_BYTES = 8
+"""Of the messages between the two flows of a rank."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What all trains of an average carry, and what part of a backward pass has passed when each
+    bucket but the last is ready."""
+
+    schedule: Schedule
+    ranks: tuple[int, ...]
+    tag: int
+    buckets: Sequence[Tensor]
+    ready: Sequence[float]
+
+
+class Passed(NamedTuple):
+    """Seconds that the hand-overs during the backward pass took, and bytes of buffer needed."""
+
+    seconds: float
+    buffer_bytes: int
+
+
+@dataclass
+class Wagon:
+    """One rank's part in a train: when it hands over each bucket, and when it gets them back.
+
+    `waits_from` is when its main flow has handed over the last one; `cold` are the seconds that its
+    first message takes more.
+    """
+
+    port: Port
+    flow: Flow
+    signals: list[float]
+    waits_from: float
+    cold: float
+    bucket: int = 0
+    finished: float | None = None
+
+
+@dataclass
+class Station:
+    """Where the ranks of a line meet, once a step."""
+
+    line: Line
+    net: Net
+    courses: list[Course] = field(init=False)
+    bytes_sent: list[int] = field(init=False)
+    buffer_bytes: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._kernel, self._net = self.net.kernel, self.net
+        line, meetings, overhead = self.line, self._net.meetings, self._net.overhead
+        self._summed = [Summed(b, line.schedule, line.ranks, line.tag, None) for b in line.buckets]
+        self.courses = [meetings.course(self._net, summed) for summed in self._summed]
+        plans = [course.plan for course in self.courses]
+        self.bytes_sent = np.sum([plan.bytes_sent for plan in plans], axis=0).tolist()
+        self.buffer_bytes = np.max([plan.buffer_bytes for plan in plans], axis=0).tolist()
+        self._signal = 0.0 if overhead.local is None else overhead.local.at(SIGNAL_BYTES)
+        self._places = {rank: place for place, rank in enumerate(line.ranks)}
+        self._wagons: dict[int, Wagon] = {}
+        self._leaps: dict[Course, Leap | None] = {}
+        self._recent: deque[tuple[Floats, tuple[Floats, Floats]]] = deque(maxlen=8)
+
+    @property
+    def serves(self) -> bool:
+        """Whether the times of its all-reduces follow from one another, ahead of the world."""
+        return all(course.follows for course in self.courses)
+
+    def pass_through(
+        self, rank: int, traffic: Traffic, began: float, ended: float, apart: float
+    ) -> Passed:
+        """Let the present flow, whose backward pass lasted from `began` to `ended`, wait for the
+        end of its train.
+
+        After the step the ranks send nothing but the next train for `apart` seconds on a core of
+        speed 1.
+        """
+        flow, place, port = self._kernel.current, self._places[rank], self._net.ports[rank]
+        signal = self._signal / flow.processor.rate
+        ready = self.line.ready
+        signals = [began + (ended - began) * r + signal * k for k, r in enumerate(ready, start=1)]
+        signals.append(ended + signal * (len(ready) + 1))
+        wagon = self._wagons[place] = Wagon(port, flow, signals, signals[-1], port.warm_up())
+        flow.ahead = wagon.waits_from
+        if len(self._wagons) == len(self.line.ranks):
+            wagons = [self._wagons[place] for place in range(len(self.line.ranks))]
+            self._wagons = {}
+            if not self._go_at_once(wagons, apart):
+                self._go_slowly(wagons)
+        flow.waits = functools.partial(self._signs, port.rank)
+        while wagon.finished is None:
+            self._kernel.park()
+        flow.waits = None
+        flow.ahead = wagon.finished
+        traffic.seconds_waiting += wagon.finished - wagon.waits_from
+        traffic.seconds_communicating += signal * (len(ready) + 1)
+        port.bytes_sent += self.bytes_sent[place]
+        return Passed(signal * len(ready), self.buffer_bytes[place])
+
+    def _signs(self, rank: int) -> tuple[tuple[int, ...], str]:
+        """Whom `rank` waits for, and for what."""
+        places, ranks = self._places, self.line.ranks
+        missing = tuple(r for r in ranks if self._wagons and places[r] not in self._wagons)
+        others = tuple(r for r in ranks if r != rank)
+        return missing or others, f"to add up, tag {self.line.tag}"
+
+    def _go_at_once(self, wagons: Sequence[Wagon], apart: float) -> bool:
+        """Whether all are through before one of them sends anything else: then it is done."""
+        streams = self.courses[0].streams
+        begin = min(wagon.signals[0] for wagon in wagons)
+        rates = np.array([wagon.flow.processor.rate for wagon in wagons])
+        signals = np.array([wagon.signals for wagon in wagons]) - begin
+        cold = np.array([wagon.cold for wagon in wagons])
+        free = np.array([stream.free for stream in streams.values()]) - begin
+        known = np.column_stack([signals, rates, cold, np.maximum(free, 0.0)])
+        done, free = self._known(known, begin) or self._follow(known)
+        from_then = np.maximum(signals[:, -1], done) + apart / rates
+        if max(done.max(), free.max()) > from_then.min():
+            return False
+        for stream, end in zip(streams.values(), (free + begin).tolist(), strict=True):
+            stream.free = end
+        for wagon, end in zip(wagons, (done + begin).tolist(), strict=True):
+            self._end(wagon, end)
+        return True
+
+    def _known(self, given: Floats, begin: float) -> tuple[Floats, Floats] | None:
+        """What came of the same before: clusters repeat themselves."""
+        tolerance = SAME * np.spacing(begin + given.max())
+        for known, result in self._recent:
+            if np.abs(known - given).max() <= tolerance:
+                return result
+        return None
+
+    def _follow(self, given: Floats) -> tuple[Floats, Floats]:
+        """When each background flow is done, and each stream is free."""
+        rates, cold, free = given[:, -3], given[:, -2], given[:, -1]
+        pairs = list(self.courses[0].streams)
+        done = np.full(len(given), -np.inf)
+        for number, course in enumerate(self.courses):
+            seconds = self.net.overhead.collective + (0.0 if number else cold)
+            begins = np.maximum(given[:, number], done) + seconds / rates
+            leap = self._leap(course, rates)
+            leapt = None if leap is None else leap.run(begins, free)
+            if leapt is None:
+                taken = dict(zip(pairs, free.tolist(), strict=True))
+                times = course.times(begins.tolist(), taken, tuple(rates.tolist()))
+                leapt = times.clock, times.free[[source for source, _ in pairs]]
+            done, free = leapt[0] + self._signal / rates, leapt[1]
+        self._recent.append((given, (done, free)))
+        return done, free
+
+    def _leap(self, course: Course, rates: Floats) -> Leap | None:
+        """For ranks, and links between them, that are all alike."""
+        if course not in self._leaps:
+            streams = course.streams.values()
+            ways = {(stream.latency, stream.bandwidth) for stream in streams}
+            leap = None
+            if len(ways) == 1 and not np.ptp(rates):
+                (latency, bandwidth) = ways.pop()
+                overhead, rate = course.overhead, float(rates[0])
+                leap = Leap.of(course.plan, overhead, rate, latency, bandwidth)
+            self._leaps[course] = leap
+        return self._leaps[course]
+
+    def _end(self, wagon: Wagon, done: float) -> None:
+        """From an event, or when all are there: the background flow of a rank is `done` then."""
+        end = max(wagon.waits_from, done)
+
+        def go_on() -> None:
+            wagon.finished = end
+            self._kernel.resume(wagon.flow)
+
+        self._kernel.at(max(end, self._kernel.now()), go_on)
+
+    # One after the other, as in the world
+
+    def _go_slowly(self, wagons: Sequence[Wagon]) -> None:
+        for wagon in wagons:
+            self._approach(wagon, wagon.signals[0], wagon.cold)
+
+    def _approach(self, wagon: Wagon, time: float, cold: float = 0.0) -> None:
+        """The next bucket of `wagon` is handed over at `time`, or was."""
+        arrived = time + (self._net.overhead.collective + cold) / wagon.flow.processor.rate
+        arrive = functools.partial(self._arrive, wagon, arrived)
+        if arrived <= self._kernel.now():
+            arrive()
+        else:
+            self._kernel.at(arrived, arrive)
+
+    def _arrive(self, wagon: Wagon, arrived: float) -> None:
+        self._net.meetings.join(
+            self._net,
+            self._summed[wagon.bucket],
+            wagon.port.rank,
+            wagon.flow.processor,
+            functools.partial(self._leave, wagon),
+            arrived=arrived,
+        )
+
+    def _leave(self, wagon: Wagon) -> None:
+        done = self._kernel.now() + self._signal / wagon.flow.processor.rate
+        wagon.bucket += 1
+        if wagon.bucket == len(self.courses):
+            self._end(wagon, done)
+        else:
+            self._approach(wagon, max(wagon.signals[wagon.bucket], done))

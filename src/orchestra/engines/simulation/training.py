@@ -1,0 +1,117 @@
+"""A training run in virtual time: from its settings to its record. Imports without torch.
+
+The simulation has a process of its own, which the launcher of real ranks starts and watches over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from orchestra.engines.processes.display import Display, Progress
+from orchestra.engines.processes.launch import launch
+from orchestra.engines.run_record import record_of, roles_of, write_environment
+from orchestra.engines.simulation.figures import Figures, figures_of
+from orchestra.errors import InputError, RunFailed
+from orchestra.records.record import RunRecord
+from orchestra.records.report import RankReport
+from orchestra.strategies.single import Single
+from orchestra.trainer.settings import Run
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.simulate import Outcome
+    from orchestra.worker.runtime import Runtime
+
+
+def train_run(
+    run: Run, folder: Path, *, quiet: bool = False, progress: Progress | None = None
+) -> RunRecord:
+    """Train `run` in virtual time, on the cluster that it names; its records go into `folder`.
+
+    `progress` is that of the runs that it is one of.
+
+    Raises:
+        InputError: the strategy cannot run on that many ranks, or there is no such cluster or
+            calibration.
+        RunFailed: names the first cause; what was recorded until then stays in `folder`.
+    """
+    roles = roles_of(run)
+    figures = figures_of(run)
+    write_environment(folder)
+    alone = Single().roles(1)
+    with Display(run, alone, quiet=quiet, progress=progress) as display:
+        launched = launch(
+            program,
+            Assignment(run, folder.absolute(), len(roles.shares), figures),
+            1,
+            patience=run.training.patience,
+            on_event=display.on_event,
+        )
+    (result,) = launched.results
+    outcome = cast("Outcome", result)
+    if outcome.bad_input is not None:
+        raise InputError(outcome.bad_input)
+    if outcome.failure is not None:
+        raise RunFailed(outcome.failure)
+    reports = [cast("RankReport", report) for report in outcome.results if report is not None]
+    return record_of(
+        run,
+        reports,
+        folder,
+        {},
+        left_out=outcome.left_out,
+        notices=outcome.notices,
+        wall_seconds=outcome.wall_seconds,
+        costs=figures.text,
+    )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What to simulate."""
+
+    run: Run
+    folder: Path
+    ranks: int
+    figures: Figures
+
+
+def program(runtime: Runtime, assignment: Assignment) -> Outcome:
+    """What the process of the simulation runs; here, so that a launcher can name it."""
+    from orchestra.cluster import load_cluster
+    from orchestra.cluster.costs import EVENLY
+    from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
+    from orchestra.engines.simulation.calibrated import CalibratedCosts
+    from orchestra.engines.simulation.simulate import simulate
+    from orchestra.trainer.program import train
+    from orchestra.trainer.shapes import common, train_shapes
+
+    run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
+    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
+    threads = cluster.node_of(0, 1).slots if ranks == 1 else 1
+    calibration, costs, overhead = figures.calibration, None, OVERHEAD
+    sharing, jitter = EVENLY, None
+    if calibration is not None and figures.task is not None:
+        split = run.training.accumulation
+        costs = CalibratedCosts(calibration, figures.task, threads=threads, accumulation=split)
+        overhead, sharing = calibration.overhead(figures.task), calibration.sharing(figures.task)
+        jitter = figures.task.jitter
+    values = run.training.tensors == "real"
+    shared = None if values else common(run)
+    return simulate(
+        lambda rank: (
+            train(rank, (run, assignment.folder))
+            if shared is None
+            else train_shapes(rank, run, shared)
+        ),
+        cluster,
+        ranks,
+        costs or assumed_costs(run, threads),
+        cluster.overhead or overhead,
+        runtime.reporter,
+        seed_number=run.seed,
+        sharing=sharing,
+        jitter=jitter,
+        values=values,
+    )

@@ -1,0 +1,501 @@
+"""Messages of tensors in virtual time: a mailbox a rank, a stream a pair, and the network between.
+
+A message costs its sender processor time, crosses the network behind those that its rank sent to
+the same target before, and costs its receiver processor time once somebody waits for it. The three
+go on at the same time, as bytes do that follow each other; the message is there when all are done.
+Which message meets which receive is decided by the mailbox that real processes use, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from orchestra.cluster.costs import Overhead
+from orchestra.engines.simulation.fluid import Fluid, Resource
+from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
+from orchestra.engines.simulation.meeting import Meetings, Summed
+from orchestra.engines.simulation.train import Line, Station
+from orchestra.schedules import Schedule
+from orchestra.transports import operations
+from orchestra.transports.framing import MESSAGE, Header, header_bytes
+from orchestra.transports.matching import Incoming, Mailbox
+from orchestra.transports.operations import Operation
+from orchestra.transports.protocol import Traffic, Transport
+from orchestra.transports.tags import Tag
+
+T = TypeVar("T")
+
+
+class Route(Protocol):
+    """The way between two ranks."""
+
+    @property
+    def resources(self) -> Sequence[Resource]: ...
+
+    @property
+    def latency(self) -> float: ...
+
+
+class Load(Protocol):
+    """What a stream carries: a message, or what stands for one.
+
+    `left` tells whether the sender has done its part, `crossed` whether the network has.
+    """
+
+    left: bool
+    crossed: bool
+
+    @property
+    def frame_bytes(self) -> int:
+        """With its header."""
+        ...
+
+    def begin(self) -> None:
+        """Its first byte is there."""
+        ...
+
+    def end(self) -> None:
+        """All of it is there."""
+        ...
+
+
+class Message:
+    """A message from `send` to its delivery; `payload` is what was there when it was sent."""
+
+    __slots__ = ("_arriving", "_sending", "_target", "crossed", "header", "left", "payload")
+
+    def __init__(self, header: Header, payload: Tensor, sending: Sending, target: Port) -> None:
+        self.header = header
+        self.payload = payload
+        self.left = False
+        self.crossed = False
+        self._sending = sending
+        self._target = target
+        self._arriving: Incoming | None = None
+
+    @property
+    def frame_bytes(self) -> int:
+        """With its header."""
+        return self.header.frame_bytes
+
+    def begin(self) -> None:
+        """Its first byte is there."""
+        self._arriving = self._target.mailbox.begin(self._sending.source, self.header, self.payload)
+        if self._arriving.receive is not None:
+            self._arriving.receive.began_at = self._target.net.kernel.now()
+        self._target.wake()  # whoever waits for it begins to take it in, or learns of a misfit
+
+    def end(self) -> None:
+        """All of it is there."""
+        assert self._arriving is not None
+        if self._arriving.tensor is not self.payload:
+            self._arriving.tensor.copy_(self.payload)
+        self._sending.finish()
+        self._target.mailbox.complete(self._arriving)
+        self._target.wake()
+
+
+class Stream:
+    """What one rank sends to another, a message after the other: latency first, then bandwidth.
+
+    Attributes:
+        resources: that it crosses.
+        latency: seconds until the first byte is there.
+        bandwidth: bytes/s, as long as nothing else crosses them.
+        free: when what was computed ahead of the world for it has crossed.
+    """
+
+    def __init__(self, net: Net, route: Route) -> None:
+        self.resources = route.resources
+        self.latency = route.latency
+        self.bandwidth = min(resource.capacity for resource in route.resources)
+        self.free = 0.0
+        self._net = net
+        self._queue: deque[Load] = deque()
+
+    def send(self, load: Load) -> None:
+        """Let `load` follow those before it; its first byte is there after the latency."""
+        self._net.kernel.after(self.latency, lambda: self.arrive(load))
+
+    def arrive(self, load: Load) -> None:
+        """The first byte of `load` is there, or would be if none were before it."""
+        self._net.meetings.disturb(self.resources)
+        self._queue.append(load)
+        if len(self._queue) == 1:
+            self._begin(load)
+
+    def carry_on(self, load: Load, wire_bytes: float) -> None:
+        """Let the rest of `load` cross, which has begun already."""
+        assert not self._queue
+        self._queue.append(load)
+        self._cross(load, wire_bytes)
+
+    def leave(self, load: Load) -> None:
+        """The sender has done its part of `load`."""
+        load.left = True
+        if load.crossed:
+            self._end()
+
+    def _begin(self, load: Load) -> None:
+        load.begin()
+        self._cross(load, load.frame_bytes * self._net.overhead.wire)
+
+    def _cross(self, load: Load, wire_bytes: float) -> None:
+        self._net.fluid.start(wire_bytes, self.resources, lambda: self._crossed(load))
+
+    def _crossed(self, load: Load) -> None:
+        load.crossed = True
+        if load.left:
+            self._end()
+
+    def _end(self) -> None:
+        self._queue.popleft().end()
+        if self._queue:
+            self._begin(self._queue[0])
+
+
+class Net:
+    """All ranks' ports, and the ways between them.
+
+    `meetings` brings ranks together that take part in an all-reduce.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        fluid: Fluid,
+        overhead: Overhead,
+        route: Callable[[int, int], Route],
+        meetings: Meetings,
+    ) -> None:
+        self.kernel = kernel
+        self.fluid = fluid
+        self.overhead = overhead
+        self.meetings = meetings
+        self.ports: list[Port] = []
+        self.stations: dict[object, Station | None] = {}
+        self._route = route
+        self._streams: dict[tuple[int, int], Stream] = {}
+
+    def stream(self, source: int, target: int) -> Stream:
+        """The stream from one rank to another."""
+        key = source, target
+        if key not in self._streams:
+            self._streams[key] = Stream(self, self._route(source, target))
+        return self._streams[key]
+
+
+class Port:
+    """One rank's end of the network, shared by its flows.
+
+    `new_processor` makes what one more flow of the rank computes on.
+    """
+
+    def __init__(self, net: Net, rank: int, new_processor: Callable[[], Processor]) -> None:
+        self.net = net
+        self.rank = rank
+        self.new_processor = new_processor
+        self.mailbox = Mailbox(rank)
+        self.bytes_sent = 0
+        self._cold = False
+        self._asleep: dict[Flow, Callable[[], bool]] = {}
+        net.ports.append(self)
+
+    def chill(self) -> None:
+        """A step begins, after which the caches of the rank hold nothing of what messages need."""
+        self._cold = True
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the next message takes more seconds."""
+        return self._cold and self.net.overhead.cold > 0
+
+    def warm_up(self) -> float:
+        """The seconds that the message under way takes more, if it is the first."""
+        cold, self._cold = self._cold, False
+        return self.net.overhead.cold if cold else 0.0
+
+    def sleep_until(self, so: Callable[[], bool]) -> None:
+        """Park the present flow until `so` is true after a `wake`."""
+        kernel = self.net.kernel
+        flow = kernel.current
+        self._asleep[flow] = so
+        while not so():
+            kernel.park()
+        self._asleep.pop(flow, None)
+
+    def wake(self) -> None:
+        """Resume whoever waited for what is so now."""
+        for flow, so in list(self._asleep.items()):
+            if so():
+                del self._asleep[flow]
+                self.net.kernel.resume(flow)
+
+
+class Sending(operations.Operation):
+    """A send; `wait` returns the tensor."""
+
+    __slots__ = ("port", "tensor", "to")
+
+    def __init__(self, flow: operations.Flow, port: Port, tensor: Tensor, to: int) -> None:
+        super().__init__(flow)
+        self.port = port
+        self.tensor = tensor
+        self.to = to
+
+    @property
+    def source(self) -> int:
+        """The sending rank."""
+        return self.flow.rank
+
+    def finish(self) -> None:
+        """The tensor is free."""
+        self.finished = True
+        self.port.wake()
+
+    def wait(self) -> Tensor:
+        """The tensor that was sent, free to be changed again."""
+        self._finish()
+        return self.tensor
+
+
+class SimulatedTransport:
+    """The transport of one flow."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._kernel = port.net.kernel
+        self._flow = operations.Flow(port.rank, self)
+
+    @property
+    def rank(self) -> int:
+        return self._port.rank
+
+    @property
+    def size(self) -> int:
+        return len(self._port.net.ports)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of this flow alone."""
+        return self._flow.traffic
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload and headers sent by all flows of this rank."""
+        self._kernel.catch_up()
+        return self._port.bytes_sent
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
+        """Start sending a contiguous `tensor`; see `Transport.send`."""
+        assert tensor.is_contiguous(), "only contiguous tensors can be sent"
+        assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
+        port, traffic = self._port, self.traffic
+        sending = Sending(self._flow, port, tensor, to)
+        payload = tensor.detach().clone()
+        traffic.messages_sent += 1
+        overhead = port.net.overhead
+        if to == self.rank:
+            if overhead.local is not None:
+                self._spend(overhead.local.at(tensor.nbytes))
+            self._kernel.catch_up()
+            port.mailbox.deliver_local(payload, tag)
+            sending.finished = True
+            port.wake()
+            return sending
+        header = Header(MESSAGE, tensor.dtype, tuple(tensor.shape), tag, tensor.nbytes)
+        size = header_bytes(tensor.dim()) + tensor.nbytes
+        port.bytes_sent += size
+        traffic.bytes_sent += size
+        message = Message(header, payload, sending, port.net.ports[to])
+        stream = port.net.stream(self.rank, to)
+        first = overhead.send.at(0) + port.warm_up()
+        self._spend(first)
+        self._kernel.when_here(lambda: stream.send(message))
+        self._spend(overhead.send.at(size) - overhead.send.at(0))
+        if size <= overhead.buffer_bytes:
+            sending.finished = True
+        self._kernel.when_here(lambda: stream.leave(message))
+        return sending
+
+    def receive(
+        self, source: int | None, tag: int, into: Tensor | None = None
+    ) -> operations.Receive:
+        """Start receiving; see `Transport.receive`."""
+        assert into is None or into.is_contiguous(), "only contiguous tensors can be received into"
+        assert source is None or 0 <= source < self.size, f"no rank {source} among {self.size}"
+        receive = operations.Receive(self._flow, source, tag, into)
+        self._port.mailbox.post(receive)
+        return receive
+
+    def add(self, own: Tensor, arrived: Tensor) -> None:
+        """Add what has arrived to what is there, which takes as long as the overhead says."""
+        own.add_(arrived)
+        self._spend(self._port.net.overhead.add * own.nbytes)
+
+    def all_reduce_at_once(
+        self,
+        vector: Tensor,
+        schedule: Schedule,
+        ranks: tuple[int, ...],
+        tag: int,
+        edges: Sequence[int] | None,
+        *,
+        message_by_message: bool = False,
+    ) -> int | None:
+        """See `AllReducesAtOnce`; with a vector of no elements there are no messages either way."""
+        if len(ranks) == 1 or not vector.numel():
+            return None
+        port, traffic, kernel, flow = self._port, self.traffic, self._kernel, self._kernel.current
+        meetings = port.net.meetings
+        self._spend(port.warm_up() + port.net.overhead.collective)
+        kernel.catch_up()
+        summed = Summed(vector, schedule, ranks, tag, edges)
+        member = meetings.join(
+            port.net,
+            summed,
+            self.rank,
+            flow.processor,
+            lambda: kernel.resume(flow),
+            message_by_message=message_by_message or meetings.faults,
+        )
+        if member is None:
+            return None
+        flow.waits = member.signs
+        while not member.done:
+            kernel.park()
+        flow.waits = None
+        moved = member.traffic()
+        port.bytes_sent += moved.bytes_sent
+        traffic.add(moved)
+        return member.buffer_bytes
+
+    def station(
+        self,
+        schedule: Schedule,
+        ranks: tuple[int, ...],
+        buckets: Sequence[Tensor],
+        ready: Sequence[float],
+    ) -> Callable[..., tuple[float, int]] | None:
+        """Where the gradients of `ranks` are averaged without messages; None: not here."""
+        stations = self._port.net.stations
+        key = schedule, ranks, tuple(bucket.numel() for bucket in buckets)
+        if key not in stations:
+            station = Station(Line(schedule, ranks, Tag.GRADIENTS, buckets, ready), self._port.net)
+            alone = all(flow.processor.undisturbed() for flow in self._kernel.flows)
+            stations[key] = station if alone and station.serves else None
+        found = stations[key]
+        return None if found is None else partial(found.pass_through, self.rank, self.traffic)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._kernel.here()
+
+    def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
+        """Run `function` in a flow of its own of this rank."""
+        self._kernel.catch_up()
+        transport = SimulatedTransport(self._port)
+        processor = self._port.new_processor()
+        flow = self._kernel.start(self.rank, lambda: function(transport), processor)
+        self._port.net.meetings.flow_began(self.rank)
+        return FlowTask(self._kernel, flow, self.traffic)
+
+    def lost(self) -> frozenset[int]:
+        """The ranks known to be gone."""
+        self._kernel.catch_up()
+        return frozenset(self._port.mailbox.lost)
+
+    # As the progress behind this flow's operations
+
+    def wait(self, operation: Operation) -> None:
+        """Let virtual time pass until `operation` is finished, and take in what it brings."""
+        if not isinstance(operation, operations.Receive):
+            self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
+            return
+        receive = operation
+        if not receive.frame_bytes and not receive.finished and self._may_sleep_through():
+            self._sleep_through(receive)
+            return
+        begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
+        self.traffic.seconds_waiting += begun
+        if receive.frame_bytes and receive.error is None:
+            seconds = self._port.net.overhead.receive.at(receive.frame_bytes)
+            self._spend(seconds + self._port.warm_up())
+            receive.frame_bytes = 0
+        self.traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
+
+    def _may_sleep_through(self) -> bool:
+        """Whether nothing that happens meanwhile changes how long it takes to take a message in."""
+        return self._kernel.current.processor.undisturbed() and not self._port.is_cold
+
+    def _sleep_through(self, receive: operations.Receive) -> None:
+        """Let virtual time pass until `receive` is finished, without waking when it begins."""
+        kernel, flow, traffic = self._kernel, self._kernel.current, self.traffic
+        started = kernel.here()
+        self._sleep(receive, lambda: receive.finished)
+        begun = max(started, receive.began_at if receive.frame_bytes else kernel.here())
+        traffic.seconds_waiting += begun - started
+        if receive.frame_bytes and receive.error is None:
+            seconds = self._port.net.overhead.receive.at(receive.frame_bytes)
+            flow.ahead = begun + seconds / flow.processor.rate
+            receive.frame_bytes = 0
+        traffic.seconds_communicating += kernel.here() - begun
+
+    def _sleep(self, operation: Operation, so: Callable[[], bool]) -> float:
+        """Let virtual time pass until `so`; how much did."""
+        started = self.now()
+        if not so():
+            flow = self._kernel.current
+            flow.waits = lambda: self._signs(operation)
+            self._port.sleep_until(so)
+            flow.waits = None
+        return self.now() - started
+
+    def test(self, operation: Operation) -> bool:
+        """Whether `operation` is finished."""
+        self._kernel.catch_up()
+        return operation.finished
+
+    def _spend(self, seconds: float) -> None:
+        if seconds > 0:
+            started = self.now()
+            self._kernel.current.processor.spend(seconds)
+            self.traffic.seconds_communicating += self.now() - started
+
+    def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
+        if isinstance(operation, operations.Receive):
+            whom, verb, tag = operation.requested, "to receive", f", tag {operation.tag}"
+        else:
+            assert isinstance(operation, Sending)
+            whom, verb, tag = operation.to, "to send", ""
+        others = tuple(rank for rank in range(self.size) if rank != self.rank)
+        return (others if whom is None else (whom,)), verb + tag
+
+
+class FlowTask(Generic[T]):
+    """A background flow of a rank."""
+
+    def __init__(self, kernel: Kernel, flow: Flow, spawner: Traffic) -> None:
+        self._kernel = kernel
+        self._flow = flow
+        self._spawner = spawner
+
+    def done(self) -> bool:
+        """Whether the flow has ended."""
+        self._kernel.catch_up()
+        return self._flow.ended
+
+    def wait(self) -> T:
+        """Let virtual time pass until the flow ends: its result, or what it raised."""
+        started = self._kernel.here()
+        self._kernel.join(self._flow)
+        self._spawner.seconds_waiting += self._kernel.here() - started
+        if self._flow.error is not None:
+            raise self._flow.error
+        result: Any = self._flow.result
+        return result  # type: ignore[no-any-return]

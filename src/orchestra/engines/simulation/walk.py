@@ -1,0 +1,325 @@
+"""One rank's way through an all-reduce, message by message, without a thread.
+
+It does what collectives/executor.py does over a transport, in the same order and at the same
+times: in the world, where its messages share links with others and its processor time shares
+cores; or ahead of the world, for a time in which nobody else had to do with either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
+from math import inf
+from typing import TYPE_CHECKING
+
+from orchestra.cluster.costs import Overhead
+from orchestra.engines.simulation.kernel import Kernel, Processor
+from orchestra.engines.simulation.plan import Plan
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.transport import Stream
+
+Pair = tuple[int, int]
+
+
+class Parcel:
+    """A message without content.
+
+    `sent`, `began`, `crossed_at` and `ended` are times, infinite as long as they are not known.
+    """
+
+    __slots__ = (
+        *("frame_bytes", "sent", "began", "crossed_at", "ended", "left", "crossed"),
+        *("_kernel", "_once_begun", "_once_ended"),
+    )
+
+    def __init__(self, kernel: Kernel, frame_bytes: int) -> None:
+        self.frame_bytes = frame_bytes
+        self.sent = self.began = self.crossed_at = self.ended = inf
+        self.left = self.crossed = False
+        self._kernel = kernel
+        self._once_begun: list[Callable[[], None]] = []
+        self._once_ended: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Its first byte is there."""
+        self.began = self._kernel.now()
+        _call(self._once_begun)
+
+    def end(self) -> None:
+        """All of it is there."""
+        self.ended = self._kernel.now()
+        _call(self._once_ended)
+
+    def once_begun(self, call: Callable[[], None]) -> None:
+        """Call `call` when its first byte is there."""
+        self._once_begun.append(call)
+
+    def once_ended(self, call: Callable[[], None]) -> None:
+        """Call `call` when all of it is there."""
+        self._once_ended.append(call)
+
+
+def _call(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+    calls.clear()
+
+
+class Paths:
+    """What the ranks of one all-reduce send each other: the parcels of each pair, in their order.
+
+    `free` says until when a stream is taken by what was sent before.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        plan: Plan,
+        overhead: Overhead,
+        streams: Mapping[Pair, Stream],
+        free: Mapping[Pair, float],
+    ) -> None:
+        self.kernel = kernel
+        self.plan = plan
+        self.overhead = overhead
+        self.free = dict(free)
+        self.ready: deque[int] = deque()  # whom something was sent to ahead of the world
+        self._streams = streams
+        self._parcels: dict[Pair, list[Parcel]] = defaultdict(list)
+
+    def parcel(self, pair: Pair, number: int, elements: int) -> Parcel:
+        """Parcel `number` of a pair; either end may be the first to ask for it."""
+        parcels = self._parcels[pair]
+        if number == len(parcels):
+            parcels.append(Parcel(self.kernel, self.plan.frame_bytes(elements)))
+        return parcels[number]
+
+    def stream(self, pair: Pair) -> Stream:
+        """The stream of a pair."""
+        return self._streams[pair]
+
+    def send_ahead(self, pair: Pair, parcel: Parcel, time: float, left: float) -> None:
+        """Sent at `time`, and has left at `left`: where nothing else is on the way, the rest
+        is known."""
+        stream = self._streams[pair]
+        parcel.sent = time
+        parcel.began = max(time + stream.latency, self.free[pair])
+        wire_bytes = parcel.frame_bytes * self.overhead.wire
+        parcel.crossed_at = parcel.began + wire_bytes / stream.bandwidth
+        parcel.ended = self.free[pair] = max(parcel.crossed_at, left)
+        self.ready.append(pair[1])
+
+    def enter_world(self) -> None:
+        """What is on its way ahead of the world goes on in it."""
+        now = self.kernel.now()
+        for pair, parcels in self._parcels.items():
+            stream = self._streams[pair]
+            for parcel in parcels:
+                if not now < parcel.ended < inf:
+                    continue
+                parcel.ended = inf
+                if parcel.began <= now:
+                    left = max(parcel.crossed_at - now, 0.0) * stream.bandwidth
+                    stream.carry_on(parcel, left)
+                    continue
+                parcel.began = inf
+                if parcel.sent + stream.latency <= now:
+                    stream.arrive(parcel)
+                else:
+                    arrive = functools.partial(stream.arrive, parcel)
+                    self.kernel.at(parcel.sent + stream.latency, arrive)
+
+
+class Verb(Enum):
+    """What a rank does next."""
+
+    SPEND = auto()  # processor time
+    SEND = auto()  # a parcel's first byte leaves
+    LEAVE = auto()  # its last byte has left
+    BEGIN = auto()  # to take in a parcel, once its first byte is there
+    END = auto()  # taking it in, once all of it is there
+    BE_RID = auto()  # of a parcel of its own, once it may be changed again
+
+
+WAITS = (Verb.BEGIN, Verb.BE_RID)
+Deed = tuple[Verb, float, Parcel | None, Pair]
+NOBODY = (-1, -1)
+
+
+class Walk:
+    """Of rank `index`, from its part in round `number` on.
+
+    Attributes:
+        clock: how far it has come ahead of the world.
+        waiting, communicating: seconds, as a transport counts them.
+        over: whether it has come to its end.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        index: int,
+        processor: Processor,
+        then: Callable[[Walk], None],
+        *,
+        number: int = 0,
+        clock: float = 0.0,
+        waiting: float = 0.0,
+        communicating: float = 0.0,
+    ) -> None:
+        self.index = index
+        self.clock = clock
+        self.waiting = waiting
+        self.communicating = communicating
+        self.over = False
+        self._paths = paths
+        self._kernel = paths.kernel
+        self._processor = processor
+        self._then = then
+        self._deeds = self._way(number)
+        self._deed: Deed | None = None
+        self._began = clock
+
+    # What it does
+
+    def _way(self, number: int) -> Iterator[Deed]:
+        """As collectives/executor.py goes, over a SimulatedTransport."""
+        paths, plan, overhead = self._paths, self._paths.plan, self._paths.overhead
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for round_number in range(number, len(plan.rounds)):
+            part = plan.part(round_number, self.index)
+            if part is None:
+                continue
+            leaving: dict[tuple[int, int], list[list[Parcel]]] = defaultdict(list)
+            for target, run, messages in part.sends:
+                pair, parcels = (self.index, target), []
+                for elements in messages:
+                    parcel = paths.parcel(pair, sent[target], elements)
+                    sent[target] += 1
+                    parcels.append(parcel)
+                    first = overhead.send.at(0)
+                    rest = overhead.send.at(parcel.frame_bytes) - first
+                    yield Verb.SPEND, first, None, NOBODY
+                    yield Verb.SEND, rest, parcel, pair
+                    yield Verb.SPEND, rest, None, NOBODY
+                    yield Verb.LEAVE, 0.0, parcel, pair
+                leaving[run].append(parcels)
+            for source, run, messages, reduces in part.receives:
+                for place, elements in enumerate(messages):
+                    parcel = paths.parcel((source, self.index), received[source], elements)
+                    received[source] += 1
+                    yield Verb.BEGIN, 0.0, parcel, NOBODY
+                    yield Verb.SPEND, overhead.receive.at(parcel.frame_bytes), None, NOBODY
+                    yield Verb.END, 0.0, parcel, NOBODY
+                    if reduces:
+                        for parcels in leaving.get(run, ()):
+                            yield Verb.BE_RID, 0.0, parcels[place], NOBODY
+                        adding = overhead.add * elements * plan.itemsize
+                        yield Verb.SPEND, adding, None, NOBODY
+            for several in leaving.values():
+                for parcels in several:
+                    for parcel in parcels:
+                        yield Verb.BE_RID, 0.0, parcel, NOBODY
+        yield Verb.SPEND, overhead.add * plan.added_slots_bytes, None, NOBODY
+
+    # Ahead of the world
+
+    def go_ahead(self, until: float) -> None:
+        """As far as it gets up to the time `until`, with what the others have sent so far."""
+        while True:
+            if self._deed is None:
+                self._deed = next(self._deeds, None)
+                self._began = self.clock
+                if self._deed is None:
+                    self.over = True
+                    return
+            end = self._end_ahead(*self._deed)
+            if end > until or end == inf:
+                return
+            self._settle(end)
+            self.clock = end
+            self._deed = None
+
+    def _end_ahead(self, verb: Verb, seconds: float, parcel: Parcel | None, pair: Pair) -> float:
+        """When the present deed will be done; infinite where that is not known yet."""
+        taken = seconds / self._processor.rate
+        if verb is Verb.SPEND:
+            return self._began + taken
+        assert parcel is not None
+        if verb is Verb.SEND:
+            self._paths.send_ahead(pair, parcel, self._began, self._began + taken)
+        elif verb is Verb.LEAVE:
+            parcel.left = True
+        elif verb is Verb.BEGIN:
+            return max(self._began, parcel.began)
+        elif verb is Verb.END or self._is_held(parcel):
+            return max(self._began, parcel.ended)
+        return self._began
+
+    # In the world
+
+    def enter_world(self) -> None:
+        """Go on from where it has come ahead."""
+        if self.over:
+            self._then(self)
+        elif self._deed is None:
+            self._go_on()
+        else:
+            verb, seconds, parcel, _ = self._deed
+            if verb is Verb.SPEND:
+                left = self._began + seconds / self._processor.rate - self._kernel.now()
+                self._processor.start(left * self._processor.rate, self._done)
+            else:
+                assert parcel is not None
+                self._await(verb, parcel)
+
+    def _go_on(self) -> None:
+        for deed in self._deeds:
+            self._deed = deed
+            self._began = self._kernel.now()
+            verb, seconds, parcel, pair = deed
+            if verb is Verb.SPEND:
+                if seconds > 0:
+                    self._processor.start(seconds, self._done)
+                    return
+                continue
+            assert parcel is not None
+            if verb is Verb.SEND:
+                self._paths.stream(pair).send(parcel)
+            elif verb is Verb.LEAVE:
+                self._paths.stream(pair).leave(parcel)
+            elif not self._await(verb, parcel):
+                return
+        self.over = True
+        self._then(self)
+
+    def _await(self, verb: Verb, parcel: Parcel) -> bool:
+        """Whether it has not to wait."""
+        if verb is Verb.BEGIN:
+            if parcel.began == inf:
+                parcel.once_begun(self._done)
+                return False
+        elif parcel.ended == inf and (verb is Verb.END or self._is_held(parcel)):
+            parcel.once_ended(self._done)
+            return False
+        return True
+
+    def _done(self) -> None:
+        self._settle(self._kernel.now())
+        self._go_on()
+
+    def _settle(self, end: float) -> None:
+        """Count the time that the present deed took."""
+        assert self._deed is not None
+        if self._deed[0] in WAITS:
+            self.waiting += end - self._began
+        else:
+            self.communicating += end - self._began
+
+    def _is_held(self, parcel: Parcel) -> bool:
+        """Whether the memory is needed until all is there."""
+        return parcel.frame_bytes > self._paths.overhead.buffer_bytes

@@ -1,0 +1,210 @@
+"""The program of a rank in a run of shapes: the same loop and strategy, and only time to tell.
+
+Nothing is read, evaluated, written or put into checkpoints. All ranks share one model, so that
+nothing is agreed on before the first step, either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from orchestra.collectives import broadcast, gather_objects
+from orchestra.errors import InputError
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.records.report import ChiefReport, RankReport
+from orchestra.strategies.base import Strategy, roles_of
+from orchestra.strategies.switch import Switch
+from orchestra.tasks.load import load_task
+from orchestra.tasks.task import Task
+from orchestra.trainer.evaluation import agree_on_buffers, gather_parts
+from orchestra.trainer.loop import Loop, Position
+from orchestra.trainer.program import budget_of
+from orchestra.trainer.recorder import Recorder, Spent, Totals, histogram
+from orchestra.trainer.settings import Run
+from orchestra.transports.tags import Tag
+from orchestra.transports.tracer import Tracer
+from orchestra.worker.runtime import Runtime
+from orchestra.worker.shape_worker import ShapeWorker, SharedShapes
+from orchestra.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all ranks of a run of shapes share."""
+
+    shapes: SharedShapes
+    optimizer: OptimizerSpec
+    epoch_samples: int
+    budget: int
+
+
+def common(run: Run) -> Common:
+    """The model of the task on the meta device; its data tell only how many they are.
+
+    Raises:
+        InputError: the model cannot be made there.
+    """
+    task = load_task(run.task)
+    module = meta_model(task)
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    spec = OptimizerSpec.from_settings(run.training.optimizer, names)
+    epoch_samples, budget = budget_of(task, run.training)
+    ranks = len(roles_of(run.strategy, run.training.ranks).shares)
+    return Common(SharedShapes(module, spec, ranks), spec, epoch_samples, budget)
+
+
+def meta_model(task: Task) -> torch.nn.Module:
+    """The model of `task`, without values."""
+    try:
+        with torch.device("meta"):
+            module = task.model()
+        return module.to("meta")
+    except (NotImplementedError, RuntimeError) as error:
+        raise InputError(
+            f"tensors: shapes: the model cannot be made without values ({error}); set tensors to "
+            "real"
+        ) from error
+
+
+def train_shapes(runtime: Runtime, run: Run, shared: Common) -> RankReport:
+    """Take this rank's part in the time that a run takes."""
+    session = ShapeSession(runtime, run, shared)
+    session.train()
+    return session.report()
+
+
+class ShapeSession:
+    """One rank's objects, for the length of a run."""
+
+    def __init__(self, runtime: Runtime, run: Run, shared: Common) -> None:
+        training = run.training
+        assert isinstance(run.strategy, Strategy)
+        self.runtime, self.strategy = runtime, run.strategy
+        self.roles = roles_of(run.strategy, training.ranks)
+        self.worker = ShapeWorker(
+            runtime,
+            shared.shapes,
+            shared.optimizer,
+            accumulation=training.accumulation,
+            budget_ranks=training.ranks,
+            bucket_bytes=int(training.bucket_megabytes * 1e6),
+            overlap=training.overlap,
+        )
+        self.worker.set_workers(self.roles.workers)
+        self.worker.quiet = _is_quiet(run.strategy)
+        self.position, self.totals = Position(), Totals()
+        self.stopped = False
+        runtime.reporter.phase("set-up")
+        began = runtime.transport.now()
+        self.state = run.strategy.start(self.worker)
+        self.setup = {"task": 0.0, "group": runtime.transport.now() - began}
+        self._recorder = Sums(self.worker, self.totals)
+        self._tracer = Tracer(runtime.transport.now, 0)
+        self._loop: Callable[[], Loop] = lambda: Loop(
+            self.worker,
+            self.strategy,
+            self.state,
+            replace(training, sharding=None),  # which samples they are changes nothing
+            lambda shares: Places(),
+            epoch_samples=shared.epoch_samples,
+            budget=shared.budget,
+            position=self.position,
+            recorder=self._recorder,
+            tracer=self._tracer,
+            checkpoint=_nothing,
+        )
+
+    def train(self) -> None:
+        """From the first step to the agreement on the final parameters."""
+        runtime, worker, strategy = self.runtime, self.worker, self.strategy
+        loop = self._loop()
+        runtime.reporter.phase("training")
+        began = runtime.transport.now()
+        chief = self.roles.chief
+        gather_objects(runtime.transport, None, worker.everyone, chief)
+        broadcast(runtime.transport, torch.zeros(1), chief, worker.everyone, Tag.READY)
+        self.setup["first_step"] = runtime.transport.now() - began
+        worker.agrees = False
+        self._recorder.resume()
+        loop.run()
+        self.stopped = loop.stopped
+        runtime.reporter.phase("leaving")
+        strategy.stop(worker, self.state)
+        loop.close()
+        if not strategy.currently_synchronous(self.state):
+            chief = strategy.current_roles(worker, self.state).chief
+            agree_on_buffers(worker, self.totals.samples, chief)
+        self._recorder.pause()
+        tolerant = not strategy.currently_synchronous(self.state)
+        chief = strategy.current_roles(worker, self.state).chief
+        gather_parts(worker, chief, tolerant=tolerant)  # others may still be at work meanwhile
+
+    def report(self) -> RankReport:
+        """What this rank has to say."""
+        worker, totals, measures = self.worker, self.totals, self.worker.measures
+        roles = self.strategy.current_roles(worker, self.state)
+        spent = totals.spent
+        return RankReport(
+            rank=worker.rank,
+            role="worker" if worker.rank in roles.workers else "server",
+            steps=self.position.steps,
+            samples=totals.samples,
+            setup=self.setup,
+            train_seconds=totals.elapsed,
+            seconds={
+                "compute": spent.compute,
+                "communicate": spent.communicate,
+                "wait": spent.wait,
+            },
+            bytes_sent=spent.bytes_sent,
+            bytes_estimated=measures.native_bytes > 0,
+            staleness=histogram(measures.staleness),
+            dropped=measures.dropped,
+            peak_buffer_bytes=measures.peak_buffer_bytes,
+            switched_at_step=measures.switched_at_step,
+            stopped=self.stopped,
+            threads=1,
+            chief=ChiefReport(None, {}, None, None) if worker.rank == roles.chief else None,
+        )
+
+
+class Places:
+    """Samples that nobody looks at."""
+
+    def read(self, start: int, stop: int) -> range:
+        """Their places."""
+        return range(start, stop)
+
+
+class Sums(Recorder):
+    """Sums over the run, and nothing of single steps."""
+
+    def __init__(self, worker: Worker, totals: Totals) -> None:
+        self.totals = totals
+        self._worker = worker
+        self._started_at = 0.0
+        self._spent_before = Spent()
+
+    def step(self, number: int) -> None:
+        """Count its samples."""
+        self.totals.samples += self._worker.step.samples
+
+    def flush(self) -> None:
+        """There is nothing to be written."""
+
+
+def _is_quiet(strategy: Strategy[Any]) -> bool:
+    """Whether, while gradients are averaged, no flow of a rank sends anything else."""
+    if not isinstance(strategy, Switch):
+        return True
+    alike = strategy.first.synchronous and not strategy.when.compares_workers
+    watched = not alike and not strategy.when.counts
+    return not watched and _is_quiet(strategy.first) and _is_quiet(strategy.then)
+
+
+def _nothing() -> Any:
+    return None

@@ -1,0 +1,169 @@
+"""Tensors without values, for runs of which only the time is asked.
+
+A `Shape` is a tensor on torch's `meta` device whose most frequent operations are left out: what
+an operation gives has a dtype and a shape, and no value that could differ, so that one object
+serves for all tensors of a kind, on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import InputError
+
+
+class NoValues(InputError):
+    """Somebody asked for what a tensor holds."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__(
+            "tensors: shapes: something in the strategy reads the value of a tensor, which a run "
+            "of shapes does not have: set tensors to real"
+        )
+
+
+def _same(self: Shape, *_: object, **__: object) -> Shape:
+    """What changes values leaves the shape as it is."""
+    return self
+
+
+def _unknown(self: Shape, *_: object, **__: object) -> NoReturn:
+    raise NoValues
+
+
+class Shape(Tensor):
+    """Dtype and shape of a contiguous tensor; `flat(n)` makes one of n elements."""
+
+    @staticmethod
+    def flat(elements: int, dtype: torch.dtype = torch.float32) -> Shape:
+        """One dimension of so many elements."""
+        return _shape(torch.empty(elements, dtype=dtype, device="meta"))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _LIKE and isinstance(args[0], Shape) and not kwargs:
+            return args[0]
+        if func is torch.cat and all(tensor.dim() == 1 for tensor in args[0]):
+            return Shape.flat(sum(map(len, args[0])), args[0][0].dtype)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    # What is asked for often, and does not change
+
+    @cached_property
+    def _parts(self) -> dict[Any, Any]:
+        return {}
+
+    @cached_property
+    def _size(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(super().size())
+
+    @cached_property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        kind: torch.dtype = _get(self, "dtype")
+        return kind
+
+    @cached_property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self._size * self.dtype.itemsize
+
+    @cached_property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
+
+    is_meta = True
+    is_cuda = False
+
+    def numel(self) -> int:
+        return self._size
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, place: Any) -> Any:
+        key = (place.start, place.stop, place.step) if isinstance(place, slice) else place
+        if not isinstance(place, slice | int):
+            return super().__getitem__(place)
+        if key not in self._parts:
+            self._parts[key] = super().__getitem__(place)
+        return self._parts[key]
+
+    def __setitem__(self, *_: Any) -> None:
+        """There is nothing to be set."""
+
+    def reshape(self, *shape: Any) -> Any:
+        return self if shape == (-1,) and self.dim() == 1 else super().reshape(*shape)
+
+    def view(self, *shape: Any) -> Any:
+        return self if shape == (-1,) and self.dim() == 1 else super().view(*shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Every device is this one."""
+        if args and isinstance(args[0], torch.device) and len(args) == 1 and not kwargs:
+            return self
+        return super().to(*args, **kwargs)
+
+    @cached_property
+    def _doubled(self) -> Shape:
+        return self if self.dtype == torch.float64 else _shape(super().double())
+
+    def double(self, *_: Any, **__: Any) -> Tensor:
+        return self._doubled
+
+    # In place, and with a number or a tensor of as many elements
+
+    def _with(self, other: Any) -> Any:
+        """What this and `other` together give."""
+        if isinstance(other, Tensor) and other.dim() > self.dim():
+            return other
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _with
+    add_ = sub_ = mul_ = div_ = copy_ = zero_ = fill_ = lerp_ = addcmul_ = addcdiv_ = sqrt_ = _same
+    clone = detach = contiguous = requires_grad_ = cpu = square = sqrt = flip = _same
+
+    # There is none
+
+    item = tolist = numpy = __float__ = __int__ = __bool__ = __index__ = _unknown
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Shape({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+
+_LIKE = frozenset({torch.empty_like, torch.zeros_like, torch.ones_like})
+
+
+def _get(shape: Shape, name: str) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            Tensor.__dict__[name].__get__(shape)
+            if name in Tensor.__dict__
+            else getattr(torch._C.TensorBase, name).__get__(shape)
+        )
+
+
+def _shape(tensor: Tensor) -> Shape:
+    return tensor.as_subclass(Shape)

@@ -1,0 +1,42 @@
+"""A fluid on a clock of its own, and a notebook of what ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from tests.virtual_clock import VirtualClock
+
+from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
+
+
+def nothing() -> None:
+    pass
+
+
+class Laboratory:
+    """A clock, a fluid, and a notebook of what ended when, in the order in which it did."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.fluid = Fluid(self.clock)
+        self.ended: list[tuple[str, float]] = []
+
+    def start(
+        self,
+        name: str,
+        amount: float,
+        *resources: Resource,
+        bound: float = inf,
+        then: Callable[[], object] = nothing,
+    ) -> Activity:
+        def end() -> None:
+            self.ended.append((name, self.clock.now()))
+            then()
+
+        return self.fluid.start(amount, resources, end, bound=bound)
+
+    def run(self) -> dict[str, float]:
+        """When each has ended."""
+        self.clock.run()
+        return dict(self.ended)

@@ -1,0 +1,190 @@
+"""Workers and replicated servers on a network where chance decides, with books of their own."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tests.interleaved import Network
+from torch import Tensor
+
+from orchestra.optimizers.state import capture
+from orchestra.parameter_server import (
+    DelayCompensation,
+    Home,
+    ReplicatedClient,
+    ReplicatedServer,
+    Server,
+)
+from orchestra.parameter_server.consistency import Consistency, Synchronous
+from orchestra.parameter_server.placement import place
+from orchestra.parameter_server.state import ServerState
+
+
+@dataclass
+class Play:
+    """Workers that push, pause, agree and leave, and servers, one of which may die.
+
+    Worker w pushes a gradient of 1 at element w of each slice, at a rate that makes every update
+    1 as well: the values count the pushes of each worker.
+    """
+
+    consistency: Consistency
+    workers: int
+    servers: int
+    beside: bool = False
+    compensated: bool = False
+    adam: bool = False
+    steps: int = 4
+    pauses: int = 2
+    reads: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    agreed: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    answered: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    histories: dict[tuple[int, bool], list[Any]] = field(default_factory=lambda: defaultdict(list))
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        return self.workers if self.beside else self.workers + self.servers
+
+    @property
+    def server_ranks(self) -> tuple[int, ...]:
+        first = 0 if self.beside else self.workers
+        return tuple(range(first, first + self.servers))
+
+    def homes(self) -> list[Home]:
+        spans = [(k * self.workers, self.workers) for k in range(self.servers)]
+        size = self.servers * self.workers
+        slices = place(spans, size, self.servers, divisible=False)
+        return [Home(rank, part) for rank, part in zip(self.server_ranks, slices, strict=True)]
+
+    def run(self, chance: random.Random, deaths: Sequence[tuple[int, int]] = ()) -> list[Any]:
+        programs = [lambda port: self.program(port)] * self.ranks
+        return Network(self.ranks, chance).run(programs, deaths)
+
+    def program(self, port: Any) -> Any:
+        server = self.make_server(port) if port.rank in self.server_ranks else None
+        if port.rank >= self.workers:
+            assert server is not None
+            kept = []
+            while server.serve(port) is not None:
+                kept.append(plain(capture(server)))
+            return kept
+        flow = port.spawn(server.serve_to_the_end) if server is not None else None
+        values = self.work(port)
+        if flow is not None:
+            flow.wait()
+        return values
+
+    def work(self, port: Any) -> Tensor:
+        rank, homes = port.rank, self.homes()
+        values = torch.zeros(self.servers * self.workers)
+        gradient = torch.zeros_like(values)
+        gradient[rank :: self.workers] = 1.0
+        client = ReplicatedClient(port, homes, values)
+        used, rate = [True] * self.servers, 1.0
+        if isinstance(self.consistency, Synchronous):
+            rate = float(self.workers)
+        for step in range(self.steps):
+            client.push(
+                gradient, values, samples=1, step_samples=1, loss=0.0, stop=False,
+                rates=(rate,), used=used,
+            )  # fmt: skip
+            self.answered[rank] = client.clock
+            self.reads[rank].append(values.clone())
+            if step < self.pauses:
+                client.pause(step)
+                client.agree()
+                self.reads[rank].append(values.clone())
+                self.agreed[step].append(values.clone())
+        client.leave()
+        return values
+
+    def make_server(self, port: Any) -> ReplicatedServer:
+        homes, index = self.homes(), self.server_ranks.index(port.rank)
+        own, mirror = (self.make_slice(homes[place]) for place in (index, index - 1))
+        server = ReplicatedServer(
+            own, mirror, self.server_ranks, index, lost=(), alone=self.notices.append
+        )
+        for held in (server._own, server._mirror):
+            self.write_down(server, held)
+        return server
+
+    def make_slice(self, home: Home) -> Server:
+        values = torch.zeros(home.slice.end - home.slice.first)
+        workers = set(range(self.workers))
+        optimizer: torch.optim.Optimizer = torch.optim.SGD([values])
+        compensation = None
+        if self.adam or self.compensated:
+            optimizer = torch.optim.Adam([values])
+        if self.compensated:
+            compensation = DelayCompensation(2.0, 0.9, values, sorted(workers))
+        return Server(
+            ServerState(self.consistency, workers),
+            values,
+            [(values, 0)],
+            optimizer,
+            lambda kind, amount, function: function(),
+            compensation=compensation,
+        )
+
+    def write_down(self, server: ReplicatedServer, held: Any) -> None:
+        """What a replica holds after each request that it took, until it stands in for another."""
+        take, is_own = held.take, held is server._own
+
+        def noting(transport: Any, request: Any, gradient: Tensor | None) -> None:
+            take(transport, request, gradient)
+            if is_own or server._before not in server._lost:
+                state = capture(held.server)
+                state |= {"request": repr(request), "points": held.replica.points}
+                self.histories[held.home, is_own].append(plain(state))
+
+        held.take = noting
+
+    def check_histories(self) -> None:
+        """A replica holds what the other one held after as many requests, bit for bit."""
+        for home in range(self.servers):
+            own, mirror = self.histories[home, True], self.histories[home, False]
+            for one, other in zip(own, mirror, strict=False):
+                assert one == other, f"slice {home} after {one['request']}"
+
+    def check_reads(self) -> None:
+        """Who was answered finds its own pushes there, once; nothing that was read goes away."""
+        for worker, reads in self.reads.items():
+            for before, after in pairwise(reads):
+                assert bool((after <= before).all()), "values that were read are gone"
+            counted = [read[worker :: self.workers].tolist() for read in reads]
+            clocks = [[-float(clock)] * self.servers for clock in self.clocks()]
+            assert counted == clocks[: len(counted)]
+        for first, *others in self.agreed.values():
+            assert all(torch.equal(first, other) for other in others)
+
+    def check_ends(self, results: Sequence[Any], dead: set[int]) -> None:
+        """All that live have the same, with every push of theirs, and what others were told of."""
+        ends = [results[worker] for worker in range(self.workers) if worker not in dead]
+        assert all(torch.equal(end, ends[0]) for end in ends)
+        for worker in range(self.workers):
+            counts = {-float(value) for value in ends[0][worker :: self.workers]}
+            if worker in dead:  # a push may have come through that nobody could be told of
+                assert counts <= {self.answered[worker], self.answered[worker] + 1}
+            else:
+                assert counts == {self.steps}
+
+    def clocks(self) -> list[int]:
+        """The step behind a worker at each of its reads."""
+        steps = range(1, self.steps + 1)
+        return [step for step in steps for _ in range(2 if step <= self.pauses else 1)]
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists, so that equal means equal."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

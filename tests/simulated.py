@@ -1,0 +1,75 @@
+"""Simulated runs for tests: on a cluster, from settings or from a program of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestra.cluster import Cluster, load_cluster
+from orchestra.cluster.costs import Line, Overhead
+from orchestra.engines.run import train_run
+from orchestra.engines.simulation.compute import Costs
+from orchestra.engines.simulation.simulate import Outcome, simulate
+from orchestra.records.record import RunRecord
+from orchestra.trainer.settings import AUTO, NONE, Run
+from orchestra.worker.runtime import Runtime, Work
+
+FREE = Overhead(send=Line(1e-15, 0.0), receive=Line(1e-15, 0.0), add=0.0, buffer_bytes=0, wire=1.0)
+"""Messages that cost nothing but their way."""
+
+
+def cluster(text: str) -> Cluster:
+    return load_cluster(text, where="test", folder=Path())
+
+
+def simulated(run: Run, folder: Path, on: str = "lan_1gbit") -> RunRecord:
+    """The record of `run` on the cluster `on`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = NONE if run.training.calibration == AUTO else run.training.calibration
+    training = replace(run.training, engine="simulation", cluster=on, calibration=figures)
+    return train_run(replace(run, training=training), folder, quiet=True)
+
+
+class Second:
+    """Every unit of work takes a second; gradients become ready as the backward goes on evenly."""
+
+    flops = 1e9
+
+    def __init__(self, slots: int = 1) -> None:
+        self.slots = slots
+
+    def seconds(self, work: Work) -> float:
+        return float(work.amount)
+
+    def ready(self, slot: int) -> float:
+        return 1 - slot / self.slots
+
+
+class Silent:
+    """A reporter that nobody listens to."""
+
+    def progress(self, **_: Any) -> None: ...
+
+    def phase(self, name: str) -> None: ...
+
+    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None: ...
+
+    def expendable(self, yes: bool) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+def run_ranks(
+    ranks: int,
+    program: Callable[[Runtime], Any],
+    on: str = "lan_1gbit(nodes=32)",
+    overhead: Overhead = FREE,
+    costs: Costs | None = None,
+) -> Outcome:
+    """Simulate `program` on every rank, in this process."""
+    return simulate(program, cluster(on), ranks, costs or Second(), overhead, Silent())

@@ -1,0 +1,492 @@
+"""Calibration: what is measured is complete and above 0, kept whole, and used by the simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.simulated import run_ranks, simulated
+from tests.training import settings
+
+from orchestra.bench.calibrate import Subject, calibrate, sizes_around
+from orchestra.bench.calibrate.links import calibrate_links
+from orchestra.bench.calibrate.stopwatch import curve_of, spread
+from orchestra.bench.calibrate.training import Profile
+from orchestra.cli.main import main
+from orchestra.cluster.calibration import (
+    Calibration,
+    Curve,
+    Messages,
+    Parameter,
+    TaskCosts,
+    Timing,
+    read_calibration,
+)
+from orchestra.cluster.costs import Line, Overhead, Sharing
+from orchestra.engines.simulation.calibrated import CalibratedCosts
+from orchestra.engines.simulation.figures import figures_of, key_of
+from orchestra.errors import InputError
+from orchestra.optimizers.settings import Optimizer
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.pipeline import Pipeline
+from orchestra.strategies.single import Single
+from orchestra.tasks.load import load_task
+from orchestra.trainer.settings import Run
+from orchestra.worker.layout import Layout
+from orchestra.worker.runtime import Runtime, Work
+
+TASK = "digits(channels=2, hidden=8)"
+SGD = Optimizer.parse("SGD(lr=0.1)", where="test")
+
+
+def flat(seconds: float) -> Curve:
+    return Curve(((1.0, seconds),))
+
+
+def timing(gradient: float, update: float, step: float) -> Timing:
+    """Of a sample, of an element, of a step of one sample."""
+    return Timing(flat(gradient), flat(update), flat(step))
+
+
+PARAMETERS = (
+    Parameter("first", 30, 0.2, 1.0),
+    Parameter("second", 10, 0.1, 0.5),
+)
+COSTS = TaskCosts(
+    *key_of(TASK, SGD, "float32"),
+    batch_size=4,
+    threads=2,
+    cold=0.5,
+    shared_speed=0.9,
+    refill=0.001,
+    sample_flops=1e6,
+    one=timing(1.0, 0.01, 0.1),
+    all=timing(0.6, 0.01, 0.1),
+    parameters=PARAMETERS,
+)
+CALIBRATION = Calibration(
+    measured_at="2026-11-21T10:00:00+00:00",
+    machine={"processor": "abacus", "cores": 2, "packages": {"torch": "2"}},
+    cores=2,
+    busy_with_others=0.0,
+    time_slice=0.004,
+    work={"add": Curve(((1.0, 1.0), (3.0, 5.0))), "mix": flat(2.0), "encode": flat(3.0)},
+    messages=Messages(
+        send=flat(0.1),
+        receive=flat(0.2),
+        local=flat(0.05),
+        one_way=flat(0.4),
+        handling=0.02,
+        collective=0.03,
+        buffer_bytes=100,
+        latency=0.1,
+        bandwidth=1e9,
+    ),
+    tasks=(COSTS,),
+)
+
+
+def run_of(strategy: Strategy[Any], ranks: int, task: str = TASK, **training: Any) -> Run:
+    return dataclasses.replace(settings(strategy, ranks, "images()", **training), task=task)
+
+
+def kept(calibration: Calibration, folder: Path) -> Path:
+    path = folder / "machine.json"
+    path.write_text(calibration.to_json())
+    return path
+
+
+# Curves
+
+
+def test_between_measurements_a_curve_is_straight_and_beyond_it_goes_on() -> None:
+    curve = Curve(((2.0, 3.0), (4.0, 5.0), (8.0, 6.0)))
+    assert [curve.at(amount) for amount in (2, 3, 4, 6, 8, 12)] == [3, 4, 5, 5.5, 6, 7]
+
+
+def test_less_than_was_measured_takes_at_least_its_proportion() -> None:
+    steep = Curve(((10.0, 2.0), (20.0, 10.0)))
+    assert steep.at(5) == 1.0
+    assert Curve(((10.0, 2.0), (20.0, 3.0))).at(5) == 1.5
+    assert steep.at(0) > 0
+
+
+def test_more_than_was_measured_never_takes_less() -> None:
+    assert Curve(((10.0, 2.0), (20.0, 1.5))).at(1000) == 1.5
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 0.0),), ((0.0, 1.0),), ((1.0, float("nan")),)]
+)
+def test_a_curve_that_cannot_have_been_measured_is_refused(
+    points: tuple[tuple[float, float], ...],
+) -> None:
+    with pytest.raises(ValueError, match="curve"):
+        Curve(points)
+
+
+def test_a_curve_goes_through_the_medians() -> None:
+    curve = curve_of({8: [5.0, 4.0, 90.0], 2: [1.0, 1.0, 1.0]})
+    assert curve.points == ((2.0, 1.0), (8.0, 5.0))
+    assert curve.spread[0] == 0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == 0.5
+
+
+def test_the_sizes_lie_around_those_asked_for() -> None:
+    assert sizes_around((32,)) == (8, 16, 32, 64, 128)
+    assert sizes_around((1, 3)) == (1, 3, 6, 12)
+
+
+# The file
+
+
+def test_a_calibration_comes_back_whole(tmp_path: Path) -> None:
+    assert read_calibration(kept(CALIBRATION, tmp_path)) == CALIBRATION
+
+
+def test_a_task_takes_the_place_of_its_older_figures() -> None:
+    again = dataclasses.replace(COSTS, cold=0.7)
+    other = dataclasses.replace(COSTS, task="digits28()")
+    both = CALIBRATION.with_task(other).with_task(again)
+    assert both.tasks == (other, again)
+    assert both.task(*COSTS.key) == again
+    assert both.task("mnist()", "SGD()", "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting"),
+        ("[]", "no mapping"),
+        ('{"schema": 7}', "its schema is 7, not 1"),
+        ('{"schema": 1}', "Calibration has measured_at"),
+        (CALIBRATION.to_json().replace("0.4", '"long"'), "'long' is no float"),
+        (CALIBRATION.to_json().replace("0.4", "0.0"), "above 0"),
+        (CALIBRATION.to_json().replace('"task"', '"tusk"'), "TaskCosts has task"),
+    ],
+    ids=["cut off", "a list", "another version", "empty", "no number", "zero", "another key"],
+)
+def test_a_damaged_file_is_one_line(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_calibration(path)
+    message = str(refused.value)
+    assert str(path) in message
+    assert reason in message
+    assert "run orchestra calibrate again" in message
+    assert "\n" not in message
+
+
+# Costs
+
+
+KINDS = (
+    Work("gradient", 3),
+    Work("update", 40),
+    Work("step", 3),
+    Work("step", 0),
+    Work("mix", 7),
+    Work("encode", 7),
+    Work("of a strategy of one's own", 7),
+    Work("forward", 2, ("first",)),
+    Work("backward", 2, ("second",)),
+)
+
+
+def test_every_kind_of_work_takes_time() -> None:
+    costs = CalibratedCosts(CALIBRATION, COSTS)
+    assert all(costs.seconds(work) > 0 for work in KINDS)
+    assert costs.seconds(Work("gradient", 3)) == 3.0
+    assert costs.flops == 1e6
+
+
+def test_more_threads_are_as_fast_as_they_were_measured() -> None:
+    """0.6 of the time with two threads: a fifth is serial (Amdahl), so four take 0.4 of it."""
+    two = CalibratedCosts(CALIBRATION, COSTS, threads=2)
+    four = CalibratedCosts(CALIBRATION, COSTS, threads=4)
+    work = Work("gradient", 10)
+    assert two.seconds(work) == pytest.approx(6.0)
+    assert four.seconds(work) == pytest.approx(4.0)
+    assert four.seconds(Work("update", 40)) == pytest.approx(0.4)
+
+
+def test_micro_batches_are_looked_up_by_their_own_size() -> None:
+    curve = Curve(((1.0, 3.0), (2.0, 4.0)))
+    costs = dataclasses.replace(COSTS, one=Timing(curve, flat(1.0), flat(1.0)))
+    split = CalibratedCosts(CALIBRATION, costs, accumulation=2)
+    assert split.seconds(Work("gradient", 2)) == 6.0
+    assert [split.ready(slot) for slot in (0, 1)] == [1.0, 0.75]  # in the second micro-batch
+
+
+def test_the_passes_of_all_stages_together_are_a_gradient() -> None:
+    costs = CalibratedCosts(CALIBRATION, COSTS)
+    whole = sum(
+        costs.seconds(Work(kind, 2, (name,)))
+        for kind in ("forward", "backward")
+        for name in ("first", "second")
+    )
+    assert whole == pytest.approx(costs.seconds(Work("gradient", 2)))
+    assert costs.seconds(Work("backward", 1, ("first",))) == pytest.approx(0.5)
+
+
+def test_a_stage_without_a_share_of_its_own_takes_an_equal_one() -> None:
+    silent = tuple(dataclasses.replace(parameter, forward=0.0) for parameter in PARAMETERS)
+    loss_only = (*silent[:1], dataclasses.replace(silent[1], forward=0.3))
+    costs = CalibratedCosts(CALIBRATION, dataclasses.replace(COSTS, parameters=loss_only))
+    assert costs.seconds(Work("forward", 1, ("first",))) == pytest.approx(0.15)
+
+
+def test_a_message_takes_what_was_measured_and_what_surrounds_it() -> None:
+    overhead = CALIBRATION.overhead(COSTS)
+    assert overhead.send.at(1) == pytest.approx(0.11)
+    assert overhead.receive.at(1) == pytest.approx(0.21)
+    assert overhead.add == pytest.approx(2.0 / 4)
+    assert (overhead.cold, overhead.collective, overhead.buffer_bytes) == (0.5, 0.03, 100)
+
+
+def test_a_node_of_double_speed_takes_half_the_time() -> None:
+    def program(runtime: Runtime) -> float:
+        runtime.compute.run(Work("gradient", 4), lambda: None)
+        return runtime.transport.now()
+
+    costs = CalibratedCosts(CALIBRATION, COSTS)
+    for speed, seconds in (("1", 4.0), ("2", 2.0), ("0.5", 8.0)):
+        on = f"lan_1gbit(nodes=2, speed={speed})"
+        assert run_ranks(2, program, on=on, costs=costs).results == pytest.approx([seconds] * 2)
+
+
+def test_a_message_to_oneself_and_the_first_after_a_step_cost_more() -> None:
+    def program(runtime: Runtime) -> list[float]:
+        transport, times = runtime.transport, []
+        import torch
+
+        for _ in range(2):
+            transport.send(torch.zeros(1), 1 - runtime.rank, tag=1)
+            times.append(transport.now())
+        runtime.compute.run(Work("step", 1), lambda: None)
+        times.append(transport.now())
+        transport.send(torch.zeros(1), 1 - runtime.rank, tag=1)
+        times.append(transport.now())
+        transport.send(torch.zeros(1), runtime.rank, tag=1)
+        times.append(transport.now())
+        return times
+
+    overhead = Overhead(Line(1.0, 0.0), Line(1.0, 0.0), 0.0, 1000, 1.0, Line(0.25, 0.0), cold=0.5)
+    outcome = run_ranks(2, program, costs=CalibratedCosts(CALIBRATION, COSTS), overhead=overhead)
+    assert outcome.results[0] == pytest.approx([1.0, 2.0, 2.1, 3.6, 3.85])
+
+
+# What a simulated run goes by
+
+
+def test_a_run_is_simulated_by_the_figures_that_it_names(tmp_path: Path) -> None:
+    path = kept(CALIBRATION, tmp_path)
+    run = run_of(AllReduce(), 2, steps=3, batch_size=4, calibration=str(path))
+    record = simulated(run, tmp_path / "run", on="lan_1gbit(nodes=2)")
+    assert record.costs == "calibrated: abacus, 2 cores, 2026-11-21T10:00:00+00:00"
+    assert record.train_seconds is not None
+    assert record.train_seconds > 3 * 4.0  # a second a sample
+    elements = Layout.of_module(load_task(TASK).model()).size
+    assert record.seconds["compute"] == pytest.approx(3 * (4.0 + 0.01 * elements), rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(), Pipeline(microbatches=2), Single()])
+def test_every_family_is_simulated_by_them(strategy: Strategy[Any], tmp_path: Path) -> None:
+    path = kept(with_parameters_of(TASK), tmp_path)
+    run = run_of(strategy, 2, steps=2, batch_size=4, calibration=str(path))
+    record = simulated(run, tmp_path / "run")
+    assert record.costs == figures_of(run).text
+    assert record.train_seconds is not None
+    assert record.train_seconds > 1.0
+
+
+def with_parameters_of(task: str) -> Calibration:
+    """The calibration with the names of the parameters of the task's model."""
+    names = [name for name, _ in load_task(task).model().named_parameters()]
+    parameters = tuple(
+        Parameter(name, 1, 0.3 / len(names), 1 - 0.7 * place / len(names))
+        for place, name in enumerate(names)
+    )
+    return CALIBRATION.with_task(dataclasses.replace(COSTS, parameters=parameters))
+
+
+def test_without_a_calibration_the_record_says_what_is_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHESTRA_CACHE", str(tmp_path))
+    run = run_of(AllReduce(), 2, steps=1)
+    assert figures_of(run).text == "assumed: 20 GFLOP/s; this machine is not calibrated"
+    (tmp_path / "calibration.json").write_text(CALIBRATION.to_json())
+    assert figures_of(run).calibration == CALIBRATION
+    other = run_of(AllReduce(), 2, "digits28()", steps=1)
+    assert figures_of(other).text.endswith("calibration does not hold the task")
+    none = run_of(AllReduce(), 2, steps=1, calibration="none")
+    assert figures_of(none).text == "assumed: 20 GFLOP/s"
+
+
+def test_a_file_without_the_task_is_refused_with_the_command_that_adds_it(tmp_path: Path) -> None:
+    path = kept(CALIBRATION, tmp_path)
+    run = run_of(AllReduce(), 2, steps=1, optimizer="Adam(lr=0.1)", calibration=str(path))
+    with pytest.raises(InputError, match="orchestra calibrate --task") as refused:
+        simulated(run, tmp_path / "run")
+    assert f"--out {path}" in str(refused.value)
+    missing = run_of(AllReduce(), 2, steps=1, calibration=str(tmp_path / "no.json"))
+    with pytest.raises(InputError, match="there is no file"):
+        simulated(missing, tmp_path / "run")
+
+
+def test_the_learning_rate_does_not_change_how_long_a_step_takes() -> None:
+    one, other = (Optimizer.parse(f"Adam(lr={rate})", where="test") for rate in (0.1, 0.2))
+    amsgrad = Optimizer.parse("Adam(lr=0.1, amsgrad=True)", where="test")
+    assert key_of(TASK, one, "float32") == key_of(TASK, other, "float32")
+    assert key_of(TASK, one, "float32") != key_of(TASK, amsgrad, "float32")
+
+
+# Measuring
+
+
+def test_a_profile_takes_steps_apart() -> None:
+    clock = iter(float(second) for second in range(1000))
+    profile = Profile(lambda: next(clock))
+    for _ in range(5):
+        profile.run(Work("step", 1), lambda: None)
+        profile.run(Work("gradient", 1), lambda: [next(clock) for _ in range(3)])
+        profile.run(Work("update", 1), lambda: None)
+    # A look at the clock takes a second: two for each work, and three inside a gradient.
+    assert profile.steps() == {
+        "gradient": [4.0] * 2,
+        "update": [1.0] * 2,
+        "step": [4.0] * 2,
+        "whole": [9.0] * 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def measured() -> Calibration:
+    told: list[str] = []
+    subject = Subject(TASK, SGD, batch_sizes=(4,))
+    calibration = calibrate([subject], 0.01, lambda what, _: told.append(what))
+    assert set(told) <= {"messages", "cores at once", "one thread more", TASK}
+    return calibration
+
+
+def test_everything_is_measured(measured: Calibration, tmp_path: Path) -> None:
+    assert read_calibration(kept(measured, tmp_path)) == measured
+    (task,) = measured.tasks
+    assert task.key == key_of(TASK, SGD, "float32")
+    sizes = [1, 2, 4, 8, 16]
+    for timing in (task.one, task.all):
+        assert [amount for amount, _ in timing.gradient.points] == sizes
+        assert [amount for amount, _ in timing.step.points] == sizes
+    elements = sum(parameter.elements for parameter in task.parameters)
+    assert task.one.update.points[-1][0] == elements
+    assert set(measured.work) == {"add", "mix", "encode"}
+    assert 0 < task.shared_speed <= 1
+    assert measured.time_slice > 0
+    assert task.refill >= 0
+    assert measured.sharing(task) == Sharing(task.shared_speed, measured.time_slice, task.refill)
+    assert "command" not in measured.machine
+
+
+def test_gradients_become_ready_from_the_last_layer_to_the_first(measured: Calibration) -> None:
+    (task,) = measured.tasks
+    weights = [p for p in task.parameters if p.name.endswith("weight")]
+    assert [p.ready for p in weights] == sorted((p.ready for p in weights), reverse=True)
+    turn = sum(parameter.forward for parameter in task.parameters)
+    assert 0 < turn < min(parameter.ready for parameter in task.parameters)
+    assert max(parameter.ready for parameter in task.parameters) <= 1
+    assert task.sample_flops > 0
+
+
+def test_the_machine_is_a_cluster_that_can_be_simulated(
+    measured: Calibration, tmp_path: Path
+) -> None:
+    path = str(kept(measured, tmp_path))
+    run = run_of(AllReduce(), 3, steps=2, batch_size=4, calibration=path)
+    record = simulated(run, tmp_path / "run", on=measured.cluster)
+    assert record.status == "completed"
+    assert record.costs is not None
+    assert record.costs.startswith("calibrated: ")
+
+
+def test_links_between_ranks_make_a_matrix() -> None:
+    matrix = calibrate_links(3, 1000)
+    assert matrix is not None
+    for one in range(3):
+        assert matrix[one][one] == 0
+        for other in range(3):
+            assert (matrix[one][other] > 0) == (one != other)
+            assert matrix[one][other] == matrix[other][one]
+
+
+# The command
+
+
+def test_a_second_task_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "new" / "machine.json"
+    for task in ("digits(channels=1, hidden=2)", "digits(channels=2, hidden=2)"):
+        options = ["--task", task, "--batch-size", "4", "--seconds", "0.001", "--out", str(path)]
+        assert main(["calibrate", *options]) == 0
+    printed = capsys.readouterr().out
+    assert f"kept in {path}, with 2 tasks" in printed
+    assert "This machine as a cluster: one_host(" in printed
+    assert len(read_calibration(path).tasks) == 2
+
+
+def test_links_and_their_order_are_printed_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "links.json"
+    assert main(["calibrate", "--links", "--ranks", "3", "--out", str(path)]) == 0
+    kept_links = json.loads(path.read_text())
+    order = tuple(kept_links["order"])
+    assert sorted(order) == [0, 1, 2]
+    assert f'AllReduce("ring", order={order})' in capsys.readouterr().out
+    assert AllReduce("ring", order=order).roles(3).workers == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "digit()"], "--task: unknown task 'digit'"),
+        (["--batch-size", "4,x"], "--batch-size: '4,x' is not a list"),
+        (["--batch-size", "0"], "--batch-size: 0 is below 1"),
+        (["--seconds", "0"], "--seconds: 0.0 is not above 0"),
+        (["--links", "--ranks", "1"], "--ranks: 1 is below 2"),
+        (["--optimiser", "SGD(lr=1)"], "did you mean '--optimizer'?"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("ORCHESTRA_CACHE", str(tmp_path))
+    assert main(["calibrate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_help_and_what_is_pure_need_no_torch() -> None:
+    code = (
+        "import sys; import orchestra.cluster.calibration; "
+        "import orchestra.engines.simulation.figures; from orchestra.cli.main import main; "
+        "main(['calibrate', '--help']); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: orchestra calibrate")

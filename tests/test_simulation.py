@@ -1,0 +1,270 @@
+"""The simulation runs what real processes run, to the same bits, and always in the same way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.simulated import Second, run_ranks, simulated
+from tests.test_contract import SIZES, TABLE, Row
+from tests.training import settings, step_lines, train_processes
+
+from orchestra.collectives import Group, all_reduce
+from orchestra.engines.simulation.kernel import Deadlock, Kernel
+from orchestra.errors import InputError, RunFailed
+from orchestra.records.record import RunRecord
+from orchestra.strategies.all_reduce import AllReduce, AllReduceState
+from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.worker import Worker
+
+ON_TIME = ("partial all-reduce", "backup workers")  # what they drop depends on time
+SYNCHRONOUS = [
+    row
+    for row in TABLE
+    if isinstance(row.strategy, str) and row.build().synchronous and row.label not in ON_TIME
+]
+
+
+@dataclass(frozen=True)
+class Doubling(AllReduce):
+    """All-reduce, after which every other step counts twice."""
+
+    def update(self, worker: Worker, state: AllReduceState) -> None:
+        if worker.step.consumed // 10 % 2:
+            worker.gradients.vector.mul_(2)
+        super().update(worker, state)
+
+
+def check_equal(real: RunRecord, virtual: RunRecord) -> None:
+    """The same training, to the last bit and byte."""
+    assert virtual.parameters_sha256 == real.parameters_sha256
+    assert (virtual.bytes_sent, virtual.steps) == (real.bytes_sent, real.steps)
+    assert virtual.metrics == real.metrics
+    for rank in range(virtual.ranks):
+        lines = (
+            [step_lines(record.folder, rank) for record in (real, virtual)]
+            if (real.folder / f"steps-rank-{rank}.jsonl").exists()
+            else [[], []]
+        )
+        kept = ("step", "samples", "consumed", "loss", "rates")
+        one, other = ([{key: line[key] for key in kept} for line in part] for part in lines)
+        assert one == other
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("row", SYNCHRONOUS, ids=lambda row: row.label)
+def test_synchronous_strategies_equal_real_processes(row: Row, ranks: int, tmp_path: Path) -> None:
+    """With dropout, momentum, and a last batch that is not for all."""
+    if ranks < row.smallest or ranks not in row.sizes:
+        pytest.skip("does not run on so many")
+    task = "digits_in_one_thread(dropout=0.2)"
+    optimizer = "SGD(lr=0.05, momentum=0.9)"
+    run = settings(row.build(), ranks, task, steps=5, batch_size=7, optimizer=optimizer)
+    real = train_processes(run, tmp_path / "real")
+    virtual = simulated(run, tmp_path / "virtual")
+    if "native" in row.label:  # its order of summation is the backend's own
+        assert virtual.bytes_sent == real.bytes_sent
+        assert virtual.final_loss == pytest.approx(real.final_loss, rel=1e-3)
+    else:
+        check_equal(real, virtual)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "task"),
+    [
+        (AllReduce(), "images(model='normalised', samples=37)"),
+        (ParameterServer(placement="beside"), "images(model='normalised', samples=37)"),
+        (Doubling(), "images(samples=50)"),
+        (AllReduce("tree"), "stream()"),
+        (AllReduce(), "drawing()"),
+    ],
+    ids=["BatchNorm", "BatchNorm on servers", "defined here", "a stream", "NumPy and Python"],
+)
+def test_what_a_rank_has_of_its_own_stays_its_own(strategy: Any, task: str, tmp_path: Path) -> None:
+    run = settings(strategy, 3, task, steps=6, batch_size=5)
+    real = train_processes(run, tmp_path / "real")
+    check_equal(real, simulated(run, tmp_path / "virtual"))
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if isinstance(row.strategy, str)],
+                         ids=lambda row: row.label)  # fmt: skip
+def test_the_same_seed_and_cluster_give_the_same_record(row: Row, tmp_path: Path) -> None:
+    strategy = row.build()
+    ranks = 3 if 3 in row.sizes else row.sizes[0]
+    run = settings(strategy, ranks, "digits_in_one_thread()", steps=4, snapshots=2)
+    texts = []
+    for name in ("one", "other"):
+        record = simulated(run, tmp_path / name, on="stragglers(nodes=4)")
+        summary = record.summary()
+        assert summary.pop("wall_seconds") > 0
+        lines = [
+            step_lines(record.folder, rank) for rank in range(len(strategy.roles(ranks).shares))
+        ]
+        texts.append(json.dumps([summary, lines]))
+    assert texts[0] == texts[1]
+
+
+def test_jitter_changes_times_and_no_synchronous_result(tmp_path: Path) -> None:
+    run = settings(AllReduce(), 4, "images()", steps=6)
+    calm = simulated(run, tmp_path / "calm")
+    rough = simulated(run, tmp_path / "rough", on="stragglers(nodes=4)")
+    assert rough.parameters_sha256 == calm.parameters_sha256
+    assert calm.train_seconds is not None
+    assert rough.train_seconds is not None
+    assert rough.train_seconds > calm.train_seconds
+
+
+# Failures of programs
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    def program(runtime: Runtime) -> None:
+        other = 1 - runtime.rank
+        runtime.transport.receive(other, tag=5).wait()
+
+    failure = run_ranks(2, program).failure
+    assert failure == (
+        "the run hangs: rank 0 waits for rank 1 (to receive, tag 5), "
+        "rank 1 waits for rank 0 (to receive, tag 5)"
+    )
+
+
+def test_a_rank_that_fails_is_named_and_the_others_leave() -> None:
+    def program(runtime: Runtime) -> None:
+        if runtime.rank == 1:
+            raise OverflowError("too much")
+        runtime.transport.receive(1, tag=5).wait()
+
+    before = threading.active_count()
+    failure = run_ranks(3, program).failure
+    assert failure is not None
+    assert failure.startswith("rank 1 failed: OverflowError: too much\nTraceback")
+    assert threading.active_count() == before
+
+
+def test_what_the_user_got_wrong_is_bad_input(tmp_path: Path) -> None:
+    run = settings(AllReduce(), 2, "images()", steps=2, target=None)
+    with pytest.raises(InputError, match="cluster: unknown"):
+        simulated(run, tmp_path, on="lan_2gbit")
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
+    run = settings(AllReduce(), 2, "nan_at()", steps=6)
+    with pytest.raises(RunFailed, match="the loss became nan"):
+        simulated(run, tmp_path)
+
+
+# Time
+
+
+def test_work_takes_what_the_costs_say_and_messages_their_way() -> None:
+    def program(runtime: Runtime) -> float:
+        compute, transport = runtime.compute, runtime.transport
+        compute.run(Work("gradient", 2 + runtime.rank), lambda: None)
+        if runtime.rank == 0:
+            transport.send(torch.zeros(1_250_000), 1, tag=1).wait()
+        else:
+            transport.receive(0, tag=1).wait()
+        return transport.now()
+
+    sender, receiver = run_ranks(2, program).results
+    way = 100e-6 + (5_000_000 + 27) / 125e6  # 50 us of each link; and a header
+    assert sender == pytest.approx(2 + way, rel=1e-9)
+    assert receiver == pytest.approx(max(3.0, 2 + way), rel=1e-9)
+
+
+def test_ranks_that_share_cores_slow_each_other() -> None:
+    def program(runtime: Runtime) -> float:
+        runtime.compute.run(Work("gradient", 1), lambda: None)
+        return runtime.transport.now()
+
+    four_on_two = run_ranks(4, program, on="one_host(cores=2)").results
+    assert four_on_two == pytest.approx([2.0] * 4)
+    assert run_ranks(2, program, on="one_host(cores=2)").results == pytest.approx([1.0] * 2)
+
+
+def test_a_bucket_leaves_while_backward_goes_on() -> None:
+    """Three slots of a second each, the last one first, and a message of each takes a second."""
+
+    def program(runtime: Runtime) -> float:
+        def backward() -> None:
+            for slot in (2, 1, 0):
+                runtime.compute.reached(slot)
+                times.append(runtime.transport.now())
+
+        times: list[float] = []
+        runtime.compute.run(Work("gradient", 4), backward)
+        assert times == pytest.approx([4 / 3, 8 / 3, 4.0])
+        return runtime.transport.now()
+
+    from tests.simulated import FREE, Silent, cluster
+
+    from orchestra.engines.simulation.simulate import simulate
+
+    (end,) = simulate(program, cluster("one_host"), 1, Second(3), FREE, Silent()).results
+    assert end == pytest.approx(4.0)
+
+
+def test_collectives_sum() -> None:
+    def program(runtime: Runtime) -> list[float]:
+        vector = torch.arange(5.0) + runtime.rank
+        all_reduce(runtime.transport, vector, "ring", Group((0, 1, 2)), tag=1)
+        return list(vector.tolist())
+
+    assert run_ranks(3, program).results == ([3.0, 6.0, 9.0, 12.0, 15.0],) * 3
+
+
+# The kernel
+
+
+class Free:
+    """A processor on which nothing is computed."""
+
+    rate = 1.0
+
+    def undisturbed(self) -> bool:
+        return True
+
+    def start(self, seconds: float, then: Any) -> None: ...
+
+    def spend(self, seconds: float) -> None: ...
+
+
+def test_events_happen_in_the_order_of_time_and_then_of_their_making() -> None:
+    kernel, seen = Kernel(), []
+
+    def flow(name: str, naps: list[float]) -> Any:
+        def live() -> None:
+            for nap in naps:
+                kernel.sleep(nap)
+                seen.append((kernel.now(), name))
+
+        return live
+
+    kernel.start(0, flow("a", [1.0, 1.0]), Free(), main=True)
+    kernel.start(1, flow("b", [2.0, 0.5]), Free(), main=True)
+    kernel.run()
+    assert seen == [(1.0, "a"), (2.0, "b"), (2.0, "a"), (2.5, "b")]
+
+
+def test_a_cancelled_event_does_not_happen() -> None:
+    kernel, seen = Kernel(), []
+    kernel.at(1.0, lambda: seen.append(1)).cancel()
+    kernel.start(0, lambda: kernel.sleep(2.0), Free(), main=True)
+    kernel.run()
+    assert seen == []
+
+
+def test_nothing_due_and_somebody_parked_is_a_deadlock() -> None:
+    kernel = Kernel()
+    kernel.start(0, kernel.park, Free(), main=True)
+    with pytest.raises(Deadlock):
+        kernel.run()
+    kernel.abort("over")
+    assert not kernel.flows

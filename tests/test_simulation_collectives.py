@@ -1,0 +1,540 @@
+"""All-reduces at once give what they give message by message: values, times, bytes, counters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from tests.simulated import FREE, Second, run_ranks
+
+from orchestra.cluster.costs import Line, Overhead
+from orchestra.collectives import Group, execute, executor
+from orchestra.engines.simulation.meeting import Meeting
+from orchestra.engines.simulation.recurrence import Recurrence
+from orchestra.engines.simulation.walk import Walk
+from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
+from orchestra.transports.framing import header_bytes
+from orchestra.transports.protocol import AllReducesAtOnce, Transport
+from orchestra.transports.traced import SHOWN, TracedTransport
+from orchestra.transports.tracer import Tracer
+from orchestra.worker.runtime import Runtime, Work
+
+NAMES = [*ALL_REDUCE, "hierarchical"]
+COSTLY = Overhead(
+    send=Line(20e-6, 2e-10),
+    receive=Line(15e-6, 1e-10),
+    add=2e-10,
+    buffer_bytes=700,
+    wire=1.06,
+    cold=3e-6,
+    collective=7e-6,
+)
+TAG, FOREIGN = 70, 71
+HEADER = header_bytes(1)
+
+
+def schedule_of(name: str, ranks: int) -> Schedule:
+    """Nodes have two ranks, the last one perhaps one."""
+    if name in ALL_REDUCE:
+        return ALL_REDUCE[name](ranks)
+    return hierarchical([2] * (ranks // 2) + [1] * (ranks % 2))
+
+
+class MessageByMessage:
+    """A transport on which no all-reduce happens at once."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def all_reduce_at_once(self, *arguments: Any) -> int | None:
+        inner = cast(AllReducesAtOnce, self.inner)
+        return inner.all_reduce_at_once(*arguments, message_by_message=True)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All-reduces after one another, each begun by the ranks after delays of their own, in seconds.
+
+    `noise` lets the last rank send so many messages to the first one from a flow of its own
+    meanwhile, after it has computed for `noise_after` seconds;
+    `spawn` lets rank 0 begin flows that compute, before the first all-reduce is over.
+    """
+
+    name: str
+    ranks: int
+    length: int
+    delays: Sequence[Sequence[float]]
+    on: str = "lan_1gbit(nodes=32)"
+    overhead: Overhead = COSTLY
+    noise: int = 0
+    noise_after: float = 1e-6
+    noise_length: int = 2000
+    spawn: bool = False
+    edges: tuple[int, ...] | None = None
+
+    def run(self, *, at_once: bool) -> list[Any]:
+        """Of each rank: what each all-reduce gave and when, and what was counted."""
+        outcome = run_ranks(
+            self.ranks, lambda runtime: self._program(runtime, at_once), self.on, self.overhead
+        )
+        assert outcome.failure is None, outcome.failure
+        return list(outcome.results)
+
+    def _program(self, runtime: Runtime, at_once: bool) -> Any:
+        inner, rank = runtime.transport, runtime.rank
+        transport = inner if at_once else cast(Transport, MessageByMessage(inner))
+        schedule, group = schedule_of(self.name, self.ranks), Group(tuple(range(self.ranks)))
+        tasks = []
+        if self.noise and rank == self.ranks - 1:
+            tasks.append(inner.spawn(lambda flow: self._send_noise(flow, runtime)))
+        if self.spawn and rank == 0:
+            tasks.append(inner.spawn(lambda flow: self._begin_later(flow, runtime)))
+        given = []
+        for number, delays in enumerate(self.delays):
+            generator = torch.Generator().manual_seed(1000 * number + rank)
+            vector = torch.randn(self.length, generator=generator)
+            if delays[rank]:
+                work = Work("gradient", cast(int, delays[rank]))
+                runtime.compute.run(work, lambda: None)
+            buffer = execute(transport, vector, schedule, group, TAG, self.edges)
+            given.append((inner.now(), vector.numpy().tobytes(), buffer))
+        if self.noise and rank == 0:
+            for _ in range(self.noise):
+                inner.receive(self.ranks - 1, FOREIGN).wait()
+        for task in tasks:
+            task.wait()
+        return given, asdict(inner.traffic), inner.bytes_sent, inner.now()
+
+    def _send_noise(self, flow: Transport, runtime: Runtime) -> None:
+        runtime.compute.run(Work("gradient", cast(int, self.noise_after)), lambda: None)
+        for _ in range(self.noise):
+            flow.send(torch.zeros(self.noise_length), 0, FOREIGN).wait()
+
+    def _begin_later(self, flow: Transport, runtime: Runtime) -> None:
+        """Two flows that begin while the main one is in an all-reduce, and compute."""
+        runtime.compute.run(Work("gradient", cast(int, 3e-5)), lambda: None)
+        tasks = [
+            flow.spawn(lambda _: runtime.compute.run(Work("update", cast(int, 1e-3)), int))
+            for _ in range(2)
+        ]
+        for task in tasks:
+            task.wait()
+
+
+def check(trial: Trial) -> None:
+    """Both ways agree: times to 1e-12 of themselves, the rest exactly."""
+    for at_once, by_messages in zip(trial.run(at_once=True), trial.run(at_once=False), strict=True):
+        flat, expected = _flat(at_once), _flat(by_messages)
+        assert len(flat) == len(expected)
+        for value, wanted in zip(flat, expected, strict=True):
+            if isinstance(wanted, float):
+                assert value == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+            else:
+                assert value == wanted
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return _flat(list(value.values()))
+    if isinstance(value, tuple | list):
+        return [part for each in value for part in _flat(each)]
+    return [value]
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often a rank went message by message, a meeting was disturbed, and times were found."""
+    counts: Counter[str] = Counter()
+
+    def counting(cls: type, name: str, label: str) -> Any:
+        original = getattr(cls, name)
+
+        def counted_call(self: Any, *arguments: Any) -> Any:
+            counts[label] += 1
+            return original(self, *arguments)
+
+        return mock.patch.object(cls, name, counted_call)
+
+    with (
+        counting(Walk, "enter_world", "walks"),
+        counting(Meeting, "enter_world", "disturbed"),
+        counting(Recurrence, "run", "found"),
+    ):
+        yield counts
+
+
+def staggered(ranks: int, rounds: int = 3) -> list[list[float]]:
+    """No two ranks arrive together, and not in the same order each time."""
+    return [
+        [1e-6 + 3e-4 * ((7 * rank + 3 * number) % ranks) for rank in range(ranks)]
+        for number in range(rounds)
+    ]
+
+
+def together(ranks: int, rounds: int) -> list[list[float]]:
+    return [[0.0] * ranks for _ in range(rounds)]
+
+
+# At once and message by message agree
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 17])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_agrees(name: str, ranks: int) -> None:
+    with mock.patch.object(executor, "SEGMENT_BYTES", 256):
+        check(Trial(name, ranks, 40 * ranks + 3, staggered(ranks)))
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> Trial:
+    ranks = draw(st.integers(2, 17))
+    delay = st.one_of(st.just(0.0), st.floats(1e-9, 2e-3))
+    delays = st.lists(st.lists(delay, min_size=ranks, max_size=ranks), min_size=1, max_size=3)
+    lengths = st.one_of(st.integers(0, 2 * ranks), st.integers(0, 4000))
+    clusters = ("lan_1gbit(nodes=32)", "lan_1gbit(nodes=4)", "wifi(nodes=17)")
+    unlike = ("stragglers(nodes=17)", "two_sites(nodes=17)", "containers_10mbit(nodes=17)")
+    return Trial(
+        draw(st.sampled_from(NAMES)),
+        ranks,
+        draw(lengths),
+        draw(delays),
+        draw(st.sampled_from((*clusters, *unlike))),
+        replace(
+            COSTLY,
+            buffer_bytes=draw(st.sampled_from((0, 700, 1 << 17))),
+            send=Line(20e-6, draw(st.sampled_from((2e-10, 3e-8)))),  # also slower than the links
+        ),
+        noise=draw(st.sampled_from((0, 0, 5))),
+    )
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(trials())
+def test_any_trial_agrees(trial: Trial) -> None:
+    with mock.patch.object(executor, "SEGMENT_BYTES", 1024):
+        check(trial)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_shorter_than_the_ranks_agree(name: str, length: int) -> None:
+    check(Trial(name, 5, length, staggered(5)))
+
+
+def test_processors_slower_than_the_links_agree() -> None:
+    check(Trial("ring", 4, 9000, staggered(4), overhead=replace(COSTLY, send=Line(1e-6, 3e-8))))
+
+
+def test_pieces_of_unequal_length_agree() -> None:
+    check(Trial("ring", 4, 1000, staggered(4), edges=(0, 0, 10, 700, 1000)))
+
+
+@pytest.mark.parametrize(
+    "on", ["one_host(cores=2)", "lan_1gbit(nodes=3)", "wifi(nodes=6)", "containers_10mbit(nodes=6)"]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_cores_and_links_agree(name: str, on: str) -> None:
+    check(Trial(name, 6, 3000, staggered(6), on))
+
+
+def test_stragglers_agree_where_rounds_overlap_on_a_link() -> None:
+    delays = [[0.0] * 7 + [5e-4], [3e-3] + [0.0] * 7]
+    check(Trial("halving_doubling", 8, 100_000, delays))
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 1 << 20])
+def test_an_all_reduce_follows_before_all_messages_of_the_last_one_are_there(
+    buffer_bytes: int,
+) -> None:
+    """The one long piece is the last that rank 2 sends, while it has long got what it needs."""
+    overhead = replace(COSTLY, buffer_bytes=buffer_bytes)
+    edges = (0, 10, 20, 60_000, 60_010)
+    check(Trial("ring", 4, 60_010, together(4, 4), overhead=overhead, edges=edges))
+
+
+# What nobody disturbs is done at once, and what somebody does is not
+
+
+@pytest.mark.parametrize("name", ["ring", "ring_gather"])
+def test_rings_on_links_of_their_own_cost_no_messages(name: str) -> None:
+    with counted() as counts:
+        Trial(name, 6, 600, staggered(6)).run(at_once=True)
+    assert (counts["walks"], counts["disturbed"]) == (0, 0)
+    assert counts["found"]
+
+
+def test_ranks_that_come_as_before_are_not_computed_anew() -> None:
+    with counted() as counts:
+        Trial("ring", 6, 600, [[1e-3] * 6] * 20).run(at_once=True)
+    assert counts["found"] == 1
+
+
+def test_foreign_messages_disturb() -> None:
+    """Both while ranks are missing, and when all are there."""
+    late, prompt = [[0.0] * 4 + [9e-3], [0.0] * 5], together(5, 3)
+    for delays in (late, prompt):
+        trial = Trial("ring", 5, 200_000, delays, noise=8)
+        with counted() as counts:
+            trial.run(at_once=True)
+        assert counts["disturbed"]
+        assert counts["walks"]
+        check(trial)
+
+
+def test_a_disturbed_ring_goes_on_from_the_round_that_it_is_in() -> None:
+    """The noise comes when half of the rounds are over."""
+    whole = Trial("ring", 5, 20_000, staggered(5, 1))
+    ended = max(result[3] for result in whole.run(at_once=True))
+    trial = replace(whole, noise=4, noise_after=0.7 * ended)
+    with counted() as counts:
+        trial.run(at_once=True)
+    assert counts["disturbed"] == 1
+    check(trial)
+
+
+def test_a_message_that_is_on_its_way_already_is_not_forgotten() -> None:
+    check(Trial("ring", 4, 5000, [[1e-3] * 4], noise=1, noise_length=200_000))
+
+
+@pytest.mark.parametrize("part", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+def test_the_one_before_is_disturbed_with_an_all_reduce(part: float) -> None:
+    """Ranks 1 and 2 have the next one begun when others are still in the last."""
+    whole = Trial("ring", 4, 60_010, together(4, 4), edges=(0, 10, 20, 60_000, 60_010))
+    ended = max(result[3] for result in whole.run(at_once=True))
+    trial = replace(whole, noise=2, noise_after=part * ended)
+    with counted() as counts:
+        trial.run(at_once=True)
+    assert counts["disturbed"]
+    check(trial)
+
+
+def test_arrivals_that_differ_little_are_computed_anew() -> None:
+    check(Trial("ring", 4, 4000, [[1e-3] * 4, [1e-3, 1e-3 + 1e-7, 1e-3, 1e-3]]))
+
+
+def test_a_flow_that_shares_the_core_from_the_beginning_agrees() -> None:
+    trial = Trial("ring", 4, 20_000, together(4, 2), "containers_10mbit(nodes=4)", spawn=True)
+    with counted() as counts:
+        trial.run(at_once=True)
+    assert (counts["walks"] > 0, counts["disturbed"]) == (True, 0)
+    check(trial)
+
+
+def test_flows_that_take_the_last_core_disturb() -> None:
+    trial = Trial("ring", 4, 20_000, together(4, 2), "lan_1gbit(nodes=4, cores=2)", spawn=True)
+    with counted() as counts:
+        trial.run(at_once=True)
+    assert counts["disturbed"] == 1
+    check(trial)
+
+
+def test_two_all_reduces_of_the_same_ranks_at_a_time_agree() -> None:
+    """Main and background flows have tags of their own, and the same links."""
+
+    def program(runtime: Runtime, at_once: bool) -> Any:
+        group = Group(tuple(range(4)))
+
+        def reduce(flow: Transport, tag: int, length: int) -> float:
+            transport = flow if at_once else cast(Transport, MessageByMessage(flow))
+            vector = torch.full((length,), float(runtime.rank))
+            execute(transport, vector, ALL_REDUCE["ring"](4), group, tag)
+            assert vector.tolist() == [6.0] * length
+            return flow.now()
+
+        task = runtime.transport.spawn(lambda flow: reduce(flow, FOREIGN, 30_000))
+        runtime.compute.run(Work("gradient", cast(int, 1e-4 * runtime.rank + 1e-6)), lambda: None)
+        return reduce(runtime.transport, TAG, 20_000), task.wait()
+
+    results = [
+        run_ranks(4, lambda runtime, mode=mode: program(runtime, mode), overhead=COSTLY).results  # type: ignore[misc]
+        for mode in (True, False)
+    ]
+    for one, other in zip(*results, strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_the_first_to_come_decides_for_all() -> None:
+    """One rank traces and the others do not: nobody waits for a message that never comes."""
+
+    def program(runtime: Runtime, tracing: int) -> list[float]:
+        transport = runtime.transport
+        if runtime.rank == tracing:
+            transport = cast(Transport, MessageByMessage(transport))
+        vector = torch.full((8,), float(runtime.rank))
+        runtime.compute.run(Work("gradient", runtime.rank + 1), lambda: None)
+        execute(transport, vector, ALL_REDUCE["ring"](3), Group((0, 1, 2)), TAG)
+        return vector.tolist()
+
+    for tracing in range(3):
+        outcome = run_ranks(3, lambda runtime, who=tracing: program(runtime, who))  # type: ignore[misc]
+        assert outcome.failure is None
+        assert outcome.results == ([3.0] * 8,) * 3
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def program(runtime: Runtime) -> None:
+        if runtime.rank == 2:
+            runtime.transport.receive(2, FOREIGN).wait()
+        execute(runtime.transport, torch.ones(9), ALL_REDUCE["ring"](3), Group((0, 1, 2)), TAG)
+
+    outcome = run_ranks(3, program)
+    assert outcome.failure is not None
+    assert "rank 0 waits for rank 2 (to add up, tag 70)" in outcome.failure
+
+
+def test_unlike_vectors_are_a_mistake() -> None:
+    def program(runtime: Runtime) -> None:
+        vector = torch.ones(9 + runtime.rank)
+        execute(runtime.transport, vector, ALL_REDUCE["ring"](2), Group((0, 1)), TAG)
+
+    outcome = run_ranks(2, program)
+    assert outcome.failure is not None
+    assert "tag 70: an all-reduce of unlike vectors" in outcome.failure
+
+
+# Closed forms: latency alpha, seconds a byte beta, seconds a byte added gamma
+
+ALPHA, BETA = 100e-6, 1 / 125e6
+"""Two links of lan_1gbit, and its bandwidth."""
+
+
+def seconds_of(schedule: Schedule, length: int, overhead: Overhead = FREE) -> float:
+    """An all-reduce of so many float32 on equal nodes, all arriving at once."""
+
+    def program(runtime: Runtime) -> float:
+        ranks = Group(tuple(range(runtime.ranks)))
+        execute(runtime.transport, torch.ones(length), schedule, ranks, TAG)
+        return runtime.transport.now()
+
+    outcome = run_ranks(schedule.ranks, program, overhead=overhead)
+    assert outcome.failure is None, outcome.failure
+    latest: float = max(outcome.results)
+    return latest
+
+
+def crossing(payload: float) -> float:
+    return (payload + HEADER) * BETA
+
+
+LENGTH = 16 * 3 * 5 * 7 * 300  # divisible by every number of pieces below
+BYTES = 4 * LENGTH
+FORMS: list[tuple[str, int, Callable[[int], float]]] = [
+    ("ring", 16, lambda n: 2 * (n - 1) * (ALPHA + crossing(BYTES / n))),
+    ("ring", 7, lambda n: 2 * (n - 1) * (ALPHA + crossing(BYTES / n))),
+    (
+        "halving_doubling",
+        16,
+        lambda n: 2 * sum(ALPHA + crossing(BYTES / 2**k) for k in range(1, int(math.log2(n)) + 1)),
+    ),
+    ("butterfly", 16, lambda n: math.log2(n) * (ALPHA + crossing(BYTES))),
+    ("tree", 15, lambda n: 2 * (math.log2(n + 1) - 1) * (ALPHA + 2 * crossing(BYTES))),
+    ("reduce_to_one", 5, lambda n: 2 * (ALPHA + (n - 1) * crossing(BYTES))),
+    ("ring_gather", 5, lambda n: (n - 1) * (ALPHA + crossing(BYTES))),
+    ("parallel", 5, lambda n: ALPHA + (n - 1) * crossing(BYTES)),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "form"), FORMS, ids=lambda value: str(value)[:16])
+def test_closed_forms(name: str, ranks: int, form: Callable[[int], float]) -> None:
+    assert seconds_of(ALL_REDUCE[name](ranks), LENGTH) == pytest.approx(form(ranks), rel=1e-6)
+
+
+def test_closed_form_of_two_levels() -> None:
+    """Four nodes of four, each rank with a link of its own."""
+    inside = 2 * 3 * (ALPHA + crossing(BYTES / 4))
+    between = 2 * 3 * (ALPHA + crossing(BYTES / 16))
+    seconds = seconds_of(hierarchical([4] * 4), LENGTH)
+    assert seconds == pytest.approx(inside + between, rel=1e-6)
+
+
+def test_adding_takes_time() -> None:
+    gamma = 1e-9
+    seconds = seconds_of(ALL_REDUCE["ring"](16), LENGTH, replace(FREE, add=gamma))
+    form = FORMS[0][2](16) + 15 / 16 * BYTES * gamma
+    assert seconds == pytest.approx(form, rel=1e-6)
+
+
+def test_golden_ring() -> None:
+    """16 ranks, 25 MB, 1 Gbit/s, links of 50 us: what SimGrid 3.32 gives with its model CM02."""
+    assert seconds_of(ALL_REDUCE["ring"](16), 6_250_000) == pytest.approx(7.56 / 20, rel=2e-5)
+
+
+# torch.distributed's own collectives
+
+
+def test_native_is_a_ring_beside_the_main_flow() -> None:
+    def program(runtime: Runtime) -> tuple[float, float, list[float], int]:
+        assert runtime.native is not None
+        native, length = runtime.native(), 40_000
+        vectors = [torch.full((length,), float(runtime.rank + k)) for k in range(2)]
+        works = [native.start_all_reduce(vector) for vector in vectors]
+        runtime.compute.run(Work("gradient", cast(int, 1e-3)), lambda: None)
+        computed = runtime.transport.now()
+        results = [float(work.wait().mean()) for work in works]
+        return computed, runtime.transport.now(), results, runtime.transport.bytes_sent
+
+    outcome = run_ranks(4, program)
+    assert outcome.failure is None, outcome.failure
+    one = 6 * (ALPHA + crossing(40_000))
+    for computed, ended, results, sent in outcome.results:
+        assert computed == pytest.approx(1e-3)
+        assert ended == pytest.approx(2 * one, rel=1e-6)
+        assert results == [6.0, 10.0]
+        assert sent == 0  # a formula stands for them
+
+
+def test_native_broadcast_and_barrier() -> None:
+    def program(runtime: Runtime) -> tuple[list[float], float, int]:
+        assert runtime.native is not None
+        runtime.compute.run(Work("gradient", runtime.rank + 1), lambda: None)
+        runtime.native().barrier()
+        together = runtime.transport.now()
+        values = runtime.native().broadcast(torch.full((3,), runtime.rank), 1).tolist()
+        return values, together, runtime.transport.bytes_sent
+
+    outcome = run_ranks(3, program)
+    assert outcome.failure is None, outcome.failure
+    for values, together, sent in outcome.results:
+        assert values == [1.0] * 3
+        assert together >= 3
+        assert sent == 0
+
+
+# The timeline
+
+
+@pytest.mark.parametrize("ranks", [SHOWN, SHOWN + 1])
+def test_a_timeline_shows_messages_of_few_ranks(ranks: int) -> None:
+    def program(runtime: Runtime) -> Counter[str]:
+        tracer = Tracer(runtime.transport.now, 1)
+        transport = TracedTransport(runtime.transport, tracer)
+        tracer.begin()
+        tracer.open_for_steps(1)
+        group = Group(tuple(range(ranks)))
+        execute(transport, torch.ones(100), ALL_REDUCE["butterfly"](ranks), group, TAG)
+        timeline = tracer.timeline("virtual")
+        assert timeline is not None
+        return Counter(piece.category for piece in timeline.slices)
+
+    outcome = run_ranks(ranks, program, overhead=COSTLY)
+    assert outcome.failure is None, outcome.failure
+    for kinds in outcome.results:
+        assert (kinds["native"], kinds["send"] > 0) == ((1, False) if ranks > SHOWN else (0, True))
+
+
+def test_costs_are_those_of_the_tests() -> None:
+    """A unit of work takes a second, so that a delay is one."""
+    assert Second().seconds(Work("gradient", cast(int, 0.25))) == 0.25

@@ -1,0 +1,122 @@
+"""When to use which strategy, and the marks of those not yet seen best, in `orchestra list`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestra.cli.main import main
+from orchestra.cli.strategy_list import FOR_REFERENCE, variants_of
+from orchestra.experiments.file import load
+from orchestra.settings import write
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.standing import Standing, normal
+from orchestra.tasks.registry import TASKS
+
+ROOT = Path(__file__).parents[1]
+COMPARED = [
+    write(strategy, STRATEGIES)
+    for strategy in load(ROOT / "examples" / "strategies.yaml", [], {}).strategies.values()
+]
+KNOWN = [(name, STRATEGIES.resolve(name, where="here")) for name in STRATEGIES.names()]
+SHIPPED = {name: target for name, target in KNOWN if issubclass(target, Strategy)}
+TABLE = Standing(
+    {
+        "one": {"Single()": 2.0, "AllReduce('ring')": 2.1, "LocalSGD(8)": 2.11, "Gossip()": None},
+        "other": {"Single()": None, "AllReduce('ring')": 3.2, "PairwiseAveraging(Complete())": 3.1},
+        "too hard": {"Gossip(Ring())": None},
+    },
+    "measured by hand",
+)
+
+
+@pytest.fixture(scope="module")
+def study() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "studies" / "standing.py"))
+
+
+def test_best_is_the_fastest_and_what_is_within_5_percent_of_it() -> None:
+    assert TABLE.good_on("Single()") == ["one"]
+    assert TABLE.good_on("AllReduce") == ["one", "other"]  # however it is written
+    assert TABLE.good_on("PairwiseAveraging()") == ["other"]
+    assert TABLE.good_on("LocalSGD()") == TABLE.good_on("Gossip()") == []
+
+
+def test_every_strategy_says_when_to_use_it_and_what_is_compared_is_listed() -> None:
+    listed = []
+    for name, strategy in SHIPPED.items():
+        assert strategy.use
+        for notation, use in variants_of(name, strategy):
+            assert use
+            assert normal(notation).startswith(f"{name}(")
+            listed.append(normal(notation))
+    assert len(listed) == len(set(listed))
+    assert set(COMPARED) <= set(listed)
+
+
+def test_the_list_marks_what_was_not_seen_best(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Standing, "shipped", lambda: TABLE)
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    marked = {
+        line.split()[0]: below.endswith(FOR_REFERENCE)
+        for line, below in pairwise(lines)
+        if line.split() and line.split()[0] in SHIPPED
+    }
+    good = {"AllReduce", "PairwiseAveraging", "Single"}
+    assert marked == {name: name not in good for name in SHIPPED}
+
+
+def test_the_strategies_alone_with_their_variants(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Standing, "shipped", lambda: TABLE)
+    assert main(["list", "strategies"]) == 0
+    text = capsys.readouterr().out
+    lines = [line.strip() for line in text.splitlines()]
+    below = dict(pairwise(lines))
+    for name, strategy in SHIPPED.items():
+        for notation, _ in variants_of(name, strategy):
+            assert below[notation].endswith(FOR_REFERENCE) != bool(TABLE.good_on(notation))
+    assert below['AllReduce("ring")'].endswith("best, or within 5 % of it, on one, other")
+    assert "measured by hand" in text
+    assert "digits28" not in text
+
+
+def test_the_shipped_table_is_of_the_strategies_and_tasks_that_there_are() -> None:
+    table = json.loads((ROOT / "src/orchestra/strategies/standing.json").read_text())
+    assert set(table["tasks"]) <= set(TASKS.names())
+    for measured in table["tasks"].values():
+        assert list(measured["seconds"]) == COMPARED
+        assert any(measured["seconds"].values())
+        assert measured["seeds"]
+    assert Standing.shipped().good_on("Single()")
+
+
+def test_the_study_takes_the_median_and_knows_every_task(study: dict[str, Any]) -> None:
+    labels = load(ROOT / study["EXPERIMENT"], [], {}).strategies
+    times = {label: [3.0, 1.0, 2.00049] for label in labels}
+    times["ring"] = [None, 1.0, None]  # type: ignore[list-item]
+    times["tree"] = [None, 1.0, 5.0]  # type: ignore[list-item]
+    runs = [
+        {"name": label, "time_to_target_seconds": time}
+        for label, of_seeds in times.items()
+        for time in of_seeds
+    ]
+    found = study["seconds_to_target"](runs)
+    assert list(found) == COMPARED
+    assert found["AllReduce('ring')"] is None
+    assert found["AllReduce('tree')"] == 5.0
+    assert found["Single()"] == 2.0
+    for task, changes in study["TASKS"].items():
+        experiment = load(ROOT / study["EXPERIMENT"], changes, {})
+        assert experiment.task.startswith(f"{task}(")
+        assert experiment.training.target is not None
