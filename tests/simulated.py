@@ -67,9 +67,10 @@ class Silent:
 def run_ranks(
     ranks: int,
     program: Callable[[Runtime], Any],
-    on: str = "lan_1gbit(nodes=32)",
+    on: str | Cluster = "lan_1gbit(nodes=32)",
     overhead: Overhead = FREE,
     costs: Costs | None = None,
 ) -> Outcome:
     """Simulate `program` on every rank, in this process."""
-    return simulate(program, cluster(on), ranks, costs or Second(), overhead, Silent())
+    there = cluster(on) if isinstance(on, str) else on
+    return simulate(program, there, ranks, costs or Second(), overhead, Silent())

@@ -15,7 +15,7 @@ from tests.rank_programs import Running, pids
 from tests.training import step_lines
 from tests.waiting import is_stopped, wait_until
 
-from orchestra.engines.processes.events import Beat, Event, Notice
+from orchestra.engines.events import Beat, Event, Notice
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.settings import Run, Training
 

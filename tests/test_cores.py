@@ -9,6 +9,9 @@ import pytest
 from tests.simulated import FREE, Second, Silent, cluster
 
 from orchestra.cluster.costs import Line, Sharing
+from orchestra.engines.simulation.cores import Cores, Turn
+from orchestra.engines.simulation.fluid import Fluid, Resource
+from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.worker.runtime import Runtime, Work
 
@@ -90,3 +93,37 @@ def test_cores_that_all_compute_are_slower() -> None:
     on, sharing = cluster("one_host(cores=2)"), Sharing(0.5, 10.0)
     outcome = simulate(program, on, 2, Second(), FREE, Silent(), sharing=sharing)
     assert outcome.results == pytest.approx((2.0, 3.0))  # half as fast until one is alone
+
+
+class Idle:
+    """A processor on which nothing is computed."""
+
+    rate = 1.0
+
+    def undisturbed(self) -> bool:
+        return True
+
+    def start(self, seconds: float, then: object) -> None: ...
+
+    def spend(self, seconds: float) -> None: ...
+
+
+def test_a_thread_that_is_held_starts_nothing() -> None:
+    """Nor does it keep others from its core; let go, it does what was asked of it meanwhile."""
+    kernel = Kernel()
+    fluid = Fluid(kernel)
+    cores = Cores(kernel, fluid, 1, time_slice=10, refill=0)
+    own, both = [Resource(name, 1.0) for name in ("one", "other")], Resource("cores", 1.0)
+    held, other = (Turn((resource, both)) for resource in own)
+    ended: dict[str, float] = {}
+
+    def begin() -> None:
+        cores.hold(held)
+        cores.start(held, 1, lambda: ended.setdefault("held", kernel.now()))
+        cores.start(other, 2, lambda: ended.setdefault("other", kernel.now()))
+        kernel.at(5, lambda: cores.let_go(held))
+
+    kernel.at(0, begin)
+    kernel.start(0, lambda: kernel.sleep(9), Idle(), main=True)
+    kernel.run()
+    assert ended == {"other": 2, "held": 6}

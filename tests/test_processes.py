@@ -25,8 +25,8 @@ from tests.waiting import (
 )
 
 from orchestra.engines.processes import launch
-from orchestra.engines.processes.events import Event, Notice
-from orchestra.engines.processes.verdicts import Limits
+from orchestra.engines.events import Event, Notice
+from orchestra.engines.verdicts import Limits
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.processes.wire import pack
 from orchestra.errors import InputError, RunFailed

@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import wait_until
 
 from orchestra.engines.processes.display import Display, Progress
-from orchestra.engines.processes.events import Beat, Interrupted, Notice, Pulse
+from orchestra.engines.events import Beat, Interrupted, Notice, Pulse
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Training
 

@@ -12,6 +12,7 @@ import pytest
 
 from orchestra.cli.main import main
 from orchestra.cli.strategy_list import FOR_REFERENCE, variants_of
+from orchestra.cluster import CLUSTERS
 from orchestra.experiments.file import load
 from orchestra.settings import write
 from orchestra.strategies.base import Strategy
@@ -33,6 +34,15 @@ TABLE = Standing(
         "too hard": {"Gossip(Ring())": None},
     },
     "measured by hand",
+    {
+        "lan": {
+            "Single()": 2.0,
+            "AllReduce('ring')": 1.0,
+            "Gossip(Ring())": 1.04,
+            "LocalSGD(8)": None,
+        }
+    },
+    "simulated by hand",
 )
 
 
@@ -46,6 +56,8 @@ def test_best_is_the_fastest_and_what_is_within_5_percent_of_it() -> None:
     assert TABLE.good_on("AllReduce") == ["one", "other"]  # however it is written
     assert TABLE.good_on("PairwiseAveraging()") == ["other"]
     assert TABLE.good_on("LocalSGD()") == TABLE.good_on("Gossip()") == []
+    assert TABLE.good_in_simulation("AllReduce") == TABLE.good_in_simulation("Gossip") == ["lan"]
+    assert TABLE.good_in_simulation("LocalSGD()") == TABLE.good_in_simulation("Single()") == []
 
 
 def test_every_strategy_says_when_to_use_it_and_what_is_compared_is_listed() -> None:
@@ -71,7 +83,7 @@ def test_the_list_marks_what_was_not_seen_best(
         for line, below in pairwise(lines)
         if line.split() and line.split()[0] in SHIPPED
     }
-    good = {"AllReduce", "PairwiseAveraging", "Single"}
+    good = {"AllReduce", "Gossip", "PairwiseAveraging", "Single"}
     assert marked == {name: name not in good for name in SHIPPED}
 
 
@@ -85,16 +97,25 @@ def test_the_strategies_alone_with_their_variants(
     below = dict(pairwise(lines))
     for name, strategy in SHIPPED.items():
         for notation, _ in variants_of(name, strategy):
-            assert below[notation].endswith(FOR_REFERENCE) != bool(TABLE.good_on(notation))
-    assert below['AllReduce("ring")'].endswith("best, or within 5 % of it, on one, other")
+            good = TABLE.good_on(notation) or TABLE.good_in_simulation(notation)
+            assert below[notation].endswith(FOR_REFERENCE) != bool(good)
+    seen = "best, or within 5 % of it, on"
+    assert below['AllReduce("ring")'].endswith(
+        f"{seen} one, other in real runs and on lan in simulated ones"
+    )
+    assert below["Single()"].endswith(f"{seen} one in real runs")
+    assert below["Gossip()"].endswith(f"{seen} lan in simulated ones")
     assert "measured by hand" in text
+    assert "simulated by hand" in text
     assert "digits28" not in text
 
 
 def test_the_shipped_table_is_of_the_strategies_and_tasks_that_there_are() -> None:
     table = json.loads((ROOT / "src/orchestra/strategies/standing.json").read_text())
+    clusters = table.get("simulated", {"clusters": {}})["clusters"]
     assert set(table["tasks"]) <= set(TASKS.names())
-    for measured in table["tasks"].values():
+    assert set(clusters) <= set(CLUSTERS.names())
+    for measured in (*table["tasks"].values(), *clusters.values()):
         assert list(measured["seconds"]) == COMPARED
         assert any(measured["seconds"].values())
         assert measured["seeds"]
@@ -116,7 +137,26 @@ def test_the_study_takes_the_median_and_knows_every_task(study: dict[str, Any]) 
     assert found["AllReduce('ring')"] is None
     assert found["AllReduce('tree')"] == 5.0
     assert found["Single()"] == 2.0
-    for task, changes in study["TASKS"].items():
-        experiment = load(ROOT / study["EXPERIMENT"], changes, {})
+    for task in study["TASKS"]:
+        experiment = load(ROOT / study["EXPERIMENT"], study["changes"](task), {})
         assert experiment.task.startswith(f"{task}(")
         assert experiment.training.target is not None
+
+
+def test_the_study_simulates_every_preset_and_keeps_the_other_part(
+    study: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"lan_1gbit", "one_host", "stragglers"} < set(study["PRESETS"]) < set(CLUSTERS.names())
+    for cluster in study["PRESETS"]:
+        experiment = load(ROOT / study["EXPERIMENT"], study["changes"](cluster), {})
+        assert experiment.training.cluster.startswith(cluster)
+        assert experiment.training.engine == "simulation"
+    found = {"command": "x", "seeds": [0], "seconds": {"Single()": 1.0}}
+    monkeypatch.setitem(study["main"].__globals__, "measured", lambda *_: found)
+    path = tmp_path / "table.json"
+    for words in ([], ["--clusters", "wifi"], ["--tasks", "digits"], ["--clusters"]):
+        monkeypatch.setattr("sys.argv", ["standing.py", "--table", str(path), *words])
+        study["main"]()
+    table = json.loads(path.read_text())
+    assert list(table["tasks"]) == ["digits"]
+    assert list(table["simulated"]["clusters"]) == study["PRESETS"]

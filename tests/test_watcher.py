@@ -12,7 +12,7 @@ import pytest
 
 from orchestra.engines.deadlock import stuck, tell
 from orchestra.engines.failures import Failure
-from orchestra.engines.processes.events import (
+from orchestra.engines.events import (
     Abort,
     Beat,
     Disconnect,
@@ -29,7 +29,7 @@ from orchestra.engines.processes.events import (
     Pulse,
     Stop,
 )
-from orchestra.engines.processes.verdicts import Limits, Verdicts
+from orchestra.engines.verdicts import Limits, Verdicts
 from orchestra.engines.processes.wire import BadFrame, Frames, pack
 
 LIMITS = Limits(patience=60.0)

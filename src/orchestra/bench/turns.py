@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from orchestra.engines.processes.events import Beat, Event, Notice
+from orchestra.engines.events import Beat, Event, Notice
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.worker.runtime import Runtime
 

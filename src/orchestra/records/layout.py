@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+CLUSTER = "cluster.yaml"
+"""In the folder of a simulated run: the cluster, written out in full."""
+
 
 def run_folder(comparison: Path, label: str, ranks: int, seed: int) -> Path:
     """The folder of one run of the comparison in `comparison`."""

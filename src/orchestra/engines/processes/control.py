@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestra.engines.failures import Failure
-from orchestra.engines.processes.events import Pulse
+from orchestra.engines.events import Pulse
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.errors import RunAborted, RunFailed

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from orchestra.engines.processes.events import Beat, Event, Interrupted, Notice
+from orchestra.engines.events import Beat, Event, Interrupted, Notice
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 

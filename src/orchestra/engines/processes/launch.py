@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.processes.addresses import numeric
 from orchestra.engines.processes.entry import Errand, enter, inside_a_rank
-from orchestra.engines.processes.events import Event, Notice
+from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.engines.processes.seat import Seat
-from orchestra.engines.processes.verdicts import Limits
+from orchestra.engines.verdicts import Limits
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.errors import InputError, RunFailed
 

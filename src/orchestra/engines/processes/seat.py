@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestra.engines.processes.verdicts import Limits
+from orchestra.engines.verdicts import Limits
 from orchestra.transports.tls import TLS
 
 

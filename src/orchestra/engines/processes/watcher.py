@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from orchestra.engines.failures import Failure
-from orchestra.engines.processes.events import (
+from orchestra.engines.events import (
     Abort,
     Beat,
     Disconnect,
@@ -35,7 +35,7 @@ from orchestra.engines.processes.events import (
     Stop,
 )
 from orchestra.engines.processes.system import is_stopped, machine
-from orchestra.engines.processes.verdicts import Limits, Verdicts
+from orchestra.engines.verdicts import Limits, Verdicts
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.transports.tls import TLS
 

@@ -31,6 +31,7 @@ class Turn:
     def __init__(self, resources: Sequence[Resource]) -> None:
         self.resources = resources
         self.core: int | None = None
+        self.held = False
         self.until = 0.0
         self.left = 0.0
         self.then: Then | None = None
@@ -60,10 +61,27 @@ class Cores:
         """Let the thread of `turn` compute for so many seconds of a core of speed 1."""
         assert turn.then is None, "a thread does one piece of work at a time"
         turn.left, turn.then = seconds, then
+        if turn.held:
+            return
         if turn.core is None:
             self._queue(turn)
         else:
             self._run(turn)
+
+    def hold(self, turn: Turn) -> None:
+        """Let the thread of `turn` stand still; another one gets its core."""
+        turn.held = True
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        elif turn.activity is not None:
+            self._interrupt(turn)
+            self._release(turn)
+
+    def let_go(self, turn: Turn) -> None:
+        """Let the thread of `turn` go on where it was held."""
+        turn.held = False
+        if turn.then is not None and turn.core is None:
+            self._queue(turn)
 
     def _queue(self, turn: Turn) -> None:
         self._waiting.append(turn)
@@ -115,11 +133,15 @@ class Cores:
         turn.alarm = None
         if turn.activity is None or not self._waiting:
             return
+        self._interrupt(turn)
+        self._waiting.append(turn)
+        self._release(turn)
+
+    def _interrupt(self, turn: Turn) -> None:
+        assert turn.activity is not None
         turn.left = turn.activity.left_at(self._kernel.now())
         self._fluid.cancel(turn.activity)
         turn.activity = None
-        self._waiting.append(turn)
-        self._release(turn)
 
     def _release(self, turn: Turn) -> None:
         if turn.alarm is not None:

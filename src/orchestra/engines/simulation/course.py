@@ -27,6 +27,7 @@ class Course:
     """The messages of `plan` between `ranks`, with the streams that carry them.
 
     Attributes:
+        sent: by place, the bytes that the rank there sends to each other rank.
         links: every link that is used, with the pair of ranks that uses it.
         apart: whether none is used by two pairs.
         follows: whether `times` can tell.
@@ -41,6 +42,9 @@ class Course:
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.pairs
         }
+        self.sent: list[dict[int, int]] = [{} for _ in ranks]
+        for (source, target), size in plan.pairs.items():
+            self.sent[source][ranks[target]] = size
         self.links: dict[Resource, Pair] = {}
         self.apart = True
         for (source, target), stream in self.streams.items():

@@ -19,6 +19,8 @@ from orchestra.engines.deadlock import tell
 from orchestra.errors import RunAborted
 
 Call = Callable[[], None]
+Wait = tuple[tuple[int, ...], str]
+"""Any of which ranks is waited for, and for what."""
 
 
 def _taken_lock() -> threading.Lock:
@@ -70,6 +72,8 @@ class Flow:
         ahead: until when it has computed already, where nothing can come between.
         number: how many flows its rank had before it.
         main: whether it is the rank's own, and no background flow.
+        due: whether its turn came while its rank was held.
+        dead: whether its turn never comes any more.
         result: what its function returned.
         error: what its function raised.
     """
@@ -88,7 +92,9 @@ class Flow:
         self.main = main
         self.ahead = 0.0
         self.number = kernel.started_of[rank]
-        self.waits: Callable[[], tuple[tuple[int, ...], str]] | None = None
+        self.waits: Callable[[], Wait] | None = None
+        self.due = False
+        self.dead = False
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -134,14 +140,17 @@ class Deadlock(Exception):
 class Kernel:
     """The clock, what is due when, and whose turn it is.
 
-    `on_turn` is called in the thread of each flow whose turn begins.
+    `on_turn` is called in the thread of each flow whose turn begins. Besides the main flows,
+    `outstanding` things have to be over before `run` ends.
     """
 
     def __init__(self, on_turn: Callable[[Flow], None] = lambda flow: None) -> None:
         self.flows: list[Flow] = []
         self.flows_of: Counter[int] = Counter()  # by rank
         self.started_of: Counter[int] = Counter()  # those that have ended included
+        self.turns_of: Counter[int] = Counter()  # how often flows of a rank have gone on
         self.changes = 0  # of the flows
+        self.outstanding = 0
         self.failure: BaseException | None = None
         self._now = 0.0
         self._due: list[tuple[float, int, Timer]] = []
@@ -151,6 +160,8 @@ class Kernel:
         self._launcher = _taken_lock()
         self._aborted: Exception | None = None
         self._living = 0  # main flows
+        self._held: set[int] = set()  # ranks
+        self._dead: list[Flow] = []
         self._on_turn = on_turn
 
     # Events
@@ -193,8 +204,45 @@ class Kernel:
         return flow
 
     def resume(self, flow: Flow) -> None:
-        """From an event: the turn of a parked `flow` comes next."""
-        self._ready.append(flow)
+        """From an event: the turn of a parked `flow` comes next, once its rank is not held."""
+        if flow.rank in self._held:
+            flow.due = True
+        elif not flow.dead:
+            self.turns_of[flow.rank] += 1
+            self._ready.append(flow)
+
+    def wait_of(self, rank: int) -> Wait | None:
+        """What `rank` waits for; None as long as one of its flows computes."""
+        calls = [flow.waits for flow in self.flows if flow.rank == rank]  # its main flow's first
+        waits = [call() for call in calls if call is not None]
+        if not waits or len(waits) < len(calls):
+            return None
+        return next((wait for wait in waits if wait[0] != (rank,)), waits[0])
+
+    # Ranks that are stopped. What goes ahead of the others cannot be.
+
+    def hold(self, rank: int) -> None:
+        """From an event: no flow of `rank` goes on until it is let go."""
+        self._held.add(rank)
+
+    def let_go(self, rank: int) -> None:
+        """From an event: flows of `rank` go on whose turn has come."""
+        self._held.discard(rank)
+        for flow in self.flows:
+            if flow.rank == rank and flow.due:
+                flow.due = False
+                self.resume(flow)
+
+    def is_held(self, rank: int) -> bool:
+        """Whether `rank` stands still."""
+        return rank in self._held
+
+    def kill(self, rank: int) -> None:
+        """From an event: the flows of `rank` never go on any more."""
+        for flow in [flow for flow in self.flows if flow.rank == rank]:
+            flow.dead = True
+            self._dead.append(flow)
+            self._remove(flow)
 
     def park(self) -> None:
         """Give the turn away, until an event resumes this flow.
@@ -263,11 +311,14 @@ class Kernel:
             return
         for call in flow.on_end:
             call(flow)
+        self._remove(flow)
+        self._pass(self._next())
+
+    def _remove(self, flow: Flow) -> None:
         self.flows.remove(flow)
         self.flows_of[flow.rank] -= 1
         self.changes += 1
         self._living -= flow.main
-        self._pass(self._next())
 
     def run(self) -> None:
         """In the launching thread: let virtual time pass until every main flow has ended.
@@ -287,8 +338,7 @@ class Kernel:
     def abort(self, reason: str) -> None:
         """In the launching thread, after `run`: unwind every flow that is left."""
         self._aborted = RunAborted(reason)
-        while self.flows:
-            flow = self.flows.pop(0)
+        for flow in [*self.flows, *self._dead]:
             flow.give_baton()
             flow.join()
 
@@ -298,7 +348,7 @@ class Kernel:
 
     def _next(self) -> Flow | None:
         """Carry out what is due until a flow is to go on; None once the run is over."""
-        while self._living and self.failure is None:
+        while (self._living or self.outstanding) and self.failure is None:
             if self._ready:
                 return self._ready.popleft()
             if not self._due:

@@ -77,6 +77,11 @@ class Member:
         )
 
     @property
+    def sent(self) -> dict[int, int]:
+        """The bytes that it sends to each other rank."""
+        return self._meeting.course.sent[self.index]
+
+    @property
     def buffer_bytes(self) -> int:
         """That the executor needs beside the vector."""
         return self._meeting.course.plan.buffer_bytes[self.index]

@@ -101,7 +101,9 @@ class NativeCollectives:
             return
         ring = ALL_REDUCE["ring"](len(self._ranks))
         summed = Summed(vector, ring, self._ranks, Tag.NATIVE, None)
-        net.meetings.join(net, summed, self._port.rank, self._processor, self._finish)
+        member = net.meetings.join(net, summed, self._port.rank, self._processor, self._finish)
+        assert member is not None, "nobody asked for messages"
+        self._port.meter.count_all(member.sent)
 
     def _finish(self) -> None:
         self._under_way.popleft().finish()

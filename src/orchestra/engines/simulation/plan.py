@@ -51,7 +51,7 @@ class Plan:
     Attributes:
         rounds: of each round the transfers, shape [transfers, 6]: source, target, first, end,
             operation, elements.
-        pairs: every (source, target) that there is a message for.
+        pairs: every (source, target) that there is a message for, with the bytes of all of them.
         segment: elements of the longest message.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
         added_slots_bytes: what each rank adds up at the end, beside what it added before.
@@ -69,10 +69,9 @@ class Plan:
         cuts = np.array(schedule.edges(length) if edges is None else edges)
         self.rounds = [_with_elements(transfers, cuts) for transfers in schedule.rounds()]
         every = np.concatenate(self.rounds)
-        pairs = np.unique(every[:, 0] * schedule.ranks + every[:, 1])
-        self.pairs = [divmod(pair, schedule.ranks) for pair in pairs.tolist()]
         messages = -(-every[:, 5] // self.segment)
         wire = every[:, 5] * itemsize + messages * HEADER
+        self.pairs = self._by_pair(every[:, 0] * schedule.ranks + every[:, 1], wire)
         self.messages_sent, self.bytes_sent = self._by(every[:, 0], messages, wire)
         self.messages_received, self.bytes_received = self._by(every[:, 1], messages, wire)
         self.buffer_bytes = self._buffers()
@@ -96,6 +95,14 @@ class Plan:
     def _messages(self, elements: int) -> tuple[int, ...]:
         whole, rest = divmod(elements, self.segment)
         return (self.segment,) * whole + ((rest,) if rest else ())
+
+    def _by_pair(self, pair: Integers, amount: Integers) -> dict[tuple[int, int], int]:
+        """`amount`, summed by the pair that it goes between."""
+        pairs, places = np.unique(pair, return_inverse=True)
+        sums = np.zeros(len(pairs), np.int64)
+        np.add.at(sums, places, amount)
+        ends = (divmod(pair, self.schedule.ranks) for pair in pairs.tolist())
+        return dict(zip(ends, sums.tolist(), strict=True))
 
     def _by(self, rank: Integers, *amounts: Integers) -> list[list[int]]:
         """Each of `amounts`, summed by the rank that it falls to."""

@@ -23,6 +23,8 @@ class Thread:
         undisturbed: Callable[[], bool],
         cores: Cores | None = None,
     ) -> None:
+        self._speed = resources[0].capacity
+        self._held = False
         self._cores = cores
         self._turn = Turn(resources)
         self.undisturbed = undisturbed
@@ -33,7 +35,29 @@ class Thread:
     @property
     def rate(self) -> float:
         """Seconds of a core of speed 1 that pass here in a second, where no other thread runs."""
-        return self._resources[0].capacity
+        return self._speed
+
+    def change_speed(self, speed: float) -> None:
+        """From an event: from now on it computes at another rate."""
+        self._speed = speed
+        if not self._held or self._cores is not None:
+            self._fluid.set_capacity(self._resources[0], speed)
+
+    def hold(self) -> None:
+        """From an event: it computes nothing, and others have its core."""
+        self._held = True
+        if self._cores is None:
+            self._fluid.set_capacity(self._resources[0], 0.0)
+        else:
+            self._cores.hold(self._turn)
+
+    def let_go(self) -> None:
+        """From an event: it goes on where it was held."""
+        self._held = False
+        if self._cores is None:
+            self._fluid.set_capacity(self._resources[0], self._speed)
+        else:
+            self._cores.let_go(self._turn)
 
     def start(self, seconds: float, then: Callable[[], None]) -> None:
         """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,12 +15,16 @@ from torch.utils.data import IterableDataset
 
 from orchestra.cluster import Cluster, Jitter
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
+from orchestra.engines.events import Failed, Finished, Pulse
 from orchestra.engines.failures import describe, failed_text
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
+from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
+from orchestra.engines.verdicts import Limits
+from orchestra.errors import RunFailed
 from orchestra.worker.runtime import Reporter, Runtime
 
 T = TypeVar("T")
@@ -36,12 +40,16 @@ class Outcome:
     Attributes:
         results: what the program returned, by rank; None for a rank that was left out.
         wall_seconds: how long the simulation took.
+        sent: by rank, the bytes that it sent to each other one while its stopwatch ran.
+        seconds: of the stopwatch that ran longest.
         failure: why the run failed, None if it did not.
         bad_input: why the run could not be begun.
     """
 
     results: tuple[Any, ...]
     wall_seconds: float
+    sent: tuple[Mapping[int, int], ...] = ()
+    seconds: float = 0.0
     left_out: dict[int, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     failure: str | None = None
@@ -56,6 +64,7 @@ class SimulatedReporter:
     outer: Reporter
     simulation: Simulation
     current_phase: str = ""
+    current_step: int = 0
     is_expendable: bool = False
 
     def progress(
@@ -66,6 +75,7 @@ class SimulatedReporter:
         loss: float | None = None,
         fraction: float | None = None,
     ) -> None:
+        self.current_step = step
         whole = self.simulation.count(self.rank, samples)
         self.outer.progress(step=step, samples=whole, loss=loss, fraction=fraction)
 
@@ -96,6 +106,7 @@ class Simulation:
         seed_number: of the jitter.
         sharing: of cores among threads.
         jitter: of the durations of compute, on nodes that do not say.
+        patience: of the watcher, in seconds, where the cluster has faults.
         values: whether tensors have any. Without them updates are charged and not carried out, and
             there are no random streams.
     """
@@ -111,6 +122,7 @@ class Simulation:
         seed_number: int,
         sharing: Sharing,
         jitter: Jitter | None,
+        patience: float,
         values: bool,
     ) -> None:
         self._values = values
@@ -127,9 +139,15 @@ class Simulation:
         self._samples = [0] * ranks
         self._whole = 0
         self._notices: list[str] = []
+        self._beats = 0  # of ranks that compute
         self._results: list[Any] = [None] * ranks
         self._reporters = [SimulatedReporter(rank, outer, self) for rank in range(ranks)]
         self._shared: list[tuple[Any, Streams]] = []
+        self._faults: Faults | None = None
+        if cluster.faults:
+            self._faults = Faults(
+                cluster, ranks, self._world, self._pulse, patience, notice=self.notice
+            )
 
     def run(self, program: Program) -> Outcome:
         """Run `program` on every rank, until all have ended or one has failed."""
@@ -149,13 +167,20 @@ class Simulation:
                 failure = failed_text(f"rank {failed.rank}", described)
         except Deadlock as deadlock:
             failure = f"the run hangs: {deadlock}"
+        except RunFailed as failed:
+            failure = str(failed)
         finally:
             threading.stack_size(usual)
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
+        meters = [port.meter for port in self._world.net.ports]
+        left_out = {} if self._faults is None else self._faults.left_out
         return Outcome(
-            tuple(self._results),
+            tuple(None if rank in left_out else r for rank, r in enumerate(self._results)),
             time.monotonic() - began,
+            sent=tuple(meter.sent for meter in meters),
+            seconds=max(meter.seconds for meter in meters),
+            left_out=left_out,
             notices=tuple(self._notices),
             failure=failure,
             bad_input=bad_input,
@@ -182,8 +207,27 @@ class Simulation:
         flow.on_end.append(self._ended)
 
     def _ended(self, flow: Flow) -> None:
-        if flow.error is not None:
+        failure = None if flow.error is None else describe(flow.error)
+        if self._faults is not None and (failure is None or failure.lost is not None):
+            rank = flow.rank
+            self._faults.ended(Finished(rank) if failure is None else Failed(rank, failure))
+        elif flow.error is not None:
             self._kernel.fail(_RankFailed(flow.rank, flow.error))
+
+    def _pulse(self, rank: int) -> Pulse:
+        """What a beat of `rank` would say; `activity` changes as long as anything goes on."""
+        reporter, wait = self._reporters[rank], self._kernel.wait_of(rank)
+        for_ranks, what = wait or ((), "")
+        self._beats += wait is None
+        moved = self._beats if wait is None else int(self._world.moved(rank))
+        return Pulse(
+            step=reporter.current_step,
+            phase=reporter.current_phase,
+            activity=self._kernel.turns_of[rank] + moved,
+            waits_for=for_ranks,
+            waits_what=what,
+            expendable=reporter.is_expendable,
+        )
 
     def _runtime(self, rank: int) -> Runtime:
         world, node = self._world, self._world.nodes[rank]
@@ -204,6 +248,7 @@ class Simulation:
             clock="virtual",
             share=self._share,
             warms_up=False,
+            stopwatch=port.meter.run,
         )
 
     def _on_turn(self, flow: Flow) -> None:
@@ -264,11 +309,12 @@ def simulate(
     seed_number: int = 0,
     sharing: Sharing = EVENLY,
     jitter: Jitter | None = None,
+    patience: float = Limits.patience,
     values: bool = True,
 ) -> Outcome:
     """Run `program` on `ranks` ranks of `cluster` in virtual time, in this process."""
     simulation = Simulation(
         cluster, ranks, costs, overhead, outer,
-        seed_number=seed_number, sharing=sharing, jitter=jitter, values=values,
+        seed_number=seed_number, sharing=sharing, jitter=jitter, patience=patience, values=values,
     )  # fmt: skip
     return simulation.run(program)

@@ -10,7 +10,7 @@ step. All times are as if background flows did it.
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,6 +78,8 @@ class Station:
     net: Net
     courses: list[Course] = field(init=False)
     bytes_sent: list[int] = field(init=False)
+    sent: list[Counter[int]] = field(init=False)
+    messages: list[tuple[int, int]] = field(init=False)
     buffer_bytes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +89,16 @@ class Station:
         self.courses = [meetings.course(self._net, summed) for summed in self._summed]
         plans = [course.plan for course in self.courses]
         self.bytes_sent = np.sum([plan.bytes_sent for plan in plans], axis=0).tolist()
+        self.sent = [
+            sum((Counter(course.sent[place]) for course in self.courses), Counter())
+            for place in range(len(line.ranks))
+        ]
+        signals = 2 * len(plans)  # a bucket is handed over, and back
+        sent, received = (
+            (np.sum(counts, axis=0) + signals).tolist()
+            for counts in zip(*((p.messages_sent, p.messages_received) for p in plans), strict=True)
+        )
+        self.messages = list(zip(sent, received, strict=True))
         self.buffer_bytes = np.max([plan.buffer_bytes for plan in plans], axis=0).tolist()
         self._signal = 0.0 if overhead.local is None else overhead.local.at(SIGNAL_BYTES)
         self._places = {rank: place for place, rank in enumerate(line.ranks)}
@@ -128,6 +140,10 @@ class Station:
         traffic.seconds_waiting += wagon.finished - wagon.waits_from
         traffic.seconds_communicating += signal * (len(ready) + 1)
         port.bytes_sent += self.bytes_sent[place]
+        sent, received = self.messages[place]
+        traffic.messages_sent += sent
+        traffic.messages_received += received
+        port.meter.count_all(self.sent[place])
         return Passed(signal * len(ready), self.buffer_bytes[place])
 
     def _signs(self, rank: int) -> tuple[tuple[int, ...], str]:

@@ -5,7 +5,7 @@ The simulation has a process of its own, which the launcher of real ranks starts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -83,6 +83,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     from orchestra.cluster.costs import EVENLY
     from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
     from orchestra.engines.simulation.calibrated import CalibratedCosts
+    from orchestra.engines.simulation.links import keep_links
     from orchestra.engines.simulation.simulate import simulate
     from orchestra.trainer.program import train
     from orchestra.trainer.shapes import common, train_shapes
@@ -99,7 +100,8 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         jitter = figures.task.jitter
     values = run.training.tensors == "real"
     shared = None if values else common(run)
-    return simulate(
+    overhead = cluster.overhead or overhead
+    outcome = simulate(
         lambda rank: (
             train(rank, (run, assignment.folder))
             if shared is None
@@ -108,10 +110,14 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         cluster,
         ranks,
         costs or assumed_costs(run, threads),
-        cluster.overhead or overhead,
+        overhead,
         runtime.reporter,
         seed_number=run.seed,
         sharing=sharing,
         jitter=jitter,
+        patience=run.training.patience,
         values=values,
     )
+    if outcome.failure is None and outcome.bad_input is None:
+        keep_links(assignment.folder, cluster, outcome, overhead.wire)
+    return replace(outcome, sent=())

@@ -8,22 +8,24 @@ Which message meets which receive is decided by the mailbox that real processes 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from orchestra.cluster.costs import Overhead
-from orchestra.engines.simulation.fluid import Fluid, Resource
+from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
 from orchestra.engines.simulation.meeting import Meetings, Summed
+from orchestra.engines.simulation.meter import Meter
+from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.engines.simulation.train import Line, Station
+from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
 from orchestra.transports import operations
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
-from orchestra.transports.matching import Incoming, Mailbox
+from orchestra.transports.matching import Mailbox
 from orchestra.transports.operations import Operation
 from orchestra.transports.protocol import Traffic, Transport
 from orchestra.transports.tags import Tag
@@ -31,138 +33,11 @@ from orchestra.transports.tags import Tag
 T = TypeVar("T")
 
 
-class Route(Protocol):
-    """The way between two ranks."""
-
-    @property
-    def resources(self) -> Sequence[Resource]: ...
-
-    @property
-    def latency(self) -> float: ...
-
-
-class Load(Protocol):
-    """What a stream carries: a message, or what stands for one.
-
-    `left` tells whether the sender has done its part, `crossed` whether the network has.
-    """
-
-    left: bool
-    crossed: bool
-
-    @property
-    def frame_bytes(self) -> int:
-        """With its header."""
-        ...
-
-    def begin(self) -> None:
-        """Its first byte is there."""
-        ...
-
-    def end(self) -> None:
-        """All of it is there."""
-        ...
-
-
-class Message:
-    """A message from `send` to its delivery; `payload` is what was there when it was sent."""
-
-    __slots__ = ("_arriving", "_sending", "_target", "crossed", "header", "left", "payload")
-
-    def __init__(self, header: Header, payload: Tensor, sending: Sending, target: Port) -> None:
-        self.header = header
-        self.payload = payload
-        self.left = False
-        self.crossed = False
-        self._sending = sending
-        self._target = target
-        self._arriving: Incoming | None = None
-
-    @property
-    def frame_bytes(self) -> int:
-        """With its header."""
-        return self.header.frame_bytes
-
-    def begin(self) -> None:
-        """Its first byte is there."""
-        self._arriving = self._target.mailbox.begin(self._sending.source, self.header, self.payload)
-        if self._arriving.receive is not None:
-            self._arriving.receive.began_at = self._target.net.kernel.now()
-        self._target.wake()  # whoever waits for it begins to take it in, or learns of a misfit
-
-    def end(self) -> None:
-        """All of it is there."""
-        assert self._arriving is not None
-        if self._arriving.tensor is not self.payload:
-            self._arriving.tensor.copy_(self.payload)
-        self._sending.finish()
-        self._target.mailbox.complete(self._arriving)
-        self._target.wake()
-
-
-class Stream:
-    """What one rank sends to another, a message after the other: latency first, then bandwidth.
-
-    Attributes:
-        resources: that it crosses.
-        latency: seconds until the first byte is there.
-        bandwidth: bytes/s, as long as nothing else crosses them.
-        free: when what was computed ahead of the world for it has crossed.
-    """
-
-    def __init__(self, net: Net, route: Route) -> None:
-        self.resources = route.resources
-        self.latency = route.latency
-        self.bandwidth = min(resource.capacity for resource in route.resources)
-        self.free = 0.0
-        self._net = net
-        self._queue: deque[Load] = deque()
-
-    def send(self, load: Load) -> None:
-        """Let `load` follow those before it; its first byte is there after the latency."""
-        self._net.kernel.after(self.latency, lambda: self.arrive(load))
-
-    def arrive(self, load: Load) -> None:
-        """The first byte of `load` is there, or would be if none were before it."""
-        self._net.meetings.disturb(self.resources)
-        self._queue.append(load)
-        if len(self._queue) == 1:
-            self._begin(load)
-
-    def carry_on(self, load: Load, wire_bytes: float) -> None:
-        """Let the rest of `load` cross, which has begun already."""
-        assert not self._queue
-        self._queue.append(load)
-        self._cross(load, wire_bytes)
-
-    def leave(self, load: Load) -> None:
-        """The sender has done its part of `load`."""
-        load.left = True
-        if load.crossed:
-            self._end()
-
-    def _begin(self, load: Load) -> None:
-        load.begin()
-        self._cross(load, load.frame_bytes * self._net.overhead.wire)
-
-    def _cross(self, load: Load, wire_bytes: float) -> None:
-        self._net.fluid.start(wire_bytes, self.resources, lambda: self._crossed(load))
-
-    def _crossed(self, load: Load) -> None:
-        load.crossed = True
-        if load.left:
-            self._end()
-
-    def _end(self) -> None:
-        self._queue.popleft().end()
-        if self._queue:
-            self._begin(self._queue[0])
-
-
 class Net:
     """All ranks' ports, and the ways between them.
 
-    `meetings` brings ranks together that take part in an all-reduce.
+    `meetings` brings ranks together that take part in an all-reduce. `delay` tells how many
+    seconds later a message from one rank to another arrives if it is sent at a time; None: never.
     """
 
     def __init__(
@@ -172,6 +47,7 @@ class Net:
         overhead: Overhead,
         route: Callable[[int, int], Route],
         meetings: Meetings,
+        delay: Callable[[int, int, float], float] | None = None,
     ) -> None:
         self.kernel = kernel
         self.fluid = fluid
@@ -179,27 +55,32 @@ class Net:
         self.meetings = meetings
         self.ports: list[Port] = []
         self.stations: dict[object, Station | None] = {}
+        self.streams: dict[tuple[int, int], Stream] = {}
         self._route = route
-        self._streams: dict[tuple[int, int], Stream] = {}
+        self._delay = delay
 
     def stream(self, source: int, target: int) -> Stream:
         """The stream from one rank to another."""
         key = source, target
-        if key not in self._streams:
-            self._streams[key] = Stream(self, self._route(source, target))
-        return self._streams[key]
+        if key not in self.streams:
+            delay = None if self._delay is None else partial(self._delay, source, target)
+            self.streams[key] = Stream(self, self._route(source, target), target, delay)
+        return self.streams[key]
 
 
 class Port:
     """One rank's end of the network, shared by its flows.
 
-    `new_processor` makes what one more flow of the rank computes on.
+    `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends.
     """
 
-    def __init__(self, net: Net, rank: int, new_processor: Callable[[], Processor]) -> None:
+    def __init__(
+        self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
+    ) -> None:
         self.net = net
         self.rank = rank
         self.new_processor = new_processor
+        self.meter = meter
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
         self._cold = False
@@ -208,7 +89,18 @@ class Port:
 
     def chill(self) -> None:
         """A step begins, after which the caches of the rank hold nothing of what messages need."""
+        self.keep_order()
         self._cold = True
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether it matters which flow of this rank is the first to send or receive."""
+        return self.net.overhead.cold > 0 and self.net.kernel.flows_of[self.rank] > 1
+
+    def keep_order(self) -> None:
+        """The present flow is not ahead of others that share its caches."""
+        if self.shares_caches:
+            self.net.kernel.catch_up()
 
     @property
     def is_cold(self) -> bool:
@@ -312,8 +204,13 @@ class SimulatedTransport:
         size = header_bytes(tensor.dim()) + tensor.nbytes
         port.bytes_sent += size
         traffic.bytes_sent += size
+        if to in port.mailbox.gone:
+            sending.fail(PeerLost(to, port.mailbox.gone[to]))
+            return sending
+        port.meter.count(to, size)
         message = Message(header, payload, sending, port.net.ports[to])
         stream = port.net.stream(self.rank, to)
+        port.keep_order()
         first = overhead.send.at(0) + port.warm_up()
         self._spend(first)
         self._kernel.when_here(lambda: stream.send(message))
@@ -353,6 +250,7 @@ class SimulatedTransport:
             return None
         port, traffic, kernel, flow = self._port, self.traffic, self._kernel, self._kernel.current
         meetings = port.net.meetings
+        port.keep_order()
         self._spend(port.warm_up() + port.net.overhead.collective)
         kernel.catch_up()
         summed = Summed(vector, schedule, ranks, tag, edges)
@@ -372,6 +270,7 @@ class SimulatedTransport:
         flow.waits = None
         moved = member.traffic()
         port.bytes_sent += moved.bytes_sent
+        port.meter.count_all(member.sent)
         traffic.add(moved)
         return member.buffer_bytes
 
@@ -425,13 +324,16 @@ class SimulatedTransport:
         self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
             seconds = self._port.net.overhead.receive.at(receive.frame_bytes)
+            self._port.keep_order()
             self._spend(seconds + self._port.warm_up())
             receive.frame_bytes = 0
         self.traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
 
     def _may_sleep_through(self) -> bool:
         """Whether nothing that happens meanwhile changes how long it takes to take a message in."""
-        return self._kernel.current.processor.undisturbed() and not self._port.is_cold
+        port = self._port
+        alone = self._kernel.current.processor.undisturbed()
+        return alone and not (port.is_cold or port.shares_caches)
 
     def _sleep_through(self, receive: operations.Receive) -> None:
         """Let virtual time pass until `receive` is finished, without waking when it begins."""

@@ -19,7 +19,7 @@ from orchestra.engines.simulation.kernel import Kernel, Processor
 from orchestra.engines.simulation.plan import Plan
 
 if TYPE_CHECKING:
-    from orchestra.engines.simulation.transport import Stream
+    from orchestra.engines.simulation.streams import Stream
 
 Pair = tuple[int, int]
 
@@ -52,6 +52,9 @@ class Parcel:
         """All of it is there."""
         self.ended = self._kernel.now()
         _call(self._once_ended)
+
+    def fail(self, error: Exception) -> None:
+        """Nobody needs to learn of it: who takes part in a collective cannot go on without it."""
 
     def once_begun(self, call: Callable[[], None]) -> None:
         """Call `call` when its first byte is there."""

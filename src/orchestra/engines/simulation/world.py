@@ -13,10 +13,13 @@ from orchestra.engines.simulation.cores import Cores
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.meeting import Meetings
+from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.native import NativeCollectives
 from orchestra.engines.simulation.processor import Thread
 from orchestra.engines.simulation.sharing import ROUNDING
+from orchestra.engines.simulation.streams import Load, Message, Stream
 from orchestra.engines.simulation.transport import Net, Port
+from orchestra.errors import PeerLost
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,23 @@ class World:
         *,
         goes_ahead: bool = False,
     ) -> None:
-        self._goes_ahead = goes_ahead and not cluster.faults
+        faults = bool(cluster.faults)
+        self._goes_ahead = goes_ahead and not faults
         self._reference_flops = reference_flops
         self._sharing = sharing
         self.kernel = kernel
         self.fluid = Fluid(kernel)
         self.nodes = [cluster.node_of(rank, ranks) for rank in range(ranks)]
-        meetings = Meetings(kernel, self._crowded, faults=bool(cluster.faults))
-        self.net = Net(kernel, self.fluid, overhead, self._way, meetings)
-        self._native = Net(kernel, self.fluid, overhead, self._way, meetings)
+        meetings = Meetings(kernel, self._crowded, faults=faults)
+        delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
+        self.net = Net(kernel, self.fluid, overhead, self._way, meetings, delay)
+        self._native = Net(kernel, self.fluid, overhead, self._way, meetings, delay)
         self._native_threads: Counter[str] = Counter()  # by node
         self._cluster = cluster
         self._channels: dict[Channel, Resource] = {}
+        self._speeds: dict[str, float] = {}  # factors, by node, where it is not 1
+        self._bandwidths: dict[str, float] = {}  # factors, by channel, where it is not 1
+        self._threads_of: dict[int, list[Thread]] = defaultdict(list)
         self._cores: dict[str, Resource] = {}
         self._turns: dict[str, Cores] = {}
         self._threads: Counter[str] = Counter()  # by node, those that have ended included
@@ -66,8 +74,9 @@ class World:
         for rank, node in enumerate(self.nodes):
             self._ranks_of[node.name].append(rank)
         for rank in range(ranks):
+            meter = Meter(kernel.here)
             for net in (self.net, self._native):
-                Port(net, rank, functools.partial(self.thread, rank))
+                Port(net, rank, functools.partial(self.thread, rank), meter)
 
     def thread(self, rank: int) -> Thread:
         """A thread for one more flow of `rank`, on the cores of its node."""
@@ -76,8 +85,7 @@ class World:
         own = Resource(f"a thread of rank {rank}", speed)
         self._threads[node.name] += 1
         if node.name not in self._cores:
-            together = speed * max(1.0, node.slots * self._sharing.speed)
-            self._cores[node.name] = Resource(f"{node.name} cores", together)
+            self._cores[node.name] = Resource(f"{node.name} cores", self._together(node))
             if self._sharing.time_slice is not None:
                 self._turns[node.name] = Cores(
                     self.kernel,
@@ -88,7 +96,9 @@ class World:
                 )
         undisturbed = functools.partial(self._has_room, node.name) if self._goes_ahead else _never
         resources, turns_here = (own, self._cores[node.name]), self._turns.get(node.name)
-        return Thread(self.kernel, self.fluid, resources, undisturbed, turns_here)
+        thread = Thread(self.kernel, self.fluid, resources, undisturbed, turns_here)
+        self._threads_of[rank].append(thread)
+        return thread
 
     def _has_room(self, name: str) -> bool:
         """`_count_room`, as long as no flow has begun or ended."""
@@ -126,11 +136,16 @@ class World:
         )
 
     def _speed(self, node: Node) -> float:
-        """Seconds of the cost model's machine that a core of `node` does in a second."""
+        """Seconds of the cost model's machine that a core of `node` does in a second, at present."""
+        factor = self._speeds.get(node.name, 1.0)
         if node.speed is not None:
-            return node.speed
+            return node.speed * factor
         assert node.flops is not None
-        return node.flops / self._reference_flops
+        return node.flops / self._reference_flops * factor
+
+    def _together(self, node: Node) -> float:
+        """What all cores of `node` do in a second."""
+        return self._speed(node) * max(1.0, node.slots * self._sharing.speed)
 
     def _way(self, source: int, target: int) -> Way:
         path = self._cluster.path(self.nodes[source], self.nodes[target])
@@ -139,7 +154,84 @@ class World:
     def _resource(self, channel: Channel) -> Resource:
         if channel not in self._channels:
             self._channels[channel] = Resource(channel.name, channel.bandwidth)
+            self._set_bandwidth(channel)
         return self._channels[channel]
+
+    def _set_bandwidth(self, channel: Channel) -> None:
+        bandwidth = channel.bandwidth * self._bandwidths.get(channel.name, 1.0)
+        self.fluid.set_capacity(self._channels[channel], bandwidth)
+
+    # What goes wrong, from events
+
+    def change_speed(self, node: Node, factor: float) -> None:
+        """The cores of `node` compute so many times as fast as usual."""
+        self._speeds[node.name] = factor
+        for rank in self._ranks_of[node.name]:
+            for thread in self._threads_of[rank]:
+                thread.change_speed(self._speed(node))
+        if node.name in self._cores:
+            self.fluid.set_capacity(self._cores[node.name], self._together(node))
+
+    def change_bandwidth(self, channel: Channel, factor: float) -> None:
+        """`channel` carries so many times as much as usual; 0: nothing."""
+        self._bandwidths[channel.name] = factor
+        if channel in self._channels:
+            self._set_bandwidth(channel)
+
+    def reaches(self, source: int, target: int) -> bool:
+        """Whether the way from one rank to another is cut nowhere."""
+        path = self._cluster.path(self.nodes[source], self.nodes[target])
+        return all(self._bandwidths.get(channel.name, 1.0) > 0 for channel in path.channels)
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds until the first byte from one rank is at another."""
+        return self._cluster.path(self.nodes[source], self.nodes[target]).latency
+
+    def hold(self, rank: int) -> None:
+        """`rank` stands still: it computes nothing, and takes in nothing."""
+        self.kernel.hold(rank)
+        for thread in self._threads_of[rank]:
+            thread.hold()
+
+    def let_go(self, rank: int) -> None:
+        """`rank` goes on."""
+        for thread in self._threads_of[rank]:
+            thread.let_go()
+        self.kernel.let_go(rank)
+        for stream in self._streams(target=rank):
+            stream.go_on()
+
+    def kill(self, rank: int, reason: str) -> dict[int, Load | None]:
+        """`rank` is no more, and what it sent is lost: the message that this cuts off, by target."""
+        self.hold(rank)
+        self.kernel.kill(rank)
+        error = PeerLost(rank, reason)
+        return {
+            target: stream.close(error)
+            for (source, target), stream in self.net.streams.items()
+            if source == rank
+        }
+
+    def part(self, rank: int, lost: int, reason: str, cut_off: Load | None = None) -> None:
+        """`rank` learns that another one is lost, in the midst of a message perhaps."""
+        port, streams = self.net.ports[rank], self.net.streams
+        arriving = cut_off.arriving if isinstance(cut_off, Message) else None
+        port.mailbox.depart(lost, reason, arriving, lost=True)
+        if (rank, lost) in streams:
+            streams[rank, lost].close(PeerLost(lost, reason))
+        port.wake()
+
+    def moved(self, rank: int) -> float:
+        """Bytes that have crossed of messages to and from `rank` that are under way."""
+        return sum(s.moved() for s in (*self._streams(source=rank), *self._streams(target=rank)))
+
+    def _streams(self, *, source: int | None = None, target: int | None = None) -> list[Stream]:
+        return [
+            stream
+            for net in (self.net, self._native)
+            for (a, b), stream in net.streams.items()
+            if source in (None, a) and target in (None, b)
+        ]
 
 
 def _never() -> bool:

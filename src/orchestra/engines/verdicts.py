@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from orchestra.engines.deadlock import stuck, tell
 from orchestra.engines.failures import Failure, failed_text
-from orchestra.engines.processes.events import (
+from orchestra.engines.events import (
     Abort,
     Beat,
     Disconnect,

@@ -1,0 +1,199 @@
+"""Messages on their way in virtual time: from one rank to another, in the order of sending."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from orchestra.engines.simulation.fluid import Activity, Resource
+from orchestra.transports.framing import Header
+from orchestra.transports.matching import Incoming
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.transport import Net, Port, Sending
+
+
+class Route(Protocol):
+    """The way between two ranks."""
+
+    @property
+    def resources(self) -> Sequence[Resource]: ...
+
+    @property
+    def latency(self) -> float: ...
+
+
+class Load(Protocol):
+    """What a stream carries: a message, or what stands for one.
+
+    `left` tells whether the sender has done its part, `crossed` whether the network has.
+    """
+
+    left: bool
+    crossed: bool
+
+    @property
+    def frame_bytes(self) -> int:
+        """With its header."""
+        ...
+
+    def begin(self) -> None:
+        """Its first byte is there."""
+        ...
+
+    def end(self) -> None:
+        """All of it is there."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """It never arrives."""
+        ...
+
+
+class Message:
+    """A message from `send` to its delivery; `payload` is what was there when it was sent."""
+
+    __slots__ = ("_sending", "_target", "arriving", "crossed", "header", "left", "payload")
+
+    def __init__(self, header: Header, payload: Tensor, sending: Sending, target: Port) -> None:
+        self.header = header
+        self.payload = payload
+        self.left = False
+        self.crossed = False
+        self._sending = sending
+        self._target = target
+        self.arriving: Incoming | None = None
+        """Once it has begun."""
+
+    @property
+    def frame_bytes(self) -> int:
+        """With its header."""
+        return self.header.frame_bytes
+
+    def begin(self) -> None:
+        """Its first byte is there."""
+        self.arriving = self._target.mailbox.begin(self._sending.source, self.header, self.payload)
+        if self.arriving.receive is not None:
+            self.arriving.receive.began_at = self._target.net.kernel.now()
+        self._target.wake()  # whoever waits for it begins to take it in, or learns of a misfit
+
+    def end(self) -> None:
+        """All of it is there."""
+        assert self.arriving is not None
+        if self.arriving.tensor is not self.payload:
+            self.arriving.tensor.copy_(self.payload)
+        self._sending.finish()
+        self._target.mailbox.complete(self.arriving)
+        self._target.wake()
+
+    def fail(self, error: Exception) -> None:
+        """It never arrives; whoever sends it learns of `error`, unless it has gone on since."""
+        if not self._sending.finished:
+            self._sending.fail(error)
+            self._sending.port.wake()
+
+
+class Stream:
+    """What one rank sends to another, a message after the other: latency first, then bandwidth.
+
+    `delay` tells how many seconds later than that a message arrives which is sent at a time.
+
+    Attributes:
+        resources: that it crosses.
+        latency: seconds until the first byte is there.
+        bandwidth: bytes/s, as long as nothing else crosses them.
+        free: when what was computed ahead of the world for it has crossed.
+    """
+
+    def __init__(
+        self, net: Net, route: Route, target: int, delay: Callable[[float], float] | None
+    ) -> None:
+        self.resources = route.resources
+        self.latency = route.latency
+        self.bandwidth = min(resource.capacity for resource in route.resources)
+        self.free = 0.0
+        self._net = net
+        self._target = target
+        self._delay = delay
+        self._last = 0.0  # when the last one arrives
+        self._queue: deque[Load] = deque()
+        self._crossing: Activity | None = None  # of the first of them, once it has begun
+        self._closed: Exception | None = None
+
+    def send(self, load: Load) -> None:
+        """Let `load` follow those before it; its first byte is there after the latency."""
+        kernel = self._net.kernel
+        arrival = kernel.now() + self.latency
+        if self._delay is not None:
+            self._last = arrival = max(self._last, arrival + self._delay(kernel.now()))
+        kernel.at(arrival, lambda: self.arrive(load))
+
+    def arrive(self, load: Load) -> None:
+        """The first byte of `load` is there, or would be if none were before it."""
+        if self._closed is not None:
+            load.fail(self._closed)
+            return
+        self._net.meetings.disturb(self.resources)
+        self._queue.append(load)
+        if len(self._queue) == 1:
+            self._begin(load)
+
+    def carry_on(self, load: Load, wire_bytes: float) -> None:
+        """Let the rest of `load` cross, which has begun already."""
+        assert not self._queue
+        self._queue.append(load)
+        self._cross(load, wire_bytes)
+
+    def leave(self, load: Load) -> None:
+        """The sender has done its part of `load`."""
+        load.left = True
+        if load.crossed and self._closed is None:
+            self._end()
+
+    def go_on(self) -> None:
+        """The target takes in messages again."""
+        if self._queue and self._crossing is None:
+            self._begin(self._queue[0])
+
+    def close(self, error: Exception) -> Load | None:
+        """Nothing arrives any more; senders learn of `error`. The message that this cuts off."""
+        self._closed = error
+        cut_off = None
+        if self._crossing is not None:
+            self._net.fluid.cancel(self._crossing)
+            cut_off = self._queue[0]
+        for load in self._queue:
+            load.fail(error)
+        self._queue.clear()
+        return cut_off
+
+    def moved(self) -> float:
+        """Of the message that crosses, the bytes until now."""
+        if self._crossing is None:
+            return 0.0
+        return self._crossing.amount - self._crossing.left_at(self._net.kernel.now())
+
+    def _begin(self, load: Load) -> None:
+        if self._net.kernel.is_held(self._target):
+            return  # a rank that stands still takes in nothing
+        load.begin()
+        self._cross(load, load.frame_bytes * self._net.overhead.wire)
+
+    def _cross(self, load: Load, wire_bytes: float) -> None:
+        crossed = partial(self._crossed, load)
+        self._crossing = self._net.fluid.start(wire_bytes, self.resources, crossed)
+
+    def _crossed(self, load: Load) -> None:
+        load.crossed = True
+        if load.left:
+            self._end()
+
+    def _end(self) -> None:
+        self._crossing = None
+        self._queue.popleft().end()
+        if self._queue:
+            self._begin(self._queue[0])

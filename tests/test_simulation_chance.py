@@ -1,0 +1,114 @@
+"""Where durations vary: means over many steps, beside what probability theory says of them.
+
+Seeds are fixed, so that a test either passes always or never; four standard errors are allowed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import sqrt
+
+import numpy as np
+import pytest
+from scipy.integrate import quad
+from tests.step_times import Figures, Timed
+
+from orchestra.cluster.jitter import ExponentialTail, Jitter, LogNormal, Normal
+
+ERRORS = 4.0
+ON = 'lan_1gbit(nodes=32, latency="1 ps", bandwidth="100 Tbit/s")'
+SECOND = Figures(gradient=1.0)
+
+
+def moments_of_largest(jitter: Jitter, count: int) -> tuple[float, float]:
+    """Mean and deviation of the largest of `count` factors: F(x)^N has the quantile q(v^(1/N))."""
+    mean, square = (
+        quad(lambda v, k=power: jitter.factor(v ** (1 / count)) ** k, 0, 1, limit=200)[0]
+        for power in (1, 2)
+    )
+    return mean, sqrt(square - mean**2)
+
+
+def harmonic(count: int) -> float:
+    return sum(1 / k for k in range(1, count + 1))
+
+
+LARGEST_NORMAL = {4: 1.02938, 8: 1.42360, 32: 2.06967}
+"""The mean of the largest of so many standard normal numbers (Teichroew, 1956)."""
+
+
+@pytest.mark.parametrize("workers", [4, 8, 32])
+@pytest.mark.parametrize("jitter", [ExponentialTail(0.5), Normal(0.1), LogNormal(0.2)], ids=repr)
+def test_a_synchronous_step_takes_as_long_as_the_slowest_worker(
+    jitter: Jitter, workers: int
+) -> None:
+    """Exponential tail: 1 + m H_N. Normal: 1 + sigma E[max of N]. Any: the integral of x d F(x)^N"""
+    steps = 300
+    mean, deviation = moments_of_largest(jitter, workers)
+    if isinstance(jitter, ExponentialTail):
+        assert mean == pytest.approx(1 + jitter.mean * harmonic(workers), rel=1e-4)
+    if isinstance(jitter, Normal):
+        expected = 1 + jitter.sigma * LARGEST_NORMAL[workers]
+        assert mean == pytest.approx(expected, rel=1e-4)
+    timed = Timed("AllReduce()", workers, 64, SECOND, ON, jitter=jitter)
+    seconds = timed.reports(steps)[0].train_seconds / steps
+    assert seconds == pytest.approx(mean, abs=ERRORS * deviation / sqrt(steps))
+    assert abs(seconds - 1) > ERRORS * deviation / sqrt(steps)  # it can tell
+
+
+def test_between_two_averages_only_the_sum_of_the_steps_counts() -> None:
+    """Local SGD, H steps of mean 1: the largest of N sums, 1 + sigma E[max of N] / sqrt(H) a step"""
+    every, workers, steps, sigma = 16, 8, 1600, 0.1
+    timed = Timed(f"LocalSGD({every})", workers, 64, SECOND, ON, jitter=Normal(sigma))
+    seconds = timed.reports(steps)[0].train_seconds / steps
+    formula = 1 + sigma * LARGEST_NORMAL[workers] / sqrt(every)
+    error = ERRORS * sigma / sqrt(every) / sqrt(steps / every)
+    assert seconds == pytest.approx(formula, abs=error)
+    assert seconds < 1 + sigma * LARGEST_NORMAL[workers] - error
+
+
+ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+
+
+def test_asynchronous_workers_wait_for_nobody() -> None:
+    """Each takes the mean of its own durations, in which there is no maximum: 1 + m a step"""
+    workers, jitter = 8, ExponentialTail(0.5)
+    timed = Timed(ASYNCHRONOUS, workers, 64, SECOND, ON, jitter=jitter)
+    reports = [report for report in timed.reports(40) if report.role == "worker"]
+    steps = reports[0].steps
+    means = [report.seconds["compute"] / steps for report in reports]
+    error = ERRORS * jitter.mean / sqrt(steps * workers)
+    assert np.mean(means) == pytest.approx(1 + jitter.mean, abs=error)
+    longest = max(report.train_seconds for report in reports)
+    assert longest == pytest.approx(max(means) * steps, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("jitter", [LogNormal(0.3), ExponentialTail(1.0)], ids=repr)
+def test_the_mean_staleness_of_equal_workers(jitter: Jitter, workers: int) -> None:
+    """N - 1, however durations vary: each update lies between a read and a push of each other worker.
+
+    But for the last workers at the end, when others have left: they take longer by a few standard
+    errors of a worker's time.
+    """
+    timed = Timed(ASYNCHRONOUS, workers, 64, SECOND, ON, jitter=jitter)
+    reports = timed.reports(100)
+    found: Counter[int] = Counter()
+    for report in reports:
+        found.update({int(behind): count for behind, count in report.staleness.items()})
+    steps = reports[0].steps
+    assert sum(found.values()) == steps * workers
+    mean = sum(behind * count for behind, count in found.items()) / sum(found.values())
+    variation = np.std([jitter.factor(u) for u in np.arange(0.0005, 1, 0.001)]) / jitter.mean_factor
+    error = ERRORS * variation / sqrt(steps)
+    assert (workers - 1) * (1 - error) <= mean <= workers - 1
+    assert len(found) > workers  # not always the same
+
+
+def test_another_seed_draws_others() -> None:
+    timed = Timed("AllReduce()", 4, 64, SECOND, ON, jitter=LogNormal(0.2))
+    one, again, other = (
+        replace(timed, seed=seed).reports(20)[0].train_seconds for seed in (0, 0, 1)
+    )
+    assert one == again != other
