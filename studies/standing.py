@@ -1,10 +1,14 @@
 """Which strategies are best on which task: the table behind the marks of `orchestra list`.
 
     python studies/standing.py --out runs/standing
+    python studies/standing.py --out runs/standing --clusters
 
 Compares all strategies of examples/strategies.yaml on each task that comes with Orchestra and
 needs no files, and writes src/orchestra/strategies/standing.json: the median over the seeds of the
 seconds to the target. The machine has to be idle. The same command goes on where it was stopped.
+
+With --clusters it does so in simulations of the clusters that come along, with eight ranks on
+digits; that part of the table is replaced, and the other one stays. --jobs says how many at a time.
 
 Images take as long as the other tasks together, so they have to be asked for: --tasks digits
 regression digits28 characters images.
@@ -22,11 +26,14 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from orchestra.cluster import CLUSTERS, Jitter
 from orchestra.experiments import load
 from orchestra.settings import write
 from orchestra.strategies.registry import STRATEGIES
@@ -55,25 +62,40 @@ TASKS: dict[str, list[str]] = {
         "target={metric: accuracy, at_least: 0.4}",
     ],
 }  # fmt: skip
+SIMULATED = [
+    "task=digits", "ranks=8", "batch_size=16", "steps=150", "optimizer=Adam(lr=0.004)",
+    "snapshots=30", "target={metric: accuracy, at_least: 0.95}", "trace_steps=0",
+    "engine=simulation", "calibration=none",
+]  # fmt: skip
+PRESETS = [
+    name
+    for name in CLUSTERS.names()
+    if not issubclass(CLUSTERS.resolve(name, where="standing"), Jitter)
+]
 
 
-def command(task: str, seeds: list[int] | None, out: Path) -> list[str]:
-    """The comparison on `task`."""
-    words = ["orchestra", "compare", EXPERIMENT, "--no-report", "--out", str(out / task)]
-    for setting in TASKS[task]:
+def changes(place: str) -> list[str]:
+    """What the comparison on a task, or in a simulated cluster, changes in the file."""
+    return TASKS.get(place, [*SIMULATED, f"cluster={place}"])
+
+
+def command(place: str, seeds: list[int] | None, out: Path) -> list[str]:
+    """The comparison on the task or cluster `place`."""
+    words = ["orchestra", "compare", EXPERIMENT, "--no-report", "--out", str(out / place)]
+    for setting in changes(place):
         words += ["--set", setting]
     return words + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
 
 
-def measured(task: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
-    """Make the comparison on `task`; what the table holds of it."""
-    words = [sys.executable, "-m", *command(task, seeds, out)]
+def measured(place: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
+    """Make the comparison on the task or cluster `place`; what the table holds of it."""
+    words = [sys.executable, "-m", *command(place, seeds, out)]
     done = subprocess.run(words, cwd=ROOT, check=False)
     if done.returncode not in (0, 1):  # 1: a run failed, which then has no seconds
         sys.exit(done.returncode)
-    runs = json.loads((out / task / "summary.json").read_text())["runs"]
+    runs = json.loads((out / place / "summary.json").read_text())["runs"]
     return {
-        "command": shlex.join(command(task, seeds, Path("runs/standing"))),
+        "command": shlex.join(command(place, seeds, Path("runs/standing"))),
         "seeds": sorted({run["seed"] for run in runs}),
         "seconds": seconds_to_target(runs),
     }
@@ -89,6 +111,19 @@ def seconds_to_target(runs: list[dict[str, Any]]) -> dict[str, float | None]:
     return seconds
 
 
+def real_part(tasks: Mapping[str, Any], remark: str) -> dict[str, Any]:
+    """What the table says of real runs."""
+    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
+    remark = f"{datetime.date.today()}, {machine}, {remark}"
+    return {"command": "python studies/standing.py", "remark": remark, "tasks": tasks}
+
+
+def simulated_part(clusters: Mapping[str, Any]) -> dict[str, Any]:
+    """What it says of simulated ones."""
+    remark = f"{datetime.date.today()}, digits with 8 ranks, assumed costs of computation"
+    return {"simulated": {"remark": remark, "clusters": clusters}}
+
+
 def main() -> None:
     """Make the comparisons, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -97,11 +132,15 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS)[:-1])
     parser.add_argument("--table", type=Path, default=TABLE, help="what is written")
     parser.add_argument("--remark", default="on an idle machine", help="how it was measured")
+    parser.add_argument("--clusters", nargs="*", choices=PRESETS, help="simulate them, or all")
+    parser.add_argument("--jobs", type=int, default=1, help="simulations at a time")
     given = parser.parse_args()
-    tasks = {task: measured(task, given.seeds, given.out.resolve()) for task in given.tasks}
-    machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
-    remark = f"{datetime.date.today()}, {machine}, {given.remark}"
-    table = {"command": "python studies/standing.py", "remark": remark, "tasks": tasks}
+    table = json.loads(given.table.read_text()) if given.table.exists() else {}
+    with ThreadPoolExecutor(given.jobs if given.clusters is not None else 1) as pool:
+        places = given.tasks if given.clusters is None else given.clusters or PRESETS
+        made = pool.map(lambda place: measured(place, given.seeds, given.out.resolve()), places)
+        found = dict(zip(places, made, strict=True))
+    table |= real_part(found, given.remark) if given.clusters is None else simulated_part(found)
     given.table.write_text(json.dumps(table, indent=1) + "\n")
     print(f"wrote {given.table}")
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.compute import Costs
+from orchestra.engines.simulation.figures import Figures
 from orchestra.engines.simulation.simulate import Outcome, simulate
+from orchestra.engines.simulation.training import Assignment, program
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import AUTO, NONE, Run
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
 
 FREE = Overhead(send=Line(1e-15, 0.0), receive=Line(1e-15, 0.0), add=0.0, buffer_bytes=0, wire=1.0)
@@ -25,11 +30,28 @@ def cluster(text: str) -> Cluster:
 
 
 def simulated(run: Run, folder: Path, on: str = "lan_1gbit") -> RunRecord:
-    """The record of `run` on the cluster `on`."""
+    """The record of `run` on the cluster `on`; its ranks are threads of this process."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = NONE if run.training.calibration == AUTO else run.training.calibration
     training = replace(run.training, engine="simulation", cluster=on, calibration=figures)
-    return train_run(replace(run, training=training), folder, quiet=True)
+    with patch("orchestra.engines.simulation.training.launch", _launch_here):
+        return train_run(replace(run, training=training), folder, quiet=True)
+
+
+def _launch_here(program: Callable[..., Any], argument: Any, ranks: int, **_: Any) -> Any:
+    """What `launch` does with a process of its own, which takes a second."""
+    assert ranks == 1
+    runtime = SimpleNamespace(reporter=SilentReporter())
+    return SimpleNamespace(results=(program(runtime, argument),))
+
+
+def simulated_here(run: Run, folder: Path) -> Outcome:
+    """The same in this process: what the ranks told of a `run` whose engine is the simulation."""
+    ranks = len(run.strategy.roles(run.training.ranks).shares)
+    runtime = cast(Runtime, SimpleNamespace(reporter=SilentReporter()))
+    outcome = program(runtime, Assignment(run, folder, ranks, Figures("assumed")))
+    assert (outcome.failure, outcome.bad_input) == (None, None)
+    return outcome
 
 
 class Second:
@@ -47,23 +69,6 @@ class Second:
         return 1 - slot / self.slots
 
 
-class Silent:
-    """A reporter that nobody listens to."""
-
-    def progress(self, **_: Any) -> None: ...
-
-    def phase(self, name: str) -> None: ...
-
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None: ...
-
-    def expendable(self, yes: bool) -> None: ...
-
-    def notice(self, text: str) -> None: ...
-
-    def stop_requested(self) -> bool:
-        return False
-
-
 def run_ranks(
     ranks: int,
     program: Callable[[Runtime], Any],
@@ -73,4 +78,4 @@ def run_ranks(
 ) -> Outcome:
     """Simulate `program` on every rank, in this process."""
     there = cluster(on) if isinstance(on, str) else on
-    return simulate(program, there, ranks, costs or Second(), overhead, Silent())
+    return simulate(program, there, ranks, costs or Second(), overhead, SilentReporter())

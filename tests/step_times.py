@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from tests.simulated import FREE, Silent, cluster
+from tests.simulated import FREE, cluster
 
 from orchestra.cluster import Cluster
 from orchestra.cluster.costs import Overhead
@@ -19,6 +19,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.shapes import common, train_shapes
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Work
 
 NEXT_TO_NOTHING = 1e-15
@@ -90,7 +91,7 @@ class Timed:
             ranks,
             self.figures,
             self.overhead,
-            Silent(),
+            SilentReporter(),
             seed_number=self.seed,
             jitter=self.jitter,
             values=False,

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from tests.simulated import FREE, Second, Silent, cluster
+from tests.simulated import FREE, Second, cluster
 
 from orchestra.cluster.costs import Line, Sharing
 from orchestra.engines.simulation.cores import Cores, Turn
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.simulate import simulate
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
 
 
@@ -32,7 +33,7 @@ def ends(
 
     on = cluster(f"one_host(cores={cores}, speed={speed})")
     sharing = Sharing(1.0, time_slice, refill)
-    outcome = simulate(program, on, len(pieces), Second(), FREE, Silent(), sharing=sharing)
+    outcome = simulate(program, on, len(pieces), Second(), FREE, SilentReporter(), sharing=sharing)
     assert outcome.failure is None
     return list(outcome.results)
 
@@ -69,7 +70,9 @@ def test_a_long_turn_ends_when_somebody_comes() -> None:
 
     on = cluster('one_host(cores=1, latency="5 s")')
     messages = dataclasses.replace(FREE, receive=Line(1e-6, 0.0))
-    outcome = simulate(program, on, 2, Second(), messages, Silent(), sharing=Sharing(1.0, 2.0))
+    outcome = simulate(
+        program, on, 2, Second(), messages, SilentReporter(), sharing=Sharing(1.0, 2.0)
+    )
     assert outcome.results == pytest.approx((11, 6), rel=1e-4)
 
 
@@ -91,7 +94,7 @@ def test_cores_that_all_compute_are_slower() -> None:
         return runtime.transport.now()
 
     on, sharing = cluster("one_host(cores=2)"), Sharing(0.5, 10.0)
-    outcome = simulate(program, on, 2, Second(), FREE, Silent(), sharing=sharing)
+    outcome = simulate(program, on, 2, Second(), FREE, SilentReporter(), sharing=sharing)
     assert outcome.results == pytest.approx((2.0, 3.0))  # half as fast until one is alone
 
 
@@ -119,8 +122,8 @@ def test_a_thread_that_is_held_starts_nothing() -> None:
 
     def begin() -> None:
         cores.hold(held)
-        cores.start(held, 1, lambda: ended.setdefault("held", kernel.now()))
-        cores.start(other, 2, lambda: ended.setdefault("other", kernel.now()))
+        cores.start(held, 1, lambda: ended.update(held=kernel.now()))
+        cores.start(other, 2, lambda: ended.update(other=kernel.now()))
         kernel.at(5, lambda: cores.let_go(held))
 
     kernel.at(0, begin)

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,10 @@ class Gate:
 
     def __init__(self, folder: Path, strategy: str, workers: int, **settings: Any) -> None:
         self.folder = folder
-        self._place = tempfile.TemporaryDirectory()
-        self.temporary = Path(self._place.name)  # short: sockets lie in it
+        self.temporary = folder / ("longer-than-the-name-of-a-socket-may-be-" * 3)
+        self.temporary.mkdir()
         words = train(f"gated('{folder}')", strategy, **settings)
-        self.command = started(words, folder, TMPDIR=self._place.name)
+        self.command = started(words, folder, TMPDIR=str(self.temporary))
         self._workers = workers
 
     def __enter__(self) -> Gate:
@@ -54,7 +53,6 @@ class Gate:
 
     def __exit__(self, *_: Any) -> None:
         self.command.__exit__(None, None, None)
-        self._place.cleanup()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(rank_pids(self.command.process.pid)[rank], number)
@@ -105,8 +103,9 @@ def test_a_dead_rank_ends_the_run_by_name(
     assert_one_line(ended, 1, cause)
     assert (gate.entry()["status"], gate.entry()["failure"]) == ("failed", cause)
     assert ended.out == ""
-    (first,) = {len(step_lines(tmp_path / "out", rank)) for rank in range(workers)} - {0}
-    assert first in (3, 4), "the steps before the failure are kept"
+    kept = {len(step_lines(tmp_path / "out", rank)) for rank in range(workers)} - {0}
+    assert kept, "the steps before the failure are kept"
+    assert kept <= {3, 4}
 
 
 @pytest.mark.parametrize("strategy", [ASYNCHRONOUS, BOUNDED, BACKUP])

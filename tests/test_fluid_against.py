@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from tests.fair_shares import Change, Job, slow_ends
 from tests.laboratory import Laboratory
 
+from orchestra.engines.simulation import pool
 from orchestra.engines.simulation.fluid import Activity, Resource
 
 CLOSE = 1e-8
@@ -54,12 +56,18 @@ class Lived:
     activities: dict[int, Activity]
 
 
-def live(capacities: Sequence[float], wanted: Sequence[Job], changed: Sequence[Change]) -> Lived:
+def live(
+    capacities: Sequence[float],
+    wanted: Sequence[Job],
+    changed: Sequence[Change],
+    *,
+    logged: bool = True,
+) -> Lived:
     lab = Laboratory()
     resources = [Resource(str(number), capacity) for number, capacity in enumerate(capacities)]
     lived = Lived(lab, resources, {})
     for resource in resources:
-        resource.log = []
+        resource.log = [] if logged else None
 
     def begin(number: int, job: Job) -> None:
         way = [resources[crossed] for crossed in job.crosses]
@@ -122,6 +130,44 @@ def test_random_activities_end_when_they_should(
         amount = sum(c for c, j in zip(carried, wanted, strict=True) if number in j.crosses)
         assert fluid.use(resource) == pytest.approx(amount, rel=CLOSE, abs=CLOSE)
         assert integral(resource, end) == pytest.approx(amount, rel=CLOSE, abs=CLOSE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(numbers, min_size=RESOURCES, max_size=RESOURCES),
+    st.lists(jobs(), min_size=1, max_size=14),
+    st.lists(changes, max_size=4, unique_by=lambda change: change.time),
+)
+def test_random_activities_that_share_evenly_end_when_they_should(
+    capacities: list[float], wanted: list[Job], changed: list[Change]
+) -> None:
+    """Pools come and go: two activities make one."""
+    ends, _ = slow_ends(capacities, wanted, changed)
+    for end, job in zip(ends, wanted, strict=True):
+        assume(abs(end - job.cancelled) > 1e-6 or end == inf)
+    with mock.patch.object(pool, "LEAST", 2):
+        lived = live(capacities, wanted, changed, logged=False)
+        found = lived.lab.run()
+    for number, end in enumerate(ends):
+        assert found.get(str(number), inf) == pytest.approx(end, rel=CLOSE)
+    assert not any(resource.pool for resource in lived.resources if not resource.activities)
+
+
+def test_a_thousand_messages_through_one_link() -> None:
+    """They come one by one, and each end is looked up once, not a thousand times."""
+    count, lab = 1000, Laboratory()
+    shared = Resource("shared", 100.0)
+    own = [Resource(str(number), 100.0) for number in range(count)]
+    sizes = [50.0 + (7 * number) % 31 for number in range(count)]
+    for number, size in enumerate(sizes):
+        start = partial(lab.start, str(number), size, shared, own[number])
+        lab.clock.at(number / 100, start)
+    found = lab.run()
+    jobs = [Job(number / 100, size, (0,)) for number, size in enumerate(sizes[:60])]
+    early, _ = slow_ends([100.0], jobs)
+    assert max(found.values()) == pytest.approx(sum(sizes) / 100.0, rel=1e-9)
+    assert found["0"] > early[0]  # the others take from it
+    assert lab.fluid.shares < 10 * count
 
 
 def integral(resource: Resource, end: float) -> float:

@@ -24,11 +24,11 @@ from tests.waiting import (
     wait_until,
 )
 
-from orchestra.engines.processes import launch
 from orchestra.engines.events import Event, Notice
-from orchestra.engines.verdicts import Limits
+from orchestra.engines.processes import launch
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.processes.wire import pack
+from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
 
 ROOT = Path(__file__).parent.parent

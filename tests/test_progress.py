@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from tests.waiting import wait_until
 
-from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.events import Beat, Interrupted, Notice, Pulse
+from orchestra.engines.processes.display import Display, Progress
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Training
 

@@ -20,6 +20,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.all_reduce import AllReduce, AllReduceState
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Worker
 
@@ -203,11 +204,11 @@ def test_a_bucket_leaves_while_backward_goes_on() -> None:
         assert times == pytest.approx([4 / 3, 8 / 3, 4.0])
         return runtime.transport.now()
 
-    from tests.simulated import FREE, Silent, cluster
+    from tests.simulated import FREE, cluster
 
     from orchestra.engines.simulation.simulate import simulate
 
-    (end,) = simulate(program, cluster("one_host"), 1, Second(3), FREE, Silent()).results
+    (end,) = simulate(program, cluster("one_host"), 1, Second(3), FREE, SilentReporter()).results
     assert end == pytest.approx(4.0)
 
 

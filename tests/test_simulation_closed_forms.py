@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from tests.simulated import FREE, Silent, cluster
+from tests.simulated import FREE, cluster
 from tests.step_times import Figures, Timed
 from torch import nn
 
@@ -23,12 +23,11 @@ from orchestra.cluster import Cluster
 from orchestra.collectives import executor
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.records.report import RankReport
-from orchestra.settings import parse
 from orchestra.strategies.pipeline import Pipeline
-from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks import Task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
+from orchestra.worker.reporters import SilentReporter
 
 ALPHA, BETA = 0.5, 1 / 125e6
 """Seconds: of the two links between two nodes together, and of a byte."""
@@ -209,7 +208,7 @@ def test_pushes_of_equal_workers_are_as_stale_as_there_are_others() -> None:
     for report in timed("ParameterServer(consistency='asynchronous')", workers).reports(steps):
         found.update({int(staleness): count for staleness, count in report.staleness.items()})
     pushes = steps * (workers + 1) * workers
-    first = {behind: 1 for behind in range(workers - 1)}
+    first = dict.fromkeys(range(workers - 1), 1)
     assert found == {**first, workers - 1: pushes - (workers - 1)}
 
 
@@ -308,7 +307,7 @@ def pipelined(stages: int, parts: int, schedule: str, steps: int, on: Cluster,
     run = Run("test", f"{__name__}:layers", strategy, 0, training)
     figures = Figures(forward=1.0, backward=2.0)
     outcome = simulate(
-        lambda runtime: train(runtime, (run, folder)), on, stages, figures, FREE, Silent()
+        lambda runtime: train(runtime, (run, folder)), on, stages, figures, FREE, SilentReporter()
     )
     assert (outcome.failure, outcome.bad_input) == (None, None)
     return list(outcome.results)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.simulated import FREE, Second, Silent, cluster, run_ranks, simulated
+from tests.simulated import FREE, Second, cluster, run_ranks, simulated
 from tests.test_push_sum import CIRCLE
 from tests.training import settings, step_lines
 
@@ -26,6 +26,7 @@ from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
 
 MEGABYTE = torch.zeros(250_000)
@@ -84,7 +85,7 @@ def test_a_rank_that_is_stopped_gives_up_its_turn(begin: float, expected: list[f
     fault = Pause("rank 0", at=begin, seconds=2)
     one_core = replace(cluster("one_host(cores=1)"), faults=(fault,))
     turns = Sharing(time_slice=0.25, refill=0.0, speed=1.0)
-    outcome = simulate(compute(2), one_core, 2, Second(), FREE, Silent(), sharing=turns)
+    outcome = simulate(compute(2), one_core, 2, Second(), FREE, SilentReporter(), sharing=turns)
     assert ends(outcome) == pytest.approx(expected)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from tests.simulated import Silent, cluster
+from tests.simulated import cluster
 from tests.test_contract import TABLE, Row
 from tests.training import settings
 
@@ -30,6 +30,7 @@ from orchestra.trainer.program import train
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.shapes import common, train_shapes
+from orchestra.worker.reporters import SilentReporter
 
 COSTLY = Overhead(
     send=Line(20e-6, 2e-10),
@@ -102,7 +103,7 @@ def told(run: Run, folder: Path, on: str, overhead: Overhead) -> Told:
             len(run.strategy.roles(training.ranks).shares),
             assumed_costs(run, 1),
             overhead,
-            Silent(),
+            SilentReporter(),
             seed_number=run.seed,
             values=shared is None,
         )
@@ -212,7 +213,7 @@ def test_a_strategy_of_the_users_that_reads_values_is_refused() -> None:
     shared = common(run)
     outcome: Outcome = simulate(
         lambda runtime: train_shapes(runtime, run, shared),
-        cluster("lan_1gbit"), 3, assumed_costs(run, 1), OVERHEAD, Silent(), values=False,
+        cluster("lan_1gbit"), 3, assumed_costs(run, 1), OVERHEAD, SilentReporter(), values=False,
     )  # fmt: skip
     assert outcome.bad_input is not None
     assert "reads the value of a tensor" in outcome.bad_input

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from orchestra.engines.deadlock import stuck, tell
-from orchestra.engines.failures import Failure
 from orchestra.engines.events import (
     Abort,
     Beat,
@@ -29,8 +28,9 @@ from orchestra.engines.events import (
     Pulse,
     Stop,
 )
-from orchestra.engines.verdicts import Limits, Verdicts
+from orchestra.engines.failures import Failure
 from orchestra.engines.processes.wire import BadFrame, Frames, pack
+from orchestra.engines.verdicts import Limits, Verdicts
 
 LIMITS = Limits(patience=60.0)
 

@@ -14,34 +14,19 @@ from typing import Any, TypeVar
 import torch
 
 from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
 
 T = TypeVar("T")
 
 
 @dataclass
-class Notes:
+class Notes(SilentReporter):
     """A reporter that remembers."""
 
     notices: list[str] = field(default_factory=list)
     stop: bool = False
     is_expendable: bool = False
-
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None:
-        pass
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        pass
 
     def expendable(self, yes: bool) -> None:
         self.is_expendable = yes

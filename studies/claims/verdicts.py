@@ -11,17 +11,21 @@ verdict.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from orchestra.records.record import RunRecord
 from orchestra.report.collect import RunData, collect
-from orchestra.report.measures import STALENESS, TIME_TO_TARGET
+from orchestra.report.measures import STALENESS, TIME_TO_TARGET, Target, target_of
 from orchestra.report.numbers import count
 from orchestra.report.rows import Read, Row, rows_of
 from orchestra.report.statistics import CONFIDENCE, Difference, paired_difference
 
 POWER = 0.8
+ACCURACY, SAMPLES, SECONDS = "accuracy", "samples", "seconds"
+Rows = Mapping[tuple[str, str, int], Row]
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Claim:
-    """What is claimed, the comparison that shows it, and of which figure it speaks."""
+    """What is claimed, the comparison that shows it, and of which of the `figures` it speaks."""
 
     text: str
     comparison: str
     pairs: tuple[Pair, ...]
-    figure: str = "accuracy"
+    figure: str = ACCURACY
 
 
 def accuracy(record: RunRecord) -> float | None:
@@ -52,18 +56,21 @@ def accuracy(record: RunRecord) -> float | None:
     return None if value is None else 100 * value
 
 
-def samples_to_target(record: RunRecord) -> float | None:
-    """At the first snapshot whose accuracy on the validation data reaches `TARGET`."""
-    points = (point for point in RunData(record).curve if point.metrics["accuracy"] >= TARGET)
+def samples_to(target: Target, record: RunRecord) -> float | None:
+    """At the first snapshot that reaches `target` on the validation data."""
+    points = (p for p in RunData(record).curve if p.metrics[target.metric] >= target.bound)
     return next((float(point.samples) for point in points), None)
 
 
-TARGET = 0.95  # as in rounds.yaml
-FIGURES: dict[str, tuple[Read, int]] = {
-    "accuracy": (accuracy, 2),
-    "samples to 0.95": (samples_to_target, 0),
-    "seconds to 0.95": (TIME_TO_TARGET.read, 2),
-}
+def figures(row: Row) -> dict[str, tuple[str, Read, int]]:
+    """Title, reader and decimals of what claims speak of; to a target where snapshots show it."""
+    found: dict[str, tuple[str, Read, int]] = {ACCURACY: (ACCURACY, accuracy, 2)}
+    target = target_of(row.source.experiment)
+    if target is not None and row.source.experiment.get("snapshots"):
+        bound = f"{target.bound:g}"
+        found[SAMPLES] = (f"samples to {bound}", partial(samples_to, target), 0)
+        found[SECONDS] = (f"seconds to {bound}", TIME_TO_TARGET.read, 2)
+    return found
 
 
 def _pairs(comparison: str, *pairs: tuple[str, str], ranks: int) -> tuple[Pair, ...]:
@@ -149,13 +156,13 @@ CLAIMS = (
         "averaging seldom costs samples (digits)",
         "rounds",
         _pairs("rounds", *((label, "every step") for label in ROUNDS), ranks=4),
-        "samples to 0.95",
+        SAMPLES,
     ),
     Claim(
         "averaging at every step costs time (digits)",
         "rounds",
         _pairs("rounds", *(("every step", label) for label in ROUNDS), ranks=4),
-        "seconds to 0.95",
+        SECONDS,
     ),
 )
 
@@ -185,29 +192,28 @@ def verdict(difference: Difference, margin: float | None) -> str:
     return "holds" if holds else "does not hold" if fails else "cannot tell at this scale"
 
 
-def rows_table(rows: list[Row]) -> list[str]:
+def rows_table(rows: Sequence[Row]) -> list[str]:
     """Every row of one comparison."""
-    targets = any(row.source.experiment.get("snapshots") for row in rows)
-    figures = list(FIGURES) if targets else ["accuracy"]
+    titles = [title for title, _, _ in figures(rows[0]).values()]
     stale = any(row.values(STALENESS.read) for row in rows)
-    heads = ["row", "ranks", "workers", "rate", *figures, *(["mean staleness"] if stale else [])]
+    heads = ["row", "ranks", "workers", "rate", *titles, *(["mean staleness"] if stale else [])]
     lines = _head(heads)
     for row in rows:
         cells = [row.label, str(row.ranks), str(row.workers), _rate(row)]
-        cells += [_figure(row, *FIGURES[figure]) for figure in figures]
+        cells += [_figure(row, read, decimals) for _, read, decimals in figures(row).values()]
         cells += [_figure(row, STALENESS.read, 2)] if stale else []
         lines.append(_line(cells))
     return lines
 
 
-def pairs_table(claim: Claim, rows: dict[tuple[str, str, int], Row]) -> list[str]:
+def pairs_table(claim: Claim, rows: Rows) -> list[str]:
     """Every difference that the claim speaks of, and whose two rows are there."""
-    read, decimals = FIGURES[claim.figure]
     lines = _head(["difference", "mean", "95 % interval", "smallest effect seen", "verdict"])
     for pair in claim.pairs:
         if pair.ours not in rows or pair.theirs not in rows:
             continue
         ours, theirs = rows[pair.ours], rows[pair.theirs]
+        _, read, decimals = figures(ours)[claim.figure]
         found = paired_difference(ours.values(read), theirs.values(read))
         name = f"{_name(ours)} - {_name(theirs)}"
         if found is None:
@@ -250,26 +256,31 @@ def _head(cells: list[str]) -> list[str]:
     return [_line(cells), _line(["---"] * len(cells))]
 
 
-def read_rows(folder: Path) -> dict[str, list[Row]]:
-    """By comparison, the rows of those in `folder` that have begun."""
-    names = dict.fromkeys(claim.comparison for claim in CLAIMS)
+def read_rows(folder: Path, claims: Iterable[Claim]) -> dict[str, list[Row]]:
+    """By comparison of the `claims`, the rows of those in `folder` that have begun."""
+    names = dict.fromkeys(claim.comparison for claim in claims)
     there = [name for name in names if (folder / name / "summary.json").exists()]
     return {name: rows_of(collect([folder / name])) for name in there}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="of the comparisons: runs/claims")
-    comparisons = read_rows(parser.parse_args().folder)
+def print_verdicts(comparisons: Mapping[str, Sequence[Row]], claims: Iterable[Claim]) -> None:
+    """Of each comparison its rows, and the differences that the `claims` on it speak of."""
     rows = {
         (name, row.label, row.ranks): row for name, found in comparisons.items() for row in found
     }
     for name, found in comparisons.items():
         print(f"\n### {name}\n", *rows_table(found), sep="\n")
-        for claim in CLAIMS:
-            if name == claim.comparison:
+        for claim in claims:
+            if name == claim.comparison and claim.pairs:
                 print(f"\nClaimed: {claim.text}. Figure: {claim.figure}.\n")
                 print(*pairs_table(claim, rows), sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="of the comparisons: runs/claims")
+    folder = parser.parse_args().folder
+    print_verdicts(read_rows(folder, CLAIMS), CLAIMS)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,10 @@ benchmarks:
   step        a step of AllReduce beside torch's DistributedDataParallel, and beside one process
   server      pushes and pulls of an asynchronous ParameterServer beside gloo's send and receive;
               with --suspend the pace of its workers while one of them is suspended
-  simulation  a simulated training with real gradients beside the plain steps that it consists of
-  fidelity how well a simulation predicts: step times, bytes, staleness and parameters of every
-           family of strategies, beside the same runs on processes
-  simulation
-           a simulated training with real gradients beside the plain steps that it consists of
+  fidelity    how well a simulation predicts: step times, bytes, staleness and parameters of every
+              family of strategies, beside the same runs on processes
+  simulation  a simulated training with real gradients beside the plain steps that it consists of;
+              and how long simulations of time alone take, with 1,024 workers
 
   orchestra bench BENCHMARK --help says more about each.
 
@@ -69,7 +68,13 @@ The machine has to be quiet: what other programs take, no prediction knows of.
 SIMULATION = """\
 Time a simulated training of LeNet-5 under AllReduce("ring"), every worker with gradients of its
 own, and as many plain steps of one model in a loop, in turn, in the same process.
+
+Then simulate time alone (tensors: shapes): 1,024 workers, 100 steps, 100 million parameters, under
+strategies of every family, each in a process of its own, of which the memory is told, too.
 """
+
+GRADIENTS = "gradients"
+"""Among the strategies of `simulation`: the training with gradients."""
 
 BENCHMARKS = {
     "step": "_step",
@@ -180,16 +185,43 @@ def _words(text: str | None) -> list[str] | None:
 def _simulation(arguments: Sequence[str]) -> int:
     parser = _parser("simulation", SIMULATION, rounds="7")
     parser.add_argument(
-        "--ranks", default="64", metavar="N,...", help="numbers of workers (default: 64)"
+        "--ranks", default="64", metavar="N,...", help="workers with gradients (default: 64)"
     )
+    parser.add_argument(
+        "--strategies",
+        metavar="LABEL,...",
+        help="some of those that it prints; gradients: the first table",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1024, metavar="N", help="without gradients (default: 1024)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=600.0, metavar="SECONDS",
+        help="for each simulation of time alone (default: 600)",
+    )  # fmt: skip
     options = _read(parser, arguments)
-    ranks = _numbers(options.ranks)
+    ranks, words = _numbers(options.ranks), _words(options.strategies)
+    if options.workers < 32:
+        raise InputError(f"--workers: {options.workers} is below 32: some strategies need as many")
+    if not options.limit > 0:
+        raise InputError(f"--limit: {options.limit:g} seconds leave no time; give more")
+    from orchestra.bench.scale import Scale, bench_scale, labels_named
     from orchestra.bench.simulation import bench_simulation
-    from orchestra.cli.bench_tables import print_simulations
+    from orchestra.cli.bench_tables import print_scales, print_simulations
 
+    gradients = words is None or GRADIENTS in words
+    labels = labels_named(None if words is None else [w for w in words if w != GRADIENTS])
+    rows: list[Any] = []
     with progress_line() as tell:
-        rows = bench_simulation(ranks, options.rounds or 7, tell)
-    print_simulations(rows)
+        if gradients:
+            rows += bench_simulation(ranks, options.rounds or 7, tell)
+    if gradients:
+        print_simulations(rows)
+    if labels:
+        with progress_line() as tell:
+            scales = bench_scale(labels, Scale(options.workers), options.limit, tell)
+        print_scales(scales, options.limit)
+        rows += scales
     _write(options.json, "simulation", rows)
     return 0
 

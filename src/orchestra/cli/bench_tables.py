@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from orchestra.bench.scale import ScaleRow
 from orchestra.bench.server import ServerRow
 from orchestra.bench.simulation import SimulationRow
 from orchestra.bench.step import StepRow
@@ -84,6 +85,33 @@ def print_simulations(rows: Iterable[SimulationRow]) -> None:
     headings = ("workers", "simulated", "plain", "ratio", "of the pairs")
     _print("ms for a worker's step, LeNet-5, batches of 64, AllReduce('ring')", headings, lines)
     _print_remarks("Ratios near 1: the simulation costs little beside the gradients.")
+
+
+def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
+    """One line for each strategy."""
+    lines = [
+        (
+            row.label,
+            f"{row.aim_seconds:.0f}",
+            _time_of(row, limit),
+            "" if row.peak_megabytes is None else f"{row.peak_megabytes:,.0f}",
+            "" if row.virtual_seconds is None else f"{row.virtual_seconds:,.1f}",
+        )
+        for row in rows
+    ]
+    first = rows[0]
+    title = (
+        f"{first.workers:,} workers, 100 steps, {first.parameters / 1e6:,.0f} million parameters"
+    )
+    headings = ("strategy", "aim, s", "seconds", "peak MB", "virtual seconds")
+    _print(f"simulations of time alone: {title}", headings, lines)
+    _print_remarks("Seconds from the settings to the reports; memory with Python and torch.")
+
+
+def _time_of(row: ScaleRow, limit: float) -> str:
+    if row.seconds is None:
+        return f"{row.steps} steps in {limit:.0f}"
+    return f"{row.seconds:.1f}"
 
 
 def _print(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

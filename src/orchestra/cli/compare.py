@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestra.cli.arguments import Parser
+from orchestra.cli.number_lists import numbers
 from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError
@@ -57,7 +57,7 @@ examples:
   orchestra simulate examples/quickstart.yaml --cluster examples/cluster.yaml
       on machines that a file describes
 
-  orchestra simulate experiment.yaml --cluster 'stragglers(nodes=32)' --ranks 2,4,8,16,32
+  orchestra simulate experiment.yaml --cluster 'stragglers(nodes=256)' --ranks 1,2,4,...,256
       how far each strategy scales where some machines are slow
 """
 
@@ -99,11 +99,14 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
     parser = Parser(command, description, epilog)
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="a YAML file")
     parser.add_argument(
-        "--ranks", type=_numbers, metavar="N[,N...]", help="processes, servers included"
+        "--ranks",
+        type=numbers,
+        metavar="N[,N...]",
+        help="processes, servers included; 1,2,4,...,256 stands for all powers of two between",
     )
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=int, nargs="+", dest="seeds", metavar="N", help="seeds")
-    seeds.add_argument("--seeds", type=_numbers, metavar="N[,N...]", help="the same")
+    seeds.add_argument("--seeds", type=numbers, metavar="N[,N...]", help="the same")
     parser.add_run_options(
         out="the comparison's folder (default: a new one in runs/); one of the same goes on"
     )
@@ -115,14 +118,6 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
         "--no-report", action="store_false", dest="report", help="write no report.html"
     )
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        message = f"{text!r} is not a list of whole numbers such as 1,2,4"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def _given(options: Namespace) -> dict[str, Entry]:

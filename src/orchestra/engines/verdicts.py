@@ -24,7 +24,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from orchestra.engines.deadlock import stuck, tell
-from orchestra.engines.failures import Failure, failed_text
 from orchestra.engines.events import (
     Abort,
     Beat,
@@ -42,6 +41,7 @@ from orchestra.engines.events import (
     Pulse,
     Stop,
 )
+from orchestra.engines.failures import Failure, failed_text
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,9 @@ class GradientAverage:
             self._signal(END)
             self._flow.wait()
             self._flow = None
+        elif self._at_once is not None:  # no flow is there to be told, but telling takes its time
+            self._signal(END)
+            self._worker.transport.receive(self._worker.rank, Tag.BUCKET).wait()
 
     def _slot_is_ready(self, slot: int) -> None:
         """In backward: collect it, and hand over the buckets that are complete, in their order."""

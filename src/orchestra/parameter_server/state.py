@@ -98,6 +98,8 @@ class ServerState:
     waiting: dict[int, Answer] = field(default_factory=dict)
     staleness: list[int] = field(default_factory=list)
     dropped: int = 0
+    _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
+    """Live and not paused, as long as that has not changed."""
 
     def push(self, push: Push) -> Decision:
         """A gradient has arrived."""
@@ -105,8 +107,8 @@ class ServerState:
         assert push.worker not in self.pending, f"second push of worker {push.worker}"
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
-        newest = max(self.clocks.values(), default=0)
-        if self.consistency.drops_late and push.clock <= newest:
+        drops = self.consistency.drops_late
+        if drops and push.clock <= (newest := max(self.clocks.values(), default=0)):
             self._drop(push, newest)
         else:
             self.pending[push.worker] = push
@@ -115,11 +117,13 @@ class ServerState:
     def pause(self, worker: int) -> Decision:
         """`worker` pushes no more until all have paused: then nothing is in flight."""
         self.paused.add(worker)
+        self._at_work = None
         return self._decide()
 
     def leave(self, worker: int) -> Decision:
         """`worker` is gone for good: it has finished, or was lost with its push, if any."""
         self.live.discard(worker)
+        self._at_work = None
         self.paused.discard(worker)
         self.pending.pop(worker, None)
         self.waiting.pop(worker, None)
@@ -128,6 +132,7 @@ class ServerState:
     def resume(self) -> None:
         """After a quiet point: the paused workers may push again."""
         self.paused.clear()
+        self._at_work = None
 
     def all_have_read(self) -> None:
         """At a quiet point: every worker was given the values as they are now."""
@@ -135,7 +140,9 @@ class ServerState:
 
     def _decide(self) -> Decision:
         updates = []
-        at_work = frozenset(self.live - self.paused)
+        if self._at_work is None:
+            self._at_work = frozenset(self.live - self.paused)
+        at_work = self._at_work
         for members in self.consistency.ready(self.pending, at_work):
             updates.append(self._account(tuple(self.pending.pop(worker) for worker in members)))
         answers = [

@@ -40,7 +40,9 @@ def answer(study: Study) -> Answer:
     if not rows:
         return Answer(_nothing_completed(study))
     reached = [row for row in rows if study.target and study.reached(row)]
-    if reached:
+    if study.only_time:
+        headline, detail = _fastest_of_all(rows), _fastest(study, rows)
+    elif reached:
         headline, detail = _first_to_target(study, rows, reached), _next_to_target(study, reached)
     else:
         headline, detail = _best_in_the_end(study, rows), _fastest(study, rows)
@@ -124,7 +126,7 @@ def _compared(study: Study, first: Row, other: Row) -> str:
         took += f", but over {count('seed', difference.n)} the two cannot be told apart"
     elif theirs >= ours:
         return f"{took}: {_verdict(study, first)}"
-    return f"{took}: whether distributing pays on this machine stays open"
+    return f"{took}: whether distributing pays {_here(study)} stays open"
 
 
 def _next_to_target(study: Study, reached: Sequence[Row]) -> Iterator[str]:
@@ -164,6 +166,15 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
     alike = [row for row in others if told_apart(study.between(best, row, measure)) is False]
     whom = some([row.name for row in alike])
     return f"{text}, but over the seeds {best.name} cannot be told from {whom}"
+
+
+def _fastest_of_all(rows: Sequence[Row]) -> str:
+    """Where only time passed: who is first, and who next."""
+    first, *others = rows
+    text = f"{place(first)} was the fastest with {_figure(first, PACE)}"
+    if others:
+        text += f", and the next {place(others[0])} with {_figure(others[0], PACE)}"
+    return f"{text}; these runs tell of time alone, and of no result"
 
 
 def _fastest(study: Study, rows: Sequence[Row]) -> Iterator[str]:
@@ -215,8 +226,14 @@ def _verdict(study: Study, first: Row) -> str:
     if study.differing:
         return "whether distributing pays does not follow"
     paid = "did not pay" if first.single else "paid"
-    where = "on this machine" if study.seeds > 1 else "in these runs, one of each,"
+    where = _here(study) if study.seeds > 1 else "in these runs, one of each,"
     return f"{where} distributing {paid}"
+
+
+def _here(study: Study) -> str:
+    """Where that was."""
+    engines = {run.record.engine for row in study.rows for run in row.runs}
+    return "on the simulated cluster" if engines == {"simulation"} else "on this machine"
 
 
 def _no_rival(row: Row) -> str:
@@ -232,7 +249,8 @@ def _compute_beside(study: Study, row: Row) -> str:
                    and other.ranks == row.ranks), None)  # fmt: skip
     cores = row.source.environment.get("cores")
     shared = ""
-    if isinstance(cores, int) and row.ranks > cores:
+    real = row.completed[0].record.engine == "processes"
+    if real and isinstance(cores, int) and row.ranks > cores:
         shared = f"its {count('rank', row.ranks)} share {count('core', cores)}"
     ours = row.mean(compute)
     theirs = single.mean(compute) if single is not None else None

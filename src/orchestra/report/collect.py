@@ -9,8 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from orchestra.cluster import Cluster
+from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
-from orchestra.records.layout import run_folder
+from orchestra.records.layout import CLUSTER, run_folder
+from orchestra.records.links import Links, read_links
 from orchestra.records.record import RunRecord, read_summary
 from orchestra.records.report import Point
 from orchestra.settings.yaml_text import yaml_value
@@ -33,6 +36,17 @@ class RunData:
         paths = self.record.folder.glob("steps-rank-*.jsonl")
         by_rank = {int(path.stem.rpartition("-")[2]): list(_lines(path)) for path in paths}
         return {rank: by_rank[rank] for rank in sorted(by_rank) if by_rank[rank]}
+
+    @cached_property
+    def links(self) -> Links | None:
+        """What the links carried; None where they were real."""
+        return read_links(self.record.folder)
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        """What was simulated; None for a run of real processes."""
+        path = self.record.folder / CLUSTER
+        return read_cluster(path) if path.exists() else None
 
     @property
     def trace(self) -> Path | None:

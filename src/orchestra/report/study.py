@@ -77,18 +77,27 @@ class Study:
 
     @cached_property
     def finals(self) -> list[Measure]:
-        """The figures of the final parameters, the chief one first."""
-        return final_measures(self.rows, self.target)
+        """The figures of the final parameters, the chief one first; none where only time passed."""
+        return [] if self.only_time else final_measures(self.rows, self.target)
 
     @cached_property
     def chief(self) -> Measure:
-        """What final parameters are ranked by."""
-        return next(measure for measure in self.finals if measure.rising is not None)
+        """What final parameters are ranked by; the speed where there are none."""
+        return next((measure for measure in self.finals if measure.rising is not None), PACE)
+
+    @cached_property
+    def only_time(self) -> bool:
+        """Whether nothing was computed: runs of shapes, which have no final figures."""
+        records = [run.record for row in self.rows for run in row.completed]
+        return bool(records) and not any(
+            record.metrics or record.final_loss is not None or record.parameters_sha256
+            for record in records
+        )
 
     @cached_property
     def measures(self) -> list[Measure]:
         """Every figure of the table, in its order."""
-        first = [TIME_TO_TARGET] if self.target else []
+        first = [TIME_TO_TARGET] if self.target and not self.only_time else []
         stale = [STALENESS, STALEST] if any(row.values(STALENESS.read) for row in self.rows) else []
         return [*first, *self.finals, TRAIN, PACE, SETUP, SENT, *stale]
 

@@ -124,6 +124,11 @@ class AllReduce(Strategy[AllReduceState]):
         return super().roles(ranks)
 
     @property
+    def depends_on_speed(self) -> bool:
+        """Who comes first is in the average, under `backup`."""
+        return self.backup > 0
+
+    @property
     def hands_over_moments(self) -> bool:
         """Not where each worker has only those of its slice."""
         return self.shard == "nothing"

@@ -87,6 +87,14 @@ class Strategy(Settings, ABC, Generic[S]):
         """Whether all workers take every step together, and agree on its loss."""
         return True
 
+    @property
+    def depends_on_speed(self) -> bool:
+        """Whether the parameters depend on how fast ranks and links are.
+
+        Where they do not, a simulation on one cluster knows them for every other.
+        """
+        return not self.synchronous
+
     def currently_synchronous(self, state: S) -> bool:
         """`synchronous`, of the phase under way."""
         return self.synchronous

@@ -54,6 +54,11 @@ class Gossip(Strategy[GossipState]):
         """Workers wait for their neighbours only, and share no loss."""
         return False
 
+    @property
+    def depends_on_speed(self) -> bool:
+        """Everyone waits for the same neighbours at the same step."""
+        return False
+
     def currently_lockstep(self, state: GossipState) -> bool:
         """Neighbours wait for each other in every step."""
         return True

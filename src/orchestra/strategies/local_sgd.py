@@ -125,6 +125,11 @@ class LocalSGD(Strategy[LocalSGDState]):
         """Replicas differ between two averages, and losses are each worker's own."""
         return False
 
+    @property
+    def depends_on_speed(self) -> bool:
+        """Averages arrive at the step at which they are due."""
+        return False
+
     def currently_lockstep(self, state: LocalSGDState) -> bool:
         """All count the steps alike."""
         return True

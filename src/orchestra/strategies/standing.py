@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.settings import parse, write
@@ -15,36 +17,66 @@ NEAR = 1.05
 """As good as the best: at most this many times its seconds to the target."""
 
 
+Seconds = Mapping[str, Mapping[str, float | None]]
+"""To the target, of each strategy in its normal notation, on each of several places.
+
+Of all seeds the median; None: not reached.
+"""
+
+
 @dataclass(frozen=True)
 class Standing:
-    """Seconds to the target of each task, of each strategy in its normal notation.
+    """Seconds of real runs on each task, and of simulated ones on each cluster that comes along.
 
-    Of all seeds the median; None: not reached. `remark` tells how that was measured.
+    `remark` and `simulated_remark` tell how these were measured.
     """
 
-    seconds: dict[str, dict[str, float | None]]
+    seconds: Seconds
     remark: str
+    simulated: Seconds = field(default_factory=dict)
+    simulated_remark: str = "not done"
 
     @classmethod
     def shipped(cls) -> Standing:
         """The table that comes with Orchestra."""
         table = json.loads(Path(__file__).with_name("standing.json").read_text())
-        seconds = {task: measured["seconds"] for task, measured in table["tasks"].items()}
-        return cls(seconds, table["remark"])
+        known = cls(_seconds(table["tasks"]), table["remark"])
+        if "simulated" not in table:
+            return known
+        simulated = table["simulated"]
+        clusters, remark = _seconds(simulated["clusters"]), simulated["remark"]
+        return replace(known, simulated=clusters, simulated_remark=remark)
 
     @cached_property
     def _good_on(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for task, measured in self.seconds.items():
-            reached = {name: value for name, value in measured.items() if value is not None}
-            for name, value in reached.items():
-                if value <= NEAR * min(reached.values()):
-                    found.setdefault(name, []).append(task)
-        return found
+        return _good_on(self.seconds)
+
+    @cached_property
+    def _good_in_simulation(self) -> dict[str, list[str]]:
+        return _good_on(self.simulated)
 
     def good_on(self, notation: str) -> list[str]:
-        """The tasks on which this strategy was the best, or within 5 % of that."""
+        """The tasks on which this strategy was the best in real runs, or within 5 % of that."""
         return self._good_on.get(normal(notation), [])
+
+    def good_in_simulation(self, notation: str) -> list[str]:
+        """The clusters on which it was that in simulated runs."""
+        return self._good_in_simulation.get(normal(notation), [])
+
+
+def _seconds(measured: Mapping[str, Mapping[str, Any]]) -> Seconds:
+    return {place: found["seconds"] for place, found in measured.items()}
+
+
+def _good_on(seconds: Seconds) -> dict[str, list[str]]:
+    """Of each strategy the places where it was good."""
+    found: dict[str, list[str]] = {}
+    for place, measured in seconds.items():
+        reached = {name: value for name, value in measured.items() if value is not None}
+        for name, value in reached.items():
+            if value <= NEAR * min(reached.values()):
+                found.setdefault(name, []).append(place)
+    return found
 
 
 def normal(notation: str) -> str:

@@ -70,6 +70,11 @@ class StochasticGradientPush(Strategy[PushState]):
         """Workers wait for few others, and share no loss."""
         return False
 
+    @property
+    def depends_on_speed(self) -> bool:
+        """With `overlap` messages are added when they are there."""
+        return self.overlap > 0
+
     def currently_lockstep(self, state: PushState) -> bool:
         """In every step others wait for this worker's mass."""
         return True

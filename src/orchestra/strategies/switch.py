@@ -104,6 +104,18 @@ class Switch(Strategy[SwitchState]):
         """Only if both phases are."""
         return self.first.synchronous and self.then.synchronous
 
+    @property
+    def depends_on_speed(self) -> bool:
+        """As a phase does; and at what step an announced change comes."""
+        phases = self.first.depends_on_speed or self.then.depends_on_speed
+        return phases or self._announced
+
+    @property
+    def _announced(self) -> bool:
+        """Whether workers report, and are told when to change; elsewhere all decide alike."""
+        alike = self.first.synchronous and not self.when.compares_workers
+        return not alike and not self.when.counts
+
     def roles(self, ranks: int) -> Roles:
         """Those of the first phase; the second's have to be possible too."""
         roles = self.first.roles(ranks)
@@ -151,8 +163,7 @@ class Switch(Strategy[SwitchState]):
         """Where workers do not decide alike, begin to report."""
         if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
             worker.reporter.expendable(False)  # it announces the step to leave after
-        alike = self.first.synchronous and not self.when.compares_workers
-        if alike or self.when.counts or worker.rank not in worker.workers.ranks:
+        if not self._announced or worker.rank not in worker.workers.ranks:
             return
         judge = _Judge(self.when, state.rule, worker)
         level = self.nesting + 1

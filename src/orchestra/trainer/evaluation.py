@@ -47,6 +47,11 @@ def gather_parts(worker: Worker, chief: int, *, tolerant: bool) -> list[Part]:
         except PeerLost:
             if not tolerant:
                 raise
+    return without_mirrors(parts)
+
+
+def without_mirrors(parts: Sequence[Part]) -> list[Part]:
+    """`parts`, without what mirrors one that is there."""
     there = {(part.kind, part.index, part.offset) for part in parts if not part.mirror}
     return [
         part
@@ -97,6 +102,24 @@ def assembled(model: FlatModel, parts: Sequence[Part]) -> Iterator[Assembled]:
             max(part.seconds for part in slices),
             _consensus_distance(slices, mean, weight) if _are_replicas(slices) else None,
         )
+
+
+def moments(parts: Sequence[Part], size: int) -> list[Point]:
+    """When each snapshot was taken, of parameters that have no values, `size` in all; no figures.
+
+    As in `assembled`, a snapshot that does not cover all of them is left out.
+    """
+    found = []
+    for index in sorted({part.index for part in parts}):
+        slices = [p for p in parts if p.index == index and p.kind == "parameters"]
+        covered = 0
+        for part in sorted(slices, key=lambda part: part.offset):
+            if part.offset <= covered:
+                covered = max(covered, part.offset + part.values.numel())
+        if covered == size:
+            samples, seconds = (max(p.samples for p in slices), max(p.seconds for p in slices))
+            found.append(Point(samples, seconds, {}))
+    return found
 
 
 def _are_replicas(slices: Sequence[Part]) -> bool:

@@ -19,7 +19,8 @@ from orchestra.transports.order import (
     from_plain,
     plain,
 )
-from orchestra.worker.runtime import Compute, Reporter, Runtime, Work
+from orchestra.worker.reporters import PassingReporter
+from orchestra.worker.runtime import Compute, Runtime, Work
 
 T = TypeVar("T")
 
@@ -116,34 +117,7 @@ class _ReplayedCompute(_PassingCompute):
 
 
 @dataclass
-class _PassingReporter:
-    inner: Reporter
-
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None:
-        self.inner.progress(step=step, samples=samples, loss=loss, fraction=fraction)
-
-    def phase(self, name: str) -> None:
-        self.inner.phase(name)
-
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        self.inner.waiting(for_ranks, what)
-
-    def expendable(self, yes: bool) -> None:
-        self.inner.expendable(yes)
-
-    def notice(self, text: str) -> None:
-        self.inner.notice(text)
-
-
-@dataclass
-class _RecordedReporter(_PassingReporter):
+class _RecordedReporter(PassingReporter):
     order: Order
 
     def stop_requested(self) -> bool:
@@ -153,7 +127,7 @@ class _RecordedReporter(_PassingReporter):
 
 
 @dataclass
-class _ReplayedReporter(_PassingReporter):
+class _ReplayedReporter(PassingReporter):
     told: Told[bool]
 
     def stop_requested(self) -> bool:

@@ -396,8 +396,7 @@ def _make_worker(
     if part is not None:
         places = places_of(part, module)
         release(module, part.module)
-    points = training.snapshots
-    due = [budget * (k + 1) // points for k in range(points)]
+    due = training.snapshots_due(budget)
     return Worker(
         runtime,
         module if part is None else part.module,

@@ -87,12 +87,14 @@ class Recorder:
         """Start the stopwatch, or let it go on."""
         self._started_at = self._flushed_at = self._worker.transport.now()
         self._spent_before = self._spent_last = Spent.by(self._worker)
+        self._worker.runtime.stopwatch(True)
 
     def pause(self) -> None:
         """Stop the stopwatch."""
         self.totals.elapsed = self.elapsed()
         passed = Spent.by(self._worker).plus(self._spent_before, -1)
         self.totals.spent = self.totals.spent.plus(passed)
+        self._worker.runtime.stopwatch(False)
         self.flush()
 
     def elapsed(self) -> float:

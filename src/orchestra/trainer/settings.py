@@ -127,6 +127,10 @@ class Training(Settings):
         scale = sum(shares) / sum(products)
         return tuple(product * scale for product in products)
 
+    def snapshots_due(self, budget: int) -> list[int]:
+        """The samples after which each snapshot is due, evenly spaced over the `budget`."""
+        return [budget * (k + 1) // self.snapshots for k in range(self.snapshots)]
+
     def with_setting(self, name: str, value: object) -> Self:
         """A copy with `name` replaced; `steps` takes the place of `epochs`, and the reverse."""
         require_setting(type(self), name)
@@ -162,6 +166,11 @@ class Run(Settings):
                     f"{name}: needs values, which a run of shapes does not have: leave it out, or "
                     "set tensors to real"
                 )
+        if self.strategy.divides_model:
+            raise InputError(
+                f"{self.strategy!r}: its ranks pass on what layers compute, which a run of shapes "
+                "does not have: set tensors to real"
+            )
         if self.strategy.reads_values:
             raise InputError(
                 f"{self.strategy!r}: decides by losses or gradients, which a run of shapes does "

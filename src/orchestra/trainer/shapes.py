@@ -1,13 +1,13 @@
 """The program of a rank in a run of shapes: the same loop and strategy, and only time to tell.
 
-Nothing is read, evaluated, written or put into checkpoints. All ranks share one model, so that
-nothing is agreed on before the first step, either.
+Nothing is read, evaluated, written or put into checkpoints; of snapshots it is known when they are
+taken. All ranks share one model, so that nothing is agreed on before the first step, either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,12 @@ from orchestra.strategies.base import Strategy, roles_of
 from orchestra.strategies.switch import Switch
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
-from orchestra.trainer.evaluation import agree_on_buffers, gather_parts
+from orchestra.trainer.evaluation import (
+    agree_on_buffers,
+    gather_parts,
+    moments,
+    without_mirrors,
+)
 from orchestra.trainer.loop import Loop, Position
 from orchestra.trainer.program import budget_of
 from orchestra.trainer.recorder import Recorder, Spent, Totals, histogram
@@ -29,17 +34,19 @@ from orchestra.transports.tags import Tag
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.shape_worker import ShapeWorker, SharedShapes
+from orchestra.worker.snapshots import Part, Snapshots
 from orchestra.worker.worker import Worker
 
 
 @dataclass(frozen=True)
 class Common:
-    """What all ranks of a run of shapes share."""
+    """What all ranks of a run of shapes share; `parts` are their parts of snapshots."""
 
     shapes: SharedShapes
     optimizer: OptimizerSpec
     epoch_samples: int
     budget: int
+    parts: list[Part] = field(default_factory=list)
 
 
 def common(run: Run) -> Common:
@@ -93,7 +100,9 @@ class ShapeSession:
             budget_ranks=training.ranks,
             bucket_bytes=int(training.bucket_megabytes * 1e6),
             overlap=training.overlap,
+            snapshots=Snapshots(training.snapshots_due(shared.budget), runtime.transport.now),
         )
+        self._parts = shared.parts
         self.worker.set_workers(self.roles.workers)
         self.worker.quiet = _is_quiet(run.strategy)
         self.position, self.totals = Position(), Totals()
@@ -129,6 +138,7 @@ class ShapeSession:
         broadcast(runtime.transport, torch.zeros(1), chief, worker.everyone, Tag.READY)
         self.setup["first_step"] = runtime.transport.now() - began
         worker.agrees = False
+        worker.snapshots.start_clock(runtime.transport.now())
         self._recorder.resume()
         loop.run()
         self.stopped = loop.stopped
@@ -141,6 +151,8 @@ class ShapeSession:
         self._recorder.pause()
         tolerant = not strategy.currently_synchronous(self.state)
         chief = strategy.current_roles(worker, self.state).chief
+        self._parts += worker.snapshots.parts
+        worker.snapshots.parts = []
         gather_parts(worker, chief, tolerant=tolerant)  # others may still be at work meanwhile
 
     def report(self) -> RankReport:
@@ -168,8 +180,13 @@ class ShapeSession:
             switched_at_step=measures.switched_at_step,
             stopped=self.stopped,
             threads=1,
-            chief=ChiefReport(None, {}, None, None) if worker.rank == roles.chief else None,
+            chief=self._chief_report() if worker.rank == roles.chief else None,
         )
+
+    def _chief_report(self) -> ChiefReport:
+        """When the snapshots were taken, and nothing else; all have handed in their parts."""
+        points = moments(without_mirrors(self._parts), self.worker.layout.size)
+        return ChiefReport(None, {}, None, None, points)
 
 
 class Places:

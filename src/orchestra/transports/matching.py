@@ -21,18 +21,27 @@ LEFT = "it has left"
 
 
 class Incoming:
-    """A message of which at least the header has arrived."""
+    """A message of which at least the header has arrived; `view` is where its bytes go.
+
+    One that has `come` in whole needs none.
+    """
 
     __slots__ = ("complete", "frame_bytes", "header", "receive", "source", "tensor", "view")
 
     def __init__(
-        self, source: int, header: Header, tensor: Tensor, receive: Receive | None
+        self,
+        source: int,
+        header: Header,
+        tensor: Tensor,
+        receive: Receive | None,
+        *,
+        come: bool = False,
     ) -> None:
         self.source = source
         self.header = header
         self.tensor = tensor
         self.receive = receive
-        self.view = memoryview(b"") if tensor.is_meta else byte_view(tensor)
+        self.view = memoryview(b"") if come else byte_view(tensor)
         self.frame_bytes = header.frame_bytes
         self.complete = False
 
@@ -70,10 +79,12 @@ class Mailbox:
         """
         receive = self._claim(source, header.tag)
         if receive is not None and not self._fits(receive, source, header):
-            return Incoming(source, header, _empty(header) if content is None else content, None)
+            if content is not None:
+                return Incoming(source, header, content, None, come=True)
+            return Incoming(source, header, _empty(header), None)
         into = None if receive is None else receive.into
         landing = content if into is None and content is not None else _landing(receive, header)
-        message = Incoming(source, header, landing, receive)
+        message = Incoming(source, header, landing, receive, come=content is not None)
         if receive is None:
             self._unexpected.setdefault(header.tag, []).append(message)
         else:
@@ -91,7 +102,7 @@ class Mailbox:
         """A message from this rank to itself; `tensor` is given away."""
         header = Header(0, tensor.dtype, tuple(tensor.shape), tag, tensor.nbytes)
         receive = self._claim(self.rank, tag)
-        message = Incoming(self.rank, header, tensor, None)
+        message = Incoming(self.rank, header, tensor, None, come=True)
         message.frame_bytes = 0
         message.complete = True
         if receive is None:

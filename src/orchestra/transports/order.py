@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.schedules import Schedule
-from orchestra.transports.protocol import AllReducesAtOnce, Handle, Task, Traffic, Transport
+from orchestra.transports.passing import PassingTransport
+from orchestra.transports.protocol import Handle, Task, Transport
 
 T = TypeVar("T")
 MAIN = "main"
@@ -81,52 +81,11 @@ class Told(Iterator[T]):
             ) from None
 
 
-class _Passing:
-    """The verbs of a transport that chance has no part in."""
-
-    inner: Transport
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.inner.traffic
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.inner.bytes_sent
-
-    def add(self, own: Tensor, arrived: Tensor) -> None:
-        self.inner.add(own, arrived)
-
-    def all_reduce_at_once(
-        self,
-        vector: Tensor,
-        schedule: Schedule,
-        ranks: tuple[int, ...],
-        tag: int,
-        edges: Sequence[int] | None,
-        *,
-        message_by_message: bool = False,
-    ) -> int | None:
-        if not isinstance(self.inner, AllReducesAtOnce):
-            return None
-        return self.inner.all_reduce_at_once(
-            vector, schedule, ranks, tag, edges, message_by_message=message_by_message
-        )
-
-
-class RecordedTransport(_Passing):
+class RecordedTransport(PassingTransport):
     """Passes everything on to `inner`, and writes into `order` what its flow is told."""
 
     def __init__(self, inner: Transport, order: Order, name: str = MAIN) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._order = order
         self._name = name
         self._told = order.flow(name)
@@ -201,11 +160,11 @@ class RecordedTask(Task[T]):
         return done
 
 
-class ReplayedTransport(_Passing):
+class ReplayedTransport(PassingTransport):
     """Gives its flow the answers of `order`; the messages are those of `inner`."""
 
     def __init__(self, inner: Transport, order: Order, name: str = MAIN) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._order = order
         self._name = name
         told = order.flow(name)

@@ -14,14 +14,8 @@ from torch import Tensor
 
 from orchestra.records.timeline import Message
 from orchestra.schedules import Schedule
-from orchestra.transports.protocol import (
-    AllReducesAtOnce,
-    Collectives,
-    Handle,
-    Task,
-    Traffic,
-    Transport,
-)
+from orchestra.transports.passing import PassingTransport
+from orchestra.transports.protocol import Collectives, Handle, Task, Transport
 from orchestra.transports.tags import tag_name
 from orchestra.transports.tracer import MAIN, Tracer
 
@@ -31,29 +25,13 @@ SHOWN = 16
 """Of an all-reduce of more ranks, no messages are shown where the engine can do without them."""
 
 
-class TracedTransport:
+class TracedTransport(PassingTransport):
     """Passes everything on to `inner`, the transport of `flow`."""
 
     def __init__(self, inner: Transport, tracer: Tracer, flow: int = MAIN) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.tracer = tracer
         self.flow = flow
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.inner.traffic
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.inner.bytes_sent
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         tracer = self.tracer
@@ -100,11 +78,9 @@ class TracedTransport:
     ) -> int | None:
         """While a window is open, its messages are to be seen, as far as there are not too many."""
         inner, tracer = self.inner, self.tracer
-        if not isinstance(inner, AllReducesAtOnce):
-            return None
         waited, start = inner.traffic.seconds_waiting, tracer.now()
         visible = message_by_message or (tracer.is_open and len(ranks) <= SHOWN)
-        buffer = inner.all_reduce_at_once(
+        buffer = super().all_reduce_at_once(
             vector, schedule, ranks, tag, edges, message_by_message=visible
         )
         if buffer is not None and tracer.is_open:
@@ -116,12 +92,6 @@ class TracedTransport:
             tracer.add(self.flow, "native", name, moving, end, about)
         return buffer
 
-    def add(self, own: Tensor, arrived: Tensor) -> None:
-        self.inner.add(own, arrived)
-
-    def now(self) -> float:
-        return self.inner.now()
-
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         name = getattr(function, "__name__", "background").strip("_").replace("_", " ")
         flow = self.tracer.new_flow(name)
@@ -132,9 +102,6 @@ class TracedTransport:
 
         task = self.inner.spawn(traced)
         return TracedTask(task, self.tracer, self.flow, "wait", f"wait for: {name}")
-
-    def lost(self) -> frozenset[int]:
-        return self.inner.lost()
 
     def name_of(self, rank: int) -> str:
         """`rank` as seen from here."""

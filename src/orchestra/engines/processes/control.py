@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from orchestra.engines.failures import Failure
 from orchestra.engines.events import Pulse
+from orchestra.engines.failures import Failure
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.errors import RunAborted, RunFailed

@@ -16,13 +16,13 @@ from multiprocessing import current_process, forkserver, get_context, spawn
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
+from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes.addresses import numeric
 from orchestra.engines.processes.entry import Errand, enter, inside_a_rank
-from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.engines.processes.seat import Seat
-from orchestra.engines.verdicts import Limits
 from orchestra.engines.processes.watcher import Watcher
+from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
@@ -147,20 +147,24 @@ def _start(watcher: Watcher, seat: Seat, errand: Errand) -> None:
 def _start_fork_server() -> None:
     """Without a file in the temporary folder, which a killed launcher would leave there.
 
-    The server's socket is reached through an open descriptor instead of its name (Linux).
+    Folder and socket are reached through open descriptors instead of their names (Linux): names of
+    sockets are limited to 107 bytes, and those of temporary folders are not.
     """
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     before = config.get("tempdir")
-    with tempfile.TemporaryDirectory(prefix="mp-") as folder:  # such names are limited to 107 bytes
+    with tempfile.TemporaryDirectory(prefix="mp-") as name:
+        descriptor = os.open(name, os.O_PATH)
+        folder = f"/proc/self/fd/{descriptor}"
         config["tempdir"] = folder
         try:
             forkserver.ensure_running()
+            server: Any = forkserver._forkserver
+            if server._forkserver_address.startswith(f"{folder}/"):
+                socket = os.open(server._forkserver_address, os.O_PATH)
+                server._forkserver_address = f"/proc/self/fd/{socket}"
         finally:
             config["tempdir"] = before
-        server: Any = forkserver._forkserver
-        if server._forkserver_address.startswith(folder):
-            socket = os.open(server._forkserver_address, os.O_PATH)
-            server._forkserver_address = f"/proc/self/fd/{socket}"
+            os.close(descriptor)
 
 
 def _process(context: ForkServerContext, seat: Seat, errand: Errand) -> Any:

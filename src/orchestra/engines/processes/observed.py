@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
 from orchestra.engines.processes.control import Signs
-from orchestra.transports.protocol import Handle, Task, Traffic, Transport
+from orchestra.transports.passing import PassingTransport
+from orchestra.transports.protocol import Handle, Task, Transport
 
 T = TypeVar("T")
 
@@ -21,29 +22,13 @@ class _Moved:
     operations: int = 0
 
 
-@dataclass
-class ObservedTransport:
+class ObservedTransport(PassingTransport):
     """Passes everything on to `inner`, and notes what the flow waits for."""
 
-    inner: Transport
-    moved: _Moved = field(default_factory=_Moved)
-    waits: Callable[[], Signs] | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.inner.traffic
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.inner.bytes_sent
+    def __init__(self, inner: Transport, moved: _Moved | None = None) -> None:
+        super().__init__(inner)
+        self.moved = moved or _Moved()
+        self.waits: Callable[[], Signs] | None = None
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         return ObservedHandle(self.inner.send(tensor, to, tag), self, to, tag, "to send")
@@ -51,12 +36,6 @@ class ObservedTransport:
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         handle = self.inner.receive(source, tag, into)
         return ObservedHandle(handle, self, source, tag, "to receive")
-
-    def add(self, own: Tensor, arrived: Tensor) -> None:
-        self.inner.add(own, arrived)
-
-    def now(self) -> float:
-        return self.inner.now()
 
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         flow = ObservedTransport(self.inner, self.moved)
@@ -66,9 +45,6 @@ class ObservedTransport:
             return function(flow)
 
         return ObservedTask(self.inner.spawn(observed), self, flow)
-
-    def lost(self) -> frozenset[int]:
-        return self.inner.lost()
 
     def signs(self) -> Signs:
         """What this flow waits for now, and how much has moved."""

@@ -7,7 +7,6 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import Batches, OwnLoop
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -98,29 +98,11 @@ def distribute(
     return model, optimizer, loop.batches
 
 
-class _Quiet:
+class _Unwatched(SilentReporter):
     """The reporter of a process that nobody watches."""
-
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None: ...
-
-    def phase(self, name: str) -> None: ...
-
-    def waiting(self, for_ranks: Sequence[int], what: str) -> None: ...
-
-    def expendable(self, yes: bool) -> None: ...
 
     def notice(self, text: str) -> None:
         print(f"orchestra: {text}", file=sys.stderr)
-
-    def stop_requested(self) -> bool:
-        return False
 
 
 def _alone() -> Runtime:
@@ -128,7 +110,9 @@ def _alone() -> Runtime:
     listener = Listener()
     transport = connect_mesh(0, [listener.address], listener, b"alone", timeout=1.0)
     native = Native(HashStore, 0, 1, host="127.0.0.1", device=0, timeout=60.0)
-    return Runtime(0, 1, transport, TimedCompute(), _Quiet(), begin_streams, native=lambda: native)
+    return Runtime(
+        0, 1, transport, TimedCompute(), _Unwatched(), begin_streams, native=lambda: native
+    )
 
 
 class _Host:

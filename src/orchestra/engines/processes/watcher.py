@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from orchestra.engines.failures import Failure
 from orchestra.engines.events import (
     Abort,
     Beat,
@@ -34,9 +33,10 @@ from orchestra.engines.events import (
     Pulse,
     Stop,
 )
+from orchestra.engines.failures import Failure
 from orchestra.engines.processes.system import is_stopped, machine
-from orchestra.engines.verdicts import Limits, Verdicts
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
+from orchestra.engines.verdicts import Limits, Verdicts
 from orchestra.transports.tls import TLS
 
 TICK_SECONDS = 0.25

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from orchestra.engines.simulation.alternation import Alternation, alternates
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.plan import Plan
 from orchestra.engines.simulation.recurrence import Floats, Recurrence, Times, follows
@@ -31,6 +32,7 @@ class Course:
         links: every link that is used, with the pair of ranks that uses it.
         apart: whether none is used by two pairs.
         follows: whether `times` can tell.
+        alternates: else, whether `alternation` perhaps can.
     """
 
     def __init__(self, net: Net, ranks: Ranks, plan: Plan) -> None:
@@ -53,7 +55,9 @@ class Course:
                 self.links[link] = (ranks[source], ranks[target])
         senders = {source for source, _ in plan.pairs}
         self.follows = self.apart and len(senders) == len(plan.pairs) and follows(plan)
+        self.alternates = not self.follows and alternates(plan, self.streams)
         self._recurrences: dict[tuple[float, ...], Recurrence] = {}
+        self._alternations: dict[tuple[float, ...], Alternation] = {}
         self._recent: deque[tuple[Floats, Times]] = deque(maxlen=4)
 
     def times(
@@ -83,6 +87,13 @@ class Course:
         times = recurrence.run(before[0], before[1])
         self._recent.append((before, times))
         return times.later(begin)
+
+    def alternation(self, rates: tuple[float, ...]) -> Alternation:
+        """The times where messages may meet on a link."""
+        if rates not in self._alternations:
+            alternation = Alternation(self.plan, self.overhead, rates, self.streams)
+            self._alternations = {rates: alternation}
+        return self._alternations[rates]
 
     def _recurrence(self, rates: tuple[float, ...]) -> Recurrence:
         if rates not in self._recurrences:

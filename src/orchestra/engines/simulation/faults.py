@@ -18,6 +18,7 @@ from orchestra.engines.events import (
     Event,
     Exited,
     Failed,
+    Finished,
     Instruction,
     Joined,
     Kill,
@@ -61,7 +62,7 @@ class Faults:
         self._verdicts = Verdicts(ranks, Limits(patience=patience), start=0.0, children=True)
         self.left_out = self._verdicts.left_out
         self._ended: set[int] = set()
-        self._unheard: dict[int, Event] = {}  # the ends of ranks behind a cut, by rank
+        self._unheard: dict[int, Finished | Failed] = {}  # the ends of ranks behind a cut, by rank
         self._held: set[int] = set()
         self._cut: set[str] = set()  # channels
         self._watching = False
@@ -70,8 +71,8 @@ class Faults:
             self._verdicts.observe(0.0, Joined(rank, world.nodes[rank].name))
         self._schedule(cluster)
 
-    def ended(self, event: Event) -> None:
-        """The program of a rank has come to its end; the run is over once that is known and judged."""
+    def ended(self, event: Finished | Failed) -> None:
+        """The program of a rank has come to its end; the run goes on until that is known."""
         self._watch()
         self._unheard[event.rank] = event
         self._kernel.outstanding += 1

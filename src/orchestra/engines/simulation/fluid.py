@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
-from orchestra.engines.simulation.sharing import Activity, Resource, share
+from orchestra.engines.simulation import pool
+from orchestra.engines.simulation.pool import Pool, is_only_shared
+from orchestra.engines.simulation.sharing import ROUNDING, Activity, Resource, share
 
 __all__ = ["Activity", "Clock", "Fluid", "Resource", "Timer"]
 
@@ -60,6 +62,7 @@ class Fluid:
         self._alarm: Timer | None = None
         self._alarm_at = inf
         self._dirty: dict[Resource, None] = {}  # a set in the order of insertion
+        self._pools = 0
 
     def start(
         self, amount: float, resources: Sequence[Resource], then: Call, *, bound: float = inf
@@ -83,10 +86,14 @@ class Fluid:
                 rate = resource.capacity
         undisturbing = True
         for resource in path:
-            if resource.activities and not resource.fits(rate):
-                undisturbing = False
-                self._share_anew(resource)
+            if resource.activities:
+                self._end_pools_beside(resource)
+                if not resource.fits(rate):
+                    undisturbing = False
+                    self._share_anew(resource)
             resource.activities[activity] = None
+            if resource.pool is not None:
+                resource.pool.newcomers.append(activity)
         if undisturbing:
             self._change_rate(activity, rate, now)
             for resource in path:
@@ -109,6 +116,7 @@ class Fluid:
         assert 0 <= capacity < inf, f"{resource.name} gets the capacity {capacity}"
         resource.capacity = capacity
         if resource.activities:
+            self._end_pools_beside(resource)
             self._share_anew(resource)
 
     def use(self, resource: Resource) -> float:
@@ -142,6 +150,8 @@ class Fluid:
         for resource in activity.resources:
             if resource.tight and resource.activities:
                 self._share_anew(resource)
+            elif resource.pool is not None:
+                self._end_pool(resource.pool)
             if resource.log is not None:
                 resource.note(now)
 
@@ -159,16 +169,89 @@ class Fluid:
         dirty, self._dirty = self._dirty, {}
         before = self.solves
         for seed in dirty:
-            if seed.mark <= before and seed.activities:
-                self.solves += 1
-                activities, logged = share(seed, self.solves)
-                self.shares += len(activities)
-                for activity in activities:
-                    if activity.share != activity.rate:
-                        self._change_rate(activity, activity.share, now)
-                for resource in logged:
-                    resource.note(now)
+            if seed.pool is not None and not self._share_evenly(seed.pool, now):
+                self._end_pool(seed.pool)
+        for seed in dirty:
+            if seed.pool is None and seed.mark <= before and seed.activities:
+                self._share_out(seed, now)
         self._set_alarm()
+
+    def _share_out(self, seed: Resource, now: float) -> None:
+        self.solves += 1
+        activities, shared, logged = share(seed, self.solves)
+        self.shares += len(activities)
+        alone = len(shared) == 1 and not logged and len(activities) >= pool.LEAST
+        if alone and all(activity.share == activities[0].share for activity in activities):
+            self._make_pool(shared[0], activities, now)
+            return
+        for activity in activities:
+            if activity.share != activity.rate:
+                self._change_rate(activity, activity.share, now)
+        for resource in logged:
+            resource.note(now)
+
+    # Many that have one resource in common, and nothing else
+
+    def _make_pool(self, resource: Resource, activities: Sequence[Activity], now: float) -> None:
+        if not resource.capacity:
+            return
+        self._pools += 1
+        resource.pool = made = Pool(resource, now)
+        made.take_in(activities, now)
+        made.change_rate(activities[0].share, now)
+        self._look_up_first(made, now)
+
+    def _share_evenly(self, evenly: Pool, now: float) -> bool:
+        """Whether those that have come share nothing else, either: then all have their shares."""
+        resource = evenly.resource
+        newcomers = [activity for activity in evenly.newcomers if activity.running]
+        evenly.newcomers.clear()
+        rate = resource.capacity / len(resource.activities)
+        if 2 * len(resource.activities) < pool.LEAST or not rate:
+            return False
+        if not all(is_only_shared(resource, activity) for activity in newcomers):
+            return False
+        limit = min((activity.limit for activity in newcomers), default=inf)
+        if min(limit, evenly.limit) * ROUNDING < rate:
+            return False
+        self.shares += 1 + len(newcomers)
+        evenly.change_rate(rate, now)
+        evenly.take_in(newcomers, now)
+        self._look_up_first(evenly, now)
+        return True
+
+    def _look_up_first(self, evenly: Pool, now: float) -> None:
+        """Of all in a pool only the first knows when it ends."""
+        first = evenly.first()
+        if evenly.head is not None and evenly.head is not first:
+            evenly.head.finish = inf
+        evenly.head = first
+        if first is not None:
+            left = max(first.until - evenly.given_at(now), 0.0)
+            first.finish = now + left / evenly.rate
+            heapq.heappush(self._ends, (first.finish, first.order, first))
+
+    def _end_pools_beside(self, resource: Resource) -> None:
+        """What crosses `resource` has it no longer for itself."""
+        if self._pools and resource.pool is None:
+            for activity in resource.activities:
+                if activity.pool is not None:
+                    evenly = activity.pool.resource
+                    self._end_pool(activity.pool)
+                    self._share_anew(evenly)
+
+    def _end_pool(self, evenly: Pool) -> None:
+        """Each goes on by itself, at the rate that it has."""
+        now = self._clock.now()
+        self._pools -= 1
+        evenly.resource.pool = None
+        for activity in evenly.resource.activities:
+            if activity.pool is evenly:
+                activity.left, activity.updated_at = activity.left_at(now), now
+                activity.pool = None
+                activity.finish = inf
+                activity.rate = 0.0
+                self._change_rate(activity, evenly.rate, now)
 
     # The next end
 
@@ -195,8 +278,10 @@ class Fluid:
         while ends and ends[0][0] <= now:
             finish, _, activity = heapq.heappop(ends)
             if activity.finish == finish:
-                self._end(activity, activity.amount)
-                ended.append(activity)
+                over = [activity] if activity.pool is None else activity.pool.end(now)
+                for each in over:
+                    self._end(each, each.amount)
+                ended += over
         for activity in ended:
             self._released(activity, now)
         if not self._dirty:  # else it is set when that is done

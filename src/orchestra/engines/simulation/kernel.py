@@ -338,7 +338,8 @@ class Kernel:
     def abort(self, reason: str) -> None:
         """In the launching thread, after `run`: unwind every flow that is left."""
         self._aborted = RunAborted(reason)
-        for flow in [*self.flows, *self._dead]:
+        left, self.flows = [*self.flows, *self._dead], []
+        for flow in left:
             flow.give_baton()
             flow.join()
 

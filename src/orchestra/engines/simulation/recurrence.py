@@ -161,16 +161,16 @@ class Recurrence:
                 source,
                 target,
                 first / self._rates[source],
-                (_costs(overhead.send, frame) - first) / self._rates[source],
+                (costs_of(overhead.send, frame) - first) / self._rates[source],
                 self._latency[source],
                 frame * overhead.wire / self._bandwidth[source],
-                _costs(overhead.receive, frame) / self._rates[target],
+                costs_of(overhead.receive, frame) / self._rates[target],
                 adding / self._rates[target],
                 np.flatnonzero(frame > overhead.buffer_bytes),
             )
 
 
-def _costs(cost: Cost, amounts: Integers) -> Floats:
+def costs_of(cost: Cost, amounts: Integers) -> Floats:
     """Of each of `amounts`, few of which differ."""
     distinct, places = np.unique(amounts, return_inverse=True)
     return np.array([cost.at(int(amount)) for amount in distinct])[places]

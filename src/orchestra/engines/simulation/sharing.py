@@ -10,6 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.pool import Pool
 
 ROUNDING = 1 + 1e-12
 """Rates this close are the same: what rounding makes of sums in unlike orders."""
@@ -25,9 +29,13 @@ class Resource:
             the resource is used is appended as (time, rate from then on). None: no log.
         past: the amount carried for activities that have ended.
         tight: whether it holds an activity back, as far as known.
+        pool: of all that cross it, where they share it evenly; see pool.py.
     """
 
-    __slots__ = ("activities", "capacity", "log", "mark", "name", "open", "past", "spare", "tight")
+    __slots__ = (
+        *("activities", "capacity", "log", "mark", "name", "open"),
+        *("past", "pool", "spare", "tight"),
+    )
 
     def __init__(self, name: str, capacity: float) -> None:
         assert 0 < capacity < inf, f"{name} has the capacity {capacity}"
@@ -37,6 +45,7 @@ class Resource:
         self.past = 0.0
         self.activities: dict[Activity, None] = {}  # a set in the order of insertion
         self.tight = False
+        self.pool: Pool | None = None
         self.mark = 0  # the sharing that came by last; while filling, also:
         self.open = 0  # activities that still rise
         self.spare = 0.0  # what the others leave
@@ -48,7 +57,7 @@ class Resource:
         """The rate at which it is used."""
         used = 0.0
         for activity in self.activities:
-            used += activity.rate
+            used += activity.rate if activity.pool is None else activity.pool.rate
         return used
 
     def fits(self, rate: float) -> bool:
@@ -70,14 +79,15 @@ class Activity:
     """Something that uses all of `resources` at one rate, of at most `bound`, until it ends.
 
     Attributes:
-        rate: amount a second, since `updated_at`.
+        rate: amount a second, since `updated_at`; in a pool, that of the pool.
         left: of the amount, at `updated_at`.
         finish: when it ends at this rate; infinite while it stalls, and once it has ended.
+        pool: that it shares in; then that knows its rate, and what is left is told by `until`.
     """
 
     __slots__ = (
         *("amount", "bound", "resources", "then", "started_at", "order", "running"),
-        *("rate", "left", "updated_at", "finish"),
+        *("rate", "left", "updated_at", "finish", "pool", "until"),
         *("mark", "limit", "share"),
     )
 
@@ -99,6 +109,8 @@ class Activity:
         self.running = True
         self.rate = 0.0
         self.finish = inf
+        self.pool: Pool | None = None
+        self.until = inf
         self.mark = 0  # the sharing that came by last; while filling, also:
         self.limit = 0.0  # the most it can have
         self.share = 0.0  # what it gets; negative while its rate rises
@@ -107,18 +119,20 @@ class Activity:
         """Of the amount, at a `time` since the rate last changed."""
         if time >= self.finish:
             return 0.0
+        if self.pool is not None:
+            return max(0.0, self.until - self.pool.given_at(time))
         return max(0.0, self.left - self.rate * (time - self.updated_at))
 
 
-def share(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource]]:
+def share(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource], list[Resource]]:
     """Compute `share` of every activity that is connected with `seed` by shared resources.
 
-    `mark` is higher than in any sharing before. Returns the activities, and those of their
-    resources that keep a log.
+    `mark` is higher than in any sharing before. Returns the activities, the resources that several
+    of them have in common, and those of all their resources that keep a log.
     """
     activities, shared, logged = _connected(seed, mark)
     _fill(activities, shared)
-    return activities, logged
+    return activities, shared, logged
 
 
 def _connected(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource], list[Resource]]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.engines.simulation.course import SAME, Course
-from orchestra.engines.simulation.kernel import Flow
+from orchestra.engines.simulation.kernel import Flow, Timer
 from orchestra.engines.simulation.leap import Leap
 from orchestra.engines.simulation.meeting import Summed
 from orchestra.schedules import Schedule
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from orchestra.engines.simulation.transport import Net, Port
 
 Floats = NDArray[np.float64]
+Ends = tuple[Floats, Floats]
+"""Of each rank: when its background flow is done, and when its links are free."""
+
 SIGNAL_BYTES = 8
 """Of the messages between the two flows of a rank."""
 
@@ -58,7 +61,7 @@ class Wagon:
     """One rank's part in a train: when it hands over each bucket, and when it gets them back.
 
     `waits_from` is when its main flow has handed over the last one; `cold` are the seconds that its
-    first message takes more.
+    first message takes more. Without `departure` it waits for all others.
     """
 
     port: Port
@@ -68,6 +71,7 @@ class Wagon:
     cold: float
     bucket: int = 0
     finished: float | None = None
+    departure: Timer | None = None
 
 
 @dataclass
@@ -103,13 +107,15 @@ class Station:
         self._signal = 0.0 if overhead.local is None else overhead.local.at(SIGNAL_BYTES)
         self._places = {rank: place for place, rank in enumerate(line.ranks)}
         self._wagons: dict[int, Wagon] = {}
+        self._departed = False  # somebody has, before all were there
         self._leaps: dict[Course, Leap | None] = {}
-        self._recent: deque[tuple[Floats, tuple[Floats, Floats]]] = deque(maxlen=8)
+        self._follows = all(course.follows for course in self.courses)
+        self._recent: deque[tuple[Floats, Ends | None]] = deque(maxlen=8)
 
     @property
     def serves(self) -> bool:
         """Whether the times of its all-reduces follow from one another, ahead of the world."""
-        return all(course.follows for course in self.courses)
+        return self._follows or all(course.alternates for course in self.courses)
 
     def pass_through(
         self, rank: int, traffic: Traffic, began: float, ended: float, apart: float
@@ -127,11 +133,13 @@ class Station:
         signals.append(ended + signal * (len(ready) + 1))
         wagon = self._wagons[place] = Wagon(port, flow, signals, signals[-1], port.warm_up())
         flow.ahead = wagon.waits_from
+        if not self._follows:
+            leaves = max(self._arrival(wagon, signals[0], wagon.cold), self._kernel.now())
+            wagon.departure = self._kernel.at(leaves, functools.partial(self._depart, place, wagon))
         if len(self._wagons) == len(self.line.ranks):
             wagons = [self._wagons[place] for place in range(len(self.line.ranks))]
             self._wagons = {}
-            if not self._go_at_once(wagons, apart):
-                self._go_slowly(wagons)
+            self._go(wagons, apart)
         flow.waits = functools.partial(self._signs, port.rank)
         while wagon.finished is None:
             self._kernel.park()
@@ -155,39 +163,51 @@ class Station:
 
     def _go_at_once(self, wagons: Sequence[Wagon], apart: float) -> bool:
         """Whether all are through before one of them sends anything else: then it is done."""
-        streams = self.courses[0].streams
+        streams = list(self.courses[0].streams.values()) if self._follows else []
         begin = min(wagon.signals[0] for wagon in wagons)
         rates = np.array([wagon.flow.processor.rate for wagon in wagons])
         signals = np.array([wagon.signals for wagon in wagons]) - begin
         cold = np.array([wagon.cold for wagon in wagons])
-        free = np.array([stream.free for stream in streams.values()]) - begin
-        known = np.column_stack([signals, rates, cold, np.maximum(free, 0.0)])
-        done, free = self._known(known, begin) or self._follow(known)
+        free = np.zeros(len(wagons))
+        if streams:  # else all links are, as nobody has sent anything since the last train
+            free = np.maximum(np.array([stream.free for stream in streams]) - begin, 0.0)
+        ends = self._ends(np.column_stack([signals, rates, cold, free]), begin)
+        if ends is None:
+            return False
+        done, free = ends
         from_then = np.maximum(signals[:, -1], done) + apart / rates
         if max(done.max(), free.max()) > from_then.min():
             return False
-        for stream, end in zip(streams.values(), (free + begin).tolist(), strict=True):
+        for stream, end in zip(streams, (free + begin).tolist(), strict=False):
             stream.free = end
         for wagon, end in zip(wagons, (done + begin).tolist(), strict=True):
             self._end(wagon, end)
         return True
 
-    def _known(self, given: Floats, begin: float) -> tuple[Floats, Floats] | None:
-        """What came of the same before: clusters repeat themselves."""
+    def _ends(self, given: Floats, begin: float) -> Ends | None:
+        """What came of the same before, or comes of it now: clusters repeat themselves."""
         tolerance = SAME * np.spacing(begin + given.max())
-        for known, result in self._recent:
+        for known, ends in self._recent:
             if np.abs(known - given).max() <= tolerance:
-                return result
-        return None
+                return ends
+        ends = self._follow(given) if self._follows else self._alternate(given)
+        self._recent.append((given, ends))
+        return ends
 
-    def _follow(self, given: Floats) -> tuple[Floats, Floats]:
+    def _begins(self, given: Floats, number: int, done: Floats) -> Floats:
+        """When each background flow begins with bucket `number`, after it has `done` the last."""
+        rates, cold = given[:, -3], given[:, -2]
+        seconds = self.net.overhead.collective + (0.0 if number else cold)
+        begins: Floats = np.maximum(given[:, number], done) + seconds / rates
+        return begins
+
+    def _follow(self, given: Floats) -> Ends:
         """When each background flow is done, and each stream is free."""
-        rates, cold, free = given[:, -3], given[:, -2], given[:, -1]
+        rates, free = given[:, -3], given[:, -1]
         pairs = list(self.courses[0].streams)
         done = np.full(len(given), -np.inf)
         for number, course in enumerate(self.courses):
-            seconds = self.net.overhead.collective + (0.0 if number else cold)
-            begins = np.maximum(given[:, number], done) + seconds / rates
+            begins = self._begins(given, number, done)
             leap = self._leap(course, rates)
             leapt = None if leap is None else leap.run(begins, free)
             if leapt is None:
@@ -195,8 +215,20 @@ class Station:
                 times = course.times(begins.tolist(), taken, tuple(rates.tolist()))
                 leapt = times.clock, times.free[[source for source, _ in pairs]]
             done, free = leapt[0] + self._signal / rates, leapt[1]
-        self._recent.append((given, (done, free)))
         return done, free
+
+    def _alternate(self, given: Floats) -> Ends | None:
+        """When each is done, and its links are free; None: messages meet on a link."""
+        rates = given[:, -3]
+        done, up = np.full(len(given), -np.inf), np.zeros(len(given))
+        down = up
+        for number, course in enumerate(self.courses):
+            alternation = course.alternation(tuple(rates.tolist()))
+            ends = alternation.run(self._begins(given, number, done), up, down)
+            if ends is None:
+                return None
+            done, up, down = ends[0] + self._signal / rates, ends[1], ends[2]
+        return done, np.maximum(up, down)
 
     def _leap(self, course: Course, rates: Floats) -> Leap | None:
         """For ranks, and links between them, that are all alike."""
@@ -223,13 +255,31 @@ class Station:
 
     # One after the other, as in the world
 
-    def _go_slowly(self, wagons: Sequence[Wagon]) -> None:
+    def _go(self, wagons: Sequence[Wagon], apart: float) -> None:
+        """All are there: at once, or one after the other as in the world."""
+        departed, self._departed = self._departed, False
+        if departed or not self._go_at_once(wagons, apart):
+            for wagon in wagons:
+                if wagon.departure is None:
+                    self._approach(wagon, wagon.signals[0], wagon.cold)
+            return
         for wagon in wagons:
-            self._approach(wagon, wagon.signals[0], wagon.cold)
+            if wagon.departure is not None:
+                wagon.departure.cancel()
+
+    def _depart(self, place: int, wagon: Wagon) -> None:
+        """The first bucket of `wagon` is on its way; where others are still missing, so is theirs
+        when they come: what is on links at the same time cannot be told from a later time."""
+        self._departed = self._departed or self._wagons.get(place) is wagon
+        self._arrive(wagon, self._kernel.now())
+
+    def _arrival(self, wagon: Wagon, time: float, cold: float = 0.0) -> float:
+        """When the background flow of `wagon` begins with a bucket that it gets at `time`."""
+        return time + (self._net.overhead.collective + cold) / wagon.flow.processor.rate
 
     def _approach(self, wagon: Wagon, time: float, cold: float = 0.0) -> None:
         """The next bucket of `wagon` is handed over at `time`, or was."""
-        arrived = time + (self._net.overhead.collective + cold) / wagon.flow.processor.rate
+        arrived = self._arrival(wagon, time, cold)
         arrive = functools.partial(self._arrive, wagon, arrived)
         if arrived <= self._kernel.now():
             arrive()

@@ -136,7 +136,7 @@ class World:
         )
 
     def _speed(self, node: Node) -> float:
-        """Seconds of the cost model's machine that a core of `node` does in a second, at present."""
+        """Seconds of the cost model's machine that a core of `node` now does in a second."""
         factor = self._speeds.get(node.name, 1.0)
         if node.speed is not None:
             return node.speed * factor
@@ -202,7 +202,7 @@ class World:
             stream.go_on()
 
     def kill(self, rank: int, reason: str) -> dict[int, Load | None]:
-        """`rank` is no more, and what it sent is lost: the message that this cuts off, by target."""
+        """`rank` is no more, what it sent is lost: the message that this cuts off, by target."""
         self.hold(rank)
         self.kernel.kill(rank)
         error = PeerLost(rank, reason)

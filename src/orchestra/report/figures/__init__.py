@@ -10,6 +10,8 @@ from orchestra.report.collect import Source
 from orchestra.report.figures.curves import curves
 from orchestra.report.figures.differences import differences
 from orchestra.report.figures.figure import Figure, save
+from orchestra.report.figures.links import links
+from orchestra.report.figures.messages import messages
 from orchestra.report.figures.scaling import scaling
 from orchestra.report.figures.seconds import seconds
 from orchestra.report.figures.staleness import staleness
@@ -33,9 +35,11 @@ _FAMILIES = (
     differences,
     seconds,
     traffic,
+    links,
     staleness,
     scaling,
     timelines,
+    messages,
 )
 
 

@@ -13,6 +13,8 @@ LANE = 40
 """Height of a lane."""
 BAR: dict[str, Any] = {"height": 15, "yOffset": 8}
 """A bar, or a point, in the lower part of its lane; the upper is that of the text."""
+SEPARATOR = "\u2063"
+"""Between the parts of a lane's key: that of Unicode which nobody sees, and nobody types."""
 POINT: dict[str, Any] = {"yOffset": BAR["yOffset"]}
 
 

@@ -2,84 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
 import altair as alt
 
 from orchestra.records.record import RunRecord
 from orchestra.report.figures.figure import Figure
-from orchestra.report.figures.frame import FAINT, SI, Look, Values, figure, marks, numbers
+from orchestra.report.figures.frame import (
+    FAINT,
+    INK_NOW,
+    SI,
+    Look,
+    Values,
+    figure,
+    marks,
+    numbers,
+)
 from orchestra.report.figures.subject import Subject
+from orchestra.report.knee import efficiency, knee
+from orchestra.report.numbers import count, listed
 
+_POWERS = 5  # of ten that an axis has room for, with ticks between
 _Read = Callable[[RunRecord], float | None]
 
 
 def scaling(subject: Subject) -> list[Figure]:
     """Samples a second and time to target against ranks, where there are several numbers."""
-    if len({row.ranks for row in subject.rows}) < 2:
-        return []
-    speed = _scaling(
-        subject,
-        lambda record: record.samples_per_second,
-        name="speed-against-ranks",
-        title="Speed against ranks",
-        axis="samples a second, mean of seeds",
-        grows=True,
-        caption="Samples that all workers trained on in a second, set-up and evaluation apart.",
-    )
-    target = subject.target
-    time = _scaling(
-        subject,
-        lambda record: record.time_to_target_seconds,
-        name="time-to-target-against-ranks",
-        title="Time to target against ranks",
-        axis="seconds to target, mean of seeds",
-        grows=False,
-        caption=(
-            "Training seconds until the target was reached, as the mean of the seeds that did. "
-            "With more ranks the global batch is larger, and a step may be worth less."
-        ),
-    )
-    return [*speed, *(time if target else [])]
+    return [*_speed(subject), *(_time(subject) if subject.target else [])]
 
 
-def _scaling(
-    subject: Subject, read: _Read, *, name: str, title: str, axis: str, grows: bool, caption: str
-) -> list[Figure]:
-    values = _values(subject, read)
+def _speed(subject: Subject) -> list[Figure]:
+    values = _values(subject, lambda record: record.samples_per_second)
     ranks = sorted({value["ranks"] for value in values})
     if len(ranks) < 2:
         return []
-    lines = {value["line"]: subject.styles[value["strategy"]] for value in values}
-    look = Look(lines, field="line")
-    x = alt.X(
-        "ranks:Q",
-        title="ranks (logarithmic)",
-        scale=alt.Scale(type="log", base=2, nice=False, padding=14),
-        axis=alt.Axis(values=ranks, format="d", grid=False),
+    by_line = _by_line(values)
+    for value in values:
+        value["percent"] = numbers(100 * efficiency(by_line[value["line"]])[value["ranks"]])
+    knees = _knees(values)
+    ideal = _ideal(values, ranks, grows=True)
+    x, y = _axes(values, ideal, "samples a second, mean of seeds", SI)
+    percent = alt.Tooltip(
+        "percent:Q", title="percent of a rank's speed on the fewest", format=".3~g"
     )
-    y = alt.Y(
-        "value:Q",
-        title=axis,
-        scale=alt.Scale(type="log", nice=False, padding=9),
-        axis=alt.Axis(tickCount=5, labelExpr=SI) if grows else alt.Axis(tickCount=5),
-    )
-    base = marks(values).encode(x, y, look.colour())
-    tooltip = [
-        alt.Tooltip("line:N", title="strategy"),
-        alt.Tooltip("ranks:Q"),
-        alt.Tooltip("value:Q", title=axis, format=",.4~g"),
-    ]
-    points = base.mark_point(filled=True, size=70, opacity=1)
     layers = [
-        *_ideal(values, ranks, grows, x, y),
-        base.mark_line(strokeWidth=2).encode(look.dash()),
-        points.encode(look.shape(), tooltip=tooltip),
+        _dotted(ideal, x, y),
+        *_lines(subject, values, x, y, [alt.Tooltip("value:Q", format=",.4~g"), percent]),
+        *_rings([v for v in values if knees.get(v["line"]) == v["ranks"]], x, y),
     ]
-    ideal = "The dotted line is the ideal: in proportion to the ranks, from the best on the fewest."
-    if not grows:
-        ideal = "The dotted line is the ideal: twice the ranks, half the time of the best."
-    return [figure(name, title, f"{caption} {ideal}", "scaling", layers)]
+    texts = [
+        "Samples that all workers trained on in a second, set-up and evaluation apart.",
+        "The dotted line is the ideal: in proportion to the ranks, from the best on the fewest.",
+        *_about(knees, ranks[-1]),
+    ]
+    caption = " ".join(texts)
+    return [figure("speed-against-ranks", "Speed against ranks", caption, "scaling", layers)]
+
+
+def _time(subject: Subject) -> list[Figure]:
+    values = _values(subject, lambda record: record.time_to_target_seconds)
+    ranks = sorted({value["ranks"] for value in values})
+    if len(ranks) < 2:
+        return []
+    ideal = _ideal(values, ranks, grows=False)
+    x, y = _axes(values, ideal, "seconds to target, mean of seeds", "datum.value")
+    layers = [
+        _dotted(ideal, x, y),
+        *_lines(subject, values, x, y, [alt.Tooltip("value:Q", title="s", format=",.4~g")]),
+    ]
+    caption = (
+        "Training seconds until the target was reached, as the mean of the seeds that did. With "
+        "more ranks the global batch is larger, and a step may be worth less. The dotted line is "
+        "the ideal: twice the ranks, half the time of the best."
+    )
+    name, title = "time-to-target-against-ranks", "Time to target against ranks"
+    return [figure(name, title, caption, "scaling", layers)]
 
 
 def _values(subject: Subject, read: _Read) -> Values:
@@ -97,13 +96,100 @@ def _values(subject: Subject, read: _Read) -> Values:
     ]
 
 
-def _ideal(values: Values, ranks: list[int], grows: bool, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _by_line(values: Values) -> dict[str, dict[int, float]]:
+    """By strategy and number of ranks."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for value in values:
+        found[value["line"]][value["ranks"]] = value["value"]
+    return found
+
+
+def _axes(values: Values, ideal: Values, title: str, label: str) -> tuple[alt.X, alt.Y]:
+    """Both logarithmic. `label` is the text of a tick; a logarithmic axis leaves some out else."""
+    ranks = sorted({value["ranks"] for value in values})
+    number = "format(datum.value, 'd')"
+    x = alt.X(
+        "ranks:Q",
+        title="ranks (logarithmic)",
+        scale=alt.Scale(type="log", base=2, nice=False, padding=14),
+        axis=alt.Axis(values=ranks, tickCount=len(ranks), labelExpr=number, grid=False),
+    )
+    heights = [value["value"] for value in (*values, *ideal)]
+    scale = alt.Scale(type="log", nice=False, padding=9)
+    axis = _ticks(min(heights), max(heights))
+    axis.labelExpr = label
+    return x, alt.Y("value:Q", title=title, scale=scale, axis=axis)
+
+
+def _ticks(least: float, most: float) -> alt.Axis:
+    """Of 1, 2 and 5 times powers of ten those between both, of the powers alone if many; as Vega
+    likes where there are hardly any."""
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    digits = (1, 2, 5) if len(powers) <= _POWERS else (1,)
+    ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+    inside = [tick for tick in ticks if least <= tick <= most]
+    if len(inside) < 3:
+        return alt.Axis(tickCount=5)
+    return alt.Axis(values=inside, tickCount=len(inside))
+
+
+def _lines(
+    subject: Subject, values: Values, x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip]
+) -> list[alt.Chart]:
+    """A line of each strategy, and its points."""
+    lines = {value["line"]: subject.styles[value["strategy"]] for value in values}
+    look = Look(lines, field="line")
+    base = marks(values).encode(x, y, look.colour())
+    about = [alt.Tooltip("line:N", title="strategy"), alt.Tooltip("ranks:Q"), *tooltip]
+    return [
+        base.mark_line(strokeWidth=2).encode(look.dash()),
+        base.mark_point(filled=True, size=70, opacity=1).encode(look.shape(), tooltip=about),
+    ]
+
+
+def _ideal(values: Values, ranks: Sequence[int], *, grows: bool) -> Values:
     """In proportion to the ranks, from the best on the fewest; it belongs to no strategy."""
     fewest, most = ranks[0], ranks[-1]
     first = [value for value in values if value["ranks"] == fewest]
     spread_out = [value for value in first if not value["single"]]  # one process does not scale
     best = (max if grows else min)(value["value"] for value in spread_out or first)
     last = best * most / fewest if grows else best * fewest / most
-    ends = [{"ranks": fewest, "value": best}, {"ranks": most, "value": numbers(last)}]
-    line = alt.Chart(alt.InlineData(values=ends)).encode(x, y)
-    return [line.mark_line(strokeDash=[2, 3], strokeWidth=1.5, color=FAINT)]
+    return [{"ranks": fewest, "value": best}, {"ranks": most, "value": numbers(last)}]
+
+
+def _dotted(ideal: Values, x: alt.X, y: alt.Y) -> alt.Chart:
+    line: alt.Chart = alt.Chart(alt.InlineData(values=ideal)).mark_line(
+        strokeDash=[2, 3], strokeWidth=1.5, color=FAINT
+    )
+    return line.encode(x, y)
+
+
+def _knees(values: Values) -> dict[str, int | None]:
+    """Of each distributed strategy on several numbers of ranks; None where it has none yet."""
+    speeds = _by_line([value for value in values if not value["single"]])
+    return {line: knee(of_line) for line, of_line in speeds.items() if len(of_line) > 1}
+
+
+def _rings(values: Values, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """Round the knees."""
+    if not values:
+        return []
+    base = marks(values).encode(x, y)
+    ring = base.mark_point(shape="circle", filled=False, size=240, strokeWidth=1.5, color=INK_NOW)
+    word = base.mark_text(dy=-16, fontSize=10.5, color=INK_NOW)
+    return [ring, word.encode(text=alt.value("knee"))]
+
+
+def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
+    """Which they are, and what that means."""
+    if not knees:
+        return []
+    at = [f"{line} at {count('rank', ranks)}" for line, ranks in knees.items() if ranks is not None]
+    none = [line for line, ranks in knees.items() if ranks is None]
+    texts = [listed(at)] if at else []
+    texts += [f"none up to {most}: {listed(none)}"] if none else []
+    return [
+        "A ring marks the knee: the number of ranks, of those measured, with the largest speed² / "
+        "ranks, which is the most benefit for the cost; beyond it twice as many are less than 1.41 "
+        f"times as fast. Knees: {'; '.join(texts)}."
+    ]

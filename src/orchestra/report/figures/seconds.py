@@ -10,7 +10,7 @@ import altair as alt
 
 from orchestra.report.figures.figure import Figure
 from orchestra.report.figures.frame import INK_NOW, Values, figure, marks, numbers
-from orchestra.report.figures.lanes import BAR, LANE, lane, words
+from orchestra.report.figures.lanes import BAR, LANE, SEPARATOR, lane, words
 from orchestra.report.figures.subject import Subject
 from orchestra.report.numbers import quantity
 from orchestra.report.rows import Row
@@ -30,7 +30,6 @@ _LEGEND = alt.Legend(
     columns=alt.ExprRef("max(2, floor(room / 105))"),
     labelExpr="replace(datum.label, '_', ' ')",
 )
-_SEPARATOR = "\u2063"  # that of Unicode which nobody sees, and nobody types
 
 
 def seconds(subject: Subject) -> list[Figure]:
@@ -140,9 +139,9 @@ def _by_rank(subject: Subject) -> list[Figure]:
         ranks = _ranks(row)
         if len(ranks) < 2:
             continue
-        domain.append(f"{row.name}{_SEPARATOR}")
+        domain.append(f"{row.name}{SEPARATOR}")
         for rank, (role, parts) in ranks.items():
-            key = f"{row.name}{_SEPARATOR}{rank}{' server' if role == 'server' else ''}"
+            key = f"{row.name}{SEPARATOR}{rank}{' server' if role == 'server' else ''}"
             domain.append(key)
             about = {"strategy": row.name, "lane": key, "rank": rank, "role": role}
             values += [
@@ -170,16 +169,14 @@ def _ranks_figure(values: Values, domain: list[str]) -> Figure:
         "lane:N",
         title="rank",
         scale=alt.Scale(domain=domain, paddingInner=0.15, paddingOuter=0),
-        axis=alt.Axis(
-            labelExpr=f"split(datum.value, '{_SEPARATOR}')[1]", ticks=False, domain=False
-        ),
+        axis=alt.Axis(labelExpr=f"split(datum.value, '{SEPARATOR}')[1]", ticks=False, domain=False),
     )
     bars = marks(values).mark_bar().encode(*_bar(TRAINING, values), y)
     tooltip = _tooltip(alt.Tooltip("rank:O"), alt.Tooltip("role:N"))
     headings = [
-        {"strategy": key.partition(_SEPARATOR)[0], "lane": key}
+        {"strategy": key.partition(SEPARATOR)[0], "lane": key}
         for key in domain
-        if key.endswith(_SEPARATOR)
+        if key.endswith(SEPARATOR)
     ]
     names = (
         marks(headings)

@@ -47,15 +47,25 @@ def windows(path: Path) -> list[Window]:
     Raises:
         InputError: the file is damaged.
     """
+    events = read_events(path)
+    return [_window(events, part) for part in parts_of(events)]
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events of a timeline.
+
+    Raises:
+        InputError: the file is damaged.
+    """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events: list[Event] = json.load(file)["traceEvents"]
     except (OSError, EOFError, ValueError, KeyError) as error:
         raise InputError(f"{path}: is damaged: {error}") from None
-    return [_window(events, part) for part in _parts(events)]
+    return events
 
 
-def _parts(events: Sequence[Event]) -> list[list[Event]]:
+def parts_of(events: Sequence[Event]) -> list[list[Event]]:
     """The steps of the lowest rank that has any, in runs of consecutive numbers."""
     steps = [event for event in events if event["ph"] == "X" and "step" in _own_step(event)]
     lowest = min((event["pid"] for event in steps), default=None)

@@ -76,10 +76,11 @@ def _text(row: Row) -> str:
     sent, per_sample = _sent(row), _per_sample(row)
     if sent == 0:
         return "none"
-    text = ("≈ " if _estimated(row) else "") + _with_unit(sent)
-    return text if per_sample is None else f"{text} · {_with_unit(per_sample)} a sample"
+    text = ("≈ " if _estimated(row) else "") + with_unit(sent)
+    return text if per_sample is None else f"{text} · {with_unit(per_sample)} a sample"
 
 
-def _with_unit(value: float) -> str:
+def with_unit(value: float) -> str:
+    """So many bytes, in the unit in which they are a short number."""
     unit = _unit(value)
     return quantity(value / _UNITS[unit], unit)
