@@ -101,11 +101,12 @@ def test_it_tunes_once_retimes_what_no_speed_changes_and_goes_on(
     for name, size in parts:
         size.carry_out(name, again)
     assert again.made == 0
-    print_tables(8, scale.folders, one.folders[LAN])
+    print_tables({8: scale.folders}, one.folders[LAN])
     printed = capsys.readouterr().out
     assert printed.count("| push - all-reduce (n = 1) |") == 2
     assert printed.count("| one worker - rate kept (n = 1) |") == 2
-    assert "plain_sgd" not in printed
+    assert "### plain_sgd" not in printed
+    assert "| compensated - asynchronous | not run | not run |" in printed
 
 
 def records_of(folder: Path) -> Mapping[tuple[str, str], RunRecord]:

@@ -127,6 +127,7 @@ IN_BUCKETS: Mapping[str, Any] = {"bucket_megabytes": 0.0005}
     [
         ("AllReduce('ring')", "lan_1gbit(nodes=4)"),
         ("AllReduce('tree')", "two_sites(nodes=4)"),
+        ("AllReduce('halving_doubling')", "lan_1gbit(nodes=4)"),
         ("AllReduce('ring')", "one_host(cores=2)"),
         ("ParameterServer(servers=2)", "lan_1gbit(nodes=3)"),
         ("Switch(AllReduce('ring'), ParameterServer(), when=AfterSteps(2))", "lan_1gbit(nodes=4)"),

@@ -4,8 +4,23 @@
 
 The gradient of 7,500 parameters, with five numbers and a flag behind it, is cut into three pieces, one
 a rank. In two rounds a rank passes on what it has added up so far of a piece, in two more the sums. A
-piece and its header are 10,040 bytes: 80.3 us on a link, after 100 us of latency. It prints:
+piece and its header are 10,043 bytes: 80.3 us on a link, after 100 us of latency. It prints:
 
+    from us    to us  rank 0
+        4.0    328.0  gradient (32 samples)
+      328.0    328.0  send 10.0 kB to rank 1
+      328.0    428.0  wait for rank 2
+      428.0    508.4  receive 10.0 kB from rank 2
+      508.4    508.4  send 10.0 kB to rank 1
+      508.4    608.4  wait for rank 2
+      608.4    688.7  receive 10.0 kB from rank 2
+      688.7    688.7  send 10.0 kB to rank 1
+      688.7    788.7  wait for rank 2
+      788.7    869.0  receive 10.0 kB from rank 2
+      869.0    869.0  send 10.0 kB to rank 1
+      869.0    969.0  wait for rank 2
+      969.0   1049.4  receive 10.0 kB from rank 2
+     1049.4   1057.0  update
 """
 
 from __future__ import annotations
@@ -31,10 +46,11 @@ def main() -> None:
             cluster=str(HERE / "lan.yaml"), calibration="none", out=folder, quiet=True,
         )  # fmt: skip
         trace = json.loads(gzip.decompress(next(folder.rglob("trace.json.gz")).read_bytes()))
-    done = [event for event in trace["traceEvents"] if event["pid"] == 0 and event["ph"] == "X"]
+    events = [event for event in trace["traceEvents"] if event["pid"] == 0 and event["ph"] == "X"]
+    done = [event for event in events if event["cat"] != "step"]
     print("from us    to us  rank 0")
     for event in sorted(done, key=_place):
-        if event["cat"] != "step":
+        if event["cat"] == "send" or event["dur"]:
             end = event["ts"] + event["dur"]
             print(f"{event['ts']:7.1f}  {end:7.1f}  {event['name']}")
 

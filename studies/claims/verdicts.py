@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -197,35 +197,53 @@ def rows_table(rows: Sequence[Row]) -> list[str]:
     titles = [title for title, _, _ in figures(rows[0]).values()]
     stale = any(row.values(STALENESS.read) for row in rows)
     heads = ["row", "ranks", "workers", "rate", *titles, *(["mean staleness"] if stale else [])]
-    lines = _head(heads)
+    lines = head(heads)
     for row in rows:
         cells = [row.label, str(row.ranks), str(row.workers), _rate(row)]
         cells += [_figure(row, read, decimals) for _, read, decimals in figures(row).values()]
         cells += [_figure(row, STALENESS.read, 2)] if stale else []
-        lines.append(_line(cells))
+        lines.append(line(cells))
     return lines
+
+
+@dataclass(frozen=True)
+class Found:
+    """A difference of two rows, in words: its name, mean, interval, smallest effect and verdict."""
+
+    name: str
+    mean: str
+    interval: str
+    effect: str
+    verdict: str
+
+
+def found(pair: Pair, figure: str, rows: Rows) -> Found | None:
+    """What the runs show of `pair`; None where a row is not there."""
+    if pair.ours not in rows or pair.theirs not in rows:
+        return None
+    ours, theirs = rows[pair.ours], rows[pair.theirs]
+    _, read, decimals = figures(ours)[figure]
+    difference = paired_difference(ours.values(read), theirs.values(read))
+    name = f"{_name(ours)} - {_name(theirs)}"
+    if difference is None:
+        return Found(name, "no pair of runs has it", "", "", "cannot tell")
+    interval, effect = "", smallest_effect(difference)
+    if difference.low is not None and difference.high is not None:
+        interval = f"{difference.low:+.{decimals}f} to {difference.high:+.{decimals}f}"
+    return Found(
+        f"{name} (n = {difference.n})",
+        f"{difference.mean:+.{decimals}f}",
+        interval,
+        "" if effect is None else f"{effect:.{decimals}f}",
+        verdict(difference, pair.margin),
+    )
 
 
 def pairs_table(claim: Claim, rows: Rows) -> list[str]:
     """Every difference that the claim speaks of, and whose two rows are there."""
-    lines = _head(["difference", "mean", "95 % interval", "smallest effect seen", "verdict"])
-    for pair in claim.pairs:
-        if pair.ours not in rows or pair.theirs not in rows:
-            continue
-        ours, theirs = rows[pair.ours], rows[pair.theirs]
-        _, read, decimals = figures(ours)[claim.figure]
-        found = paired_difference(ours.values(read), theirs.values(read))
-        name = f"{_name(ours)} - {_name(theirs)}"
-        if found is None:
-            lines.append(_line([name, "no pair of runs has it", "", "", "cannot tell"]))
-            continue
-        interval, effect = "", smallest_effect(found)
-        if found.low is not None and found.high is not None:
-            interval = f"{found.low:+.{decimals}f} to {found.high:+.{decimals}f}"
-        cells = [f"{name} (n = {found.n})", f"{found.mean:+.{decimals}f}", interval]
-        cells += ["" if effect is None else f"{effect:.{decimals}f}", verdict(found, pair.margin)]
-        lines.append(_line(cells))
-    return lines
+    lines = head(["difference", "mean", "95 % interval", "smallest effect seen", "verdict"])
+    each = (found(pair, claim.figure, rows) for pair in claim.pairs)
+    return lines + [line(list(astuple(it))) for it in each if it is not None]
 
 
 def _name(row: Row) -> str:
@@ -248,12 +266,19 @@ def _figure(row: Row, read: Read, decimals: int) -> str:
     return text if n == len(row.runs) else f"{text}, in {n} of {len(row.runs)} runs"
 
 
-def _line(cells: list[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _head(cells: list[str]) -> list[str]:
-    return [_line(cells), _line(["---"] * len(cells))]
+def head(cells: Sequence[str]) -> list[str]:
+    """Its heading."""
+    return [line(cells), line(["---"] * len(cells))]
+
+
+def keyed(comparisons: Mapping[str, Sequence[Row]]) -> Rows:
+    """The rows by comparison, label and ranks."""
+    return {(name, row.label, row.ranks): row for name, some in comparisons.items() for row in some}
 
 
 def read_rows(folder: Path, claims: Iterable[Claim]) -> dict[str, list[Row]]:
@@ -265,11 +290,9 @@ def read_rows(folder: Path, claims: Iterable[Claim]) -> dict[str, list[Row]]:
 
 def print_verdicts(comparisons: Mapping[str, Sequence[Row]], claims: Iterable[Claim]) -> None:
     """Of each comparison its rows, and the differences that the `claims` on it speak of."""
-    rows = {
-        (name, row.label, row.ranks): row for name, found in comparisons.items() for row in found
-    }
-    for name, found in comparisons.items():
-        print(f"\n### {name}\n", *rows_table(found), sep="\n")
+    rows = keyed(comparisons)
+    for name, some in comparisons.items():
+        print(f"\n### {name}\n", *rows_table(some), sep="\n")
         for claim in claims:
             if name == claim.comparison and claim.pairs:
                 print(f"\nClaimed: {claim.text}. Figure: {claim.figure}.\n")

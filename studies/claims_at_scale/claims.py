@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from studies.claims.verdicts import SECONDS, Claim, Pair, print_verdicts, read_rows
+from studies.claims.verdicts import (
+    SECONDS,
+    Claim,
+    Pair,
+    Rows,
+    found,
+    head,
+    keyed,
+    line,
+    print_verdicts,
+    read_rows,
+)
 
 ONE_WORKER = ("one_worker", "one worker", 2)
 ROUNDS = ("every 4 steps", "every 16 steps", "once, at the end")
@@ -101,10 +112,31 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
     )
 
 
-def print_tables(workers: int, folders: Mapping[str, Path], alone: Path) -> None:
-    """Of each cluster's folder the rows and verdicts; `alone` is the folder of one worker."""
-    claims = claims_of(workers)
-    one = read_rows(alone, claims)
-    for kind, folder in folders.items():
-        print(f"\n## {workers} workers, {kind}")
-        print_verdicts(one | read_rows(folder, claims), claims)
+def print_tables(folders: Mapping[int, Mapping[str, Path]], alone: Path) -> None:
+    """All rows and verdicts, by workers and cluster, and a table of these; one worker's in `alone`."""
+    known = {}
+    for workers, kinds in folders.items():
+        claims = claims_of(workers)
+        one = read_rows(alone, claims)
+        for kind, folder in kinds.items():
+            print(f"\n## {workers} workers, {kind}")
+            rows = one | read_rows(folder, claims)
+            print_verdicts(rows, claims)
+            known[f"{workers}, {kind}"] = claims, keyed(rows)
+    print("\n## All\n", *_summary(known), sep="\n")
+
+
+def _summary(known: Mapping[str, tuple[Sequence[Claim], Rows]]) -> Iterator[str]:
+    """A line for each difference, with its mean, interval and verdict in each column."""
+    yield from head(["claim", "difference", *known])
+    columns = list(known.values())
+    for place, claim in enumerate(columns[0][0]):
+        for number in range(len(claim.pairs)):
+            cells = [_cell(claims[place], number, rows) for claims, rows in columns]
+            ours, theirs = claim.pairs[number].ours[1], claim.pairs[number].theirs[1]
+            yield line([claim.text, f"{ours} - {theirs}", *cells])
+
+
+def _cell(claim: Claim, number: int, rows: Rows) -> str:
+    it = found(claim.pairs[number], claim.figure, rows)
+    return "not run" if it is None else f"{it.mean} ({it.interval}) {it.verdict}"

@@ -290,8 +290,7 @@ def main() -> None:
         except InputError as error:
             sys.exit(str(error))
     alone = Scale(given.out, 1).folders[LAN]
-    for workers in given.workers:
-        print_tables(workers, Scale(given.out, workers).folders, alone)
+    print_tables({workers: Scale(given.out, workers).folders for workers in given.workers}, alone)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,8 @@ def _experiment(document: Mapping[str, Entry], path: Path | None) -> Experiment:
     head: dict[str, Any] = {"name": path.stem if path else task_name(values["task"])}
     head |= {key: values.pop(key) for key in _HEAD if key in values}
     try:
+        if head.get("ranks"):  # shares have to fit them
+            values["ranks"] = head["ranks"][0]
         training = Training(**values)
         optimizer = replace(training.optimizer, groups=groups)
         return Experiment(**head, training=training.with_setting("optimizer", optimizer))

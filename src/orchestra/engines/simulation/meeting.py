@@ -90,8 +90,8 @@ class Member:
 class Meeting:
     """One all-reduce, from the first rank's arrival to the last byte's.
 
-    `ahead`: whether its times are computed ahead of the world. `before`: one of the same ranks and
-    tag, not quite over.
+    `ahead`: whether its times are computed ahead of the world. `before`: one of the same ranks, not
+    quite over.
     """
 
     def __init__(
@@ -117,8 +117,13 @@ class Meeting:
         return self._ahead and self.kernel.now() < self._over
 
     def leads_to(self, net: Net, summed: Summed) -> bool:
-        """Whether each rank comes from here if it takes part in that."""
-        return (self.course.net, self._tag, self.course.ranks) == (net, summed.tag, summed.ranks)
+        """Whether each rank comes from here if it takes part in that: if its flow is the same."""
+        return (self.course.net, self.course.ranks) == (net, summed.ranks)
+
+    def had(self, index: int, processor: Processor) -> bool:
+        """Whether the rank at place `index` takes part in this one with the flow of `processor`."""
+        member = self._members.get(index)
+        return member is not None and member.processor is processor
 
     def join(
         self,
@@ -133,6 +138,9 @@ class Meeting:
         assert (vector.numel(), vector.itemsize) == (plan.length, plan.itemsize), (
             f"tag {self._tag}: an all-reduce of unlike vectors"
         )
+        before = self._before
+        if before is not None and before.is_ahead and not before.had(index, processor):
+            self.enter_world()  # another flow of its is still in the last one, and sends, too
         member = self._members[index] = Member(self, index, processor, then)
         if arrived is not None:
             member.arrived = arrived
