@@ -1,14 +1,15 @@
 """Which strategies are best on which task: the table behind the marks of `orchestra list`.
 
-    python studies/standing.py --out runs/standing
-    python studies/standing.py --out runs/standing --clusters
+    python -m studies.standing --out runs/standing
+    python -m studies.standing --out runs/standing --clusters --jobs 2
 
 Compares all strategies of examples/strategies.yaml on each task that comes with Orchestra and
 needs no files, and writes src/orchestra/strategies/standing.json: the median over the seeds of the
 seconds to the target. The machine has to be idle. The same command goes on where it was stopped.
 
 With --clusters it does so in simulations of the clusters that come along, with eight ranks on
-digits; that part of the table is replaced, and the other one stays.
+digits; that part of the table is replaced, and the other one stays. Where parameters do not depend
+on time, gradients are computed on the first cluster only, and re-timed for the others.
 
 Images take as long as the other tasks together, so they have to be asked for: --tasks digits
 regression digits28 characters images.
@@ -31,11 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from studies.pool import Job, Pool
 
 from orchestra.cluster import CLUSTERS, Jitter
-from orchestra.experiments import load
+from orchestra.experiments import Experiment, claim, load, runs
+from orchestra.records.layout import run_folder
+from orchestra.records.record import write_summary
 from orchestra.settings import write
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.settings import Run
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENT = "examples/strategies.yaml"
@@ -82,9 +87,16 @@ def changes(place: str) -> list[str]:
 def command(place: str, seeds: list[int] | None, out: Path) -> list[str]:
     """The comparison on the task or cluster `place`."""
     words = ["orchestra", "compare", EXPERIMENT, "--no-report", "--out", str(out / place)]
-    for setting in changes(place):
+    for setting in _with_seeds(changes(place), seeds):
         words += ["--set", setting]
-    return words + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
+    return words
+
+
+def _with_seeds(settings: list[str], seeds: list[int] | None) -> list[str]:
+    """`settings`, with these seeds in place of their own."""
+    if not seeds:
+        return settings
+    return [f"seeds={seeds}", *(text for text in settings if not text.startswith("seeds="))]
 
 
 def measured(place: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
@@ -93,12 +105,42 @@ def measured(place: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
     done = subprocess.run(words, cwd=ROOT, check=False)
     if done.returncode not in (0, 1):  # 1: a run failed, which then has no seconds
         sys.exit(done.returncode)
+    return entry(place, seeds, out)
+
+
+def entry(place: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
+    """What the table holds of the comparison on `place`, which is done."""
     runs = json.loads((out / place / "summary.json").read_text())["runs"]
     return {
         "command": shlex.join(command(place, seeds, Path("runs/standing"))),
         "seeds": sorted({run["seed"] for run in runs}),
         "seconds": seconds_to_target(runs),
     }
+
+
+def simulated(clusters: list[str], seeds: list[int] | None, out: Path, jobs: int) -> dict[str, Any]:
+    """Make the comparisons on the `clusters`; what the table holds of each."""
+    per_cluster = len(runs(_on(clusters[0], seeds)))
+    with Pool(jobs, len(clusters) * per_cluster) as pool:
+        for cluster in clusters:
+            experiment, folder = _on(cluster, seeds), out / cluster
+            claim(folder, experiment)
+            first = None if cluster == clusters[0] else out / clusters[0]
+            records = pool.make([_job(run, experiment, folder, first) for run in runs(experiment)])
+            write_summary(folder, experiment.name, records)
+    return {cluster: entry(cluster, seeds, out) for cluster in clusters}
+
+
+def _on(cluster: str, seeds: list[int] | None) -> Experiment:
+    return load(ROOT / EXPERIMENT, _with_seeds(changes(cluster), seeds), {})
+
+
+def _job(run: Run, experiment: Experiment, folder: Path, first: Path | None) -> Job:
+    """A run, or a re-timing of that on the `first` cluster."""
+    place = (run.name, run.training.ranks, run.seed)
+    source = None if first is None or run.strategy.depends_on_speed else run_folder(first, *place)
+    what = f"{folder.name}: {run.name}, seed {run.seed}"
+    return Job(run, experiment, run_folder(folder, *place), what, source=source)
 
 
 def seconds_to_target(runs: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -115,7 +157,7 @@ def real_part(tasks: Mapping[str, Any], remark: str) -> dict[str, Any]:
     """What the table says of real runs."""
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}"
     remark = f"{datetime.date.today()}, {machine}, {remark}"
-    return {"command": "python studies/standing.py", "remark": remark, "tasks": tasks}
+    return {"command": "python -m studies.standing", "remark": remark, "tasks": tasks}
 
 
 def simulated_part(clusters: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,11 +175,16 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=TABLE, help="what is written")
     parser.add_argument("--remark", default="on an idle machine", help="how it was measured")
     parser.add_argument("--clusters", nargs="*", choices=PRESETS, help="simulate them, or all")
+    parser.add_argument("--jobs", type=int, default=1, help="simulations at a time")
     given = parser.parse_args()
     table = json.loads(given.table.read_text()) if given.table.exists() else {}
-    places = given.tasks if given.clusters is None else given.clusters or PRESETS
-    found = {place: measured(place, given.seeds, given.out.resolve()) for place in places}
-    table |= real_part(found, given.remark) if given.clusters is None else simulated_part(found)
+    out = given.out.resolve()
+    if given.clusters is None:
+        tasks = {task: measured(task, given.seeds, out) for task in given.tasks}
+        table |= real_part(tasks, given.remark)
+    else:
+        clusters = given.clusters or PRESETS
+        table |= simulated_part(simulated(clusters, given.seeds, out, given.jobs))
     given.table.write_text(json.dumps(table, indent=1) + "\n")
     print(f"wrote {given.table}")
 

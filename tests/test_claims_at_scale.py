@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from studies.claims_at_scale import run as study
 from studies.claims_at_scale.claims import claims_of, print_tables
-from studies.claims_at_scale.run import CLUSTERS, LAN, SIZES, STRAGGLERS, Job, Pool, Scale, make
+from studies.claims_at_scale.run import CLUSTERS, LAN, SIZES, STRAGGLERS, Scale
+from studies.pool import Job, Pool, make
 
 from orchestra.experiments import Experiment, finished, load
 from orchestra.experiments.experiment import refusal

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.simulated import FREE, Second, cluster, simulated_here
+from tests.test_trace import assert_matched, assert_well_formed, read
 from tests.training import settings, step_lines
 
 from orchestra.cluster import load_cluster
@@ -219,6 +220,9 @@ def test_the_messages_of_a_step_are_those_of_its_lines(tmp_path: Path) -> None:
         engine="simulation", cluster="lan_1gbit(nodes=4)", calibration="none",
     )  # fmt: skip
     write_trace(tmp_path, simulated_here(run, tmp_path).results)
+    trace = read(tmp_path)
+    assert_well_formed(trace)
+    assert_matched(trace, all_of_them=True)
     (exchange,) = exchanges(tmp_path / "trace.json.gz")
     assert exchange.step == 4
     assert {(a.source, a.target): a.count for a in exchange.arrows} == {

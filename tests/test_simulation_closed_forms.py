@@ -186,7 +186,7 @@ def test_a_server_beside_each_worker() -> None:
 
 
 def test_a_server_copies_for_one_worker_after_the_other() -> None:
-    """c + 2 (alpha + n beta) + (u + N e) P: who got a copy first is through before the next pushes"""
+    """c + 2 (alpha + n beta) + (u + N e) P: who got a copy first has pushed before the next does"""
     copy = 2 * CROSSING / ELEMENTS
     formula = GRADIENT + rounds(2) + UPDATE + 3 * copy * ELEMENTS
     check("ParameterServer()", 3, formula, replace(FIGURES, encode=copy))
@@ -245,7 +245,7 @@ def test_gossip(strategy: str, peers: int) -> None:
 
 @pytest.mark.parametrize("mix", [5e-10, 1e-7])
 def test_stochastic_gradient_push(mix: float) -> None:
-    """Share, scale while the message is on its way, add: c + u P + 2 m P + max(m P, alpha + n beta)"""
+    """Share, scale the rest while it travels, add: c + (u + 2 m) P + max(m P, alpha + n beta)"""
     each = mix * ELEMENTS
     formula = GRADIENT + UPDATE + 2 * each + max(each, rounds(1))
     check("StochasticGradientPush()", 8, formula, replace(FIGURES, mix=mix))

@@ -1,4 +1,4 @@
-"""A run of shapes tells the times, bytes, messages and steps of the run with values, in no memory."""
+"""A run of shapes tells the times, bytes, messages and steps of one with values, in no memory."""
 
 from __future__ import annotations
 

@@ -152,7 +152,9 @@ def test_the_study_simulates_every_preset_and_keeps_the_other_part(
         assert experiment.training.cluster.startswith(cluster)
         assert experiment.training.engine == "simulation"
     found = {"command": "x", "seeds": [0], "seconds": {"Single()": 1.0}}
-    monkeypatch.setitem(study["main"].__globals__, "measured", lambda *_: found)
+    inside = study["main"].__globals__
+    monkeypatch.setitem(inside, "measured", lambda *_: found)
+    monkeypatch.setitem(inside, "simulated", lambda names, *_: dict.fromkeys(names, found))
     path = tmp_path / "table.json"
     for words in ([], ["--clusters", "wifi"], ["--tasks", "digits"], ["--clusters"]):
         monkeypatch.setattr("sys.argv", ["standing.py", "--table", str(path), *words])

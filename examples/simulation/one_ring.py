@@ -2,9 +2,9 @@
 
     python examples/simulation/one_ring.py
 
-The gradient of 7,500 parameters, with five numbers and a flag behind it, is cut into three pieces, one
-a rank. In two rounds a rank passes on what it has added up so far of a piece, in two more the sums. A
-piece and its header are 10,043 bytes: 80.3 us on a link, after 100 us of latency. It prints:
+The gradient of 7,500 parameters, with a few numbers behind it, is cut into three pieces, one a
+rank. In two rounds a rank passes on what it has added up so far of a piece, in two more the sums.
+A piece and its header are 10,040 bytes: 80.3 us on a link, after 100 us of latency. It prints:
 
     from us    to us  rank 0
         4.0    328.0  gradient (32 samples)
@@ -50,7 +50,7 @@ def main() -> None:
     done = [event for event in events if event["cat"] != "step"]
     print("from us    to us  rank 0")
     for event in sorted(done, key=_place):
-        if event["cat"] == "send" or event["dur"]:
+        if event["cat"] == "send" or event["dur"] > 0.05:
             end = event["ts"] + event["dur"]
             print(f"{event['ts']:7.1f}  {end:7.1f}  {event['name']}")
 

@@ -2,15 +2,15 @@
 
     python examples/simulation/ring_or_server.py
 
-The gradient of 6.25 million parameters is n = 25 MB, which crosses a link in 0.2 s; to compute it takes
-0.32 s. A message of b bytes takes 100 us + b / (125 MB/s). So a step of N ranks takes:
+The gradient of 6.25 million parameters is n = 25 MB, which crosses a link in 0.2 s; to compute it
+takes 0.32 s. A message of b bytes takes 100 us + b / (125 MB/s). So a step of N = 8 ranks takes
 
-ring             2 (N - 1) rounds of n / N                      2 * 7 * (100 us + 25 ms)  =  0.3514 s
-one server       N - 1 gradients in, and parameters out again   2 * (100 us + 7 * 0.2 s)  =  2.8002 s
-server a worker  each has n / N, and sends the others theirs    2 * (100 us + 7 * 25 ms)  =  0.3502 s
+ring             2 (N - 1) rounds of n / N               2 * 7 * (100 us + 25 ms)  =  0.3514 s
+one server       N - 1 gradients in, parameters out      2 * (100 us + 7 * 0.2 s)  =  2.8002 s
+server a worker  each has n / N, and sends it to others  2 * (100 us + 7 * 25 ms)  =  0.3502 s
 
-and the gradient, and some milliseconds for the update; a server also adds up what comes, and copies.
-Its seven workers take 80 steps for the samples of 70 steps of eight. It prints:
+and the gradient, and some milliseconds for the update; a server also adds up what comes, and
+copies. Its seven workers take 80 steps for the samples of 70 steps of eight. It prints:
 
                      steps   seconds    a step   GB sent
     ring                70   47.2091    0.6744   24.5003

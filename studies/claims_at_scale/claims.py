@@ -113,7 +113,7 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
 
 
 def print_tables(folders: Mapping[int, Mapping[str, Path]], alone: Path) -> None:
-    """All rows and verdicts, by workers and cluster, and a table of these; one worker's in `alone`."""
+    """By workers and cluster all rows and verdicts, then one table; one worker is in `alone`."""
     known = {}
     for workers, kinds in folders.items():
         claims = claims_of(workers)

@@ -1,4 +1,4 @@
-"""How long a simulation of shapes takes: many workers, a large model, every family of strategies."""
+"""How long a simulation of shapes takes: many workers, a large model, all kinds of strategies."""
 
 from __future__ import annotations
 
@@ -76,9 +76,10 @@ class Scale:
 class ScaleRow:
     """One simulation, in a process of its own.
 
-    `seconds` it took from the settings to the reports, `peak_megabytes` of memory the process held
+    `seconds` it took from the settings to the reports, of which it had a processor for
+    `processor_seconds`: less, where other programs ran. `peak_megabytes` of memory the process held
     at most, torch included. `virtual_seconds` is what the simulated training took. Where it was
-    ended at the limit, `steps` is how far it had come, and these are None.
+    ended at the limit, `steps` is how far it had come, and the seconds are None.
     """
 
     label: str
@@ -88,6 +89,7 @@ class ScaleRow:
     parameters: int
     aim_seconds: float
     seconds: float | None
+    processor_seconds: float | None
     virtual_seconds: float | None
     peak_megabytes: float | None
 
@@ -131,6 +133,7 @@ class Measured:
     """What came of it; `steps` of the first worker."""
 
     seconds: float
+    processor_seconds: float
     steps: int
     virtual_seconds: float
     peak_megabytes: float
@@ -150,23 +153,25 @@ def _measured(
     else:
         check_stopped(outcome)
         (result,) = outcome.results
-    complete = result is not None and result.steps >= scale.steps
+    steps = 0 if result is None else result.steps
+    complete = result if steps >= scale.steps else None
     return ScaleRow(
         label,
         SCALED[label],
         scale.workers,
-        0 if result is None else result.steps,
+        steps,
         scale.parameters,
         AIMS.get(label, AIM_SECONDS),
-        result.seconds if complete else None,
-        result.virtual_seconds if complete else None,
+        None if complete is None else complete.seconds,
+        None if complete is None else complete.processor_seconds,
+        None if complete is None else complete.virtual_seconds,
         None if result is None else result.peak_megabytes,
     )
 
 
 def measure(runtime: Runtime, assignment: Assignment) -> Measured:
     """The program of the process: from the settings to the reports."""
-    began = time.perf_counter()
+    began, computed = time.perf_counter(), time.process_time()
     scale = assignment.scale
     run = _run(assignment.label, scale)
     ranks = run.training.ranks
@@ -186,6 +191,7 @@ def measure(runtime: Runtime, assignment: Assignment) -> Measured:
     reports = [report for report in outcome.results if report is not None]
     return Measured(
         seconds,
+        time.process_time() - computed,
         min(report.steps for report in reports if report.role == "worker" or report.samples),
         max(report.train_seconds for report in reports),
         _peak_megabytes(),
@@ -193,7 +199,7 @@ def measure(runtime: Runtime, assignment: Assignment) -> Measured:
 
 
 def _run(label: str, scale: Scale) -> Run:
-    """An epoch of as many samples as the workers' steps need; servers come on top of the workers."""
+    """An epoch of as many samples as the workers' steps need; servers come on top of them."""
     strategy = parse(SCALED[label], STRATEGIES, where=label)
     assert isinstance(strategy, Strategy)
     dedicated = getattr(strategy, "servers", 0)

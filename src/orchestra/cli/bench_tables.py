@@ -94,6 +94,7 @@ def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
             row.label,
             f"{row.aim_seconds:.0f}",
             _time_of(row, limit),
+            "" if row.processor_seconds is None else f"{row.processor_seconds:.1f}",
             "" if row.peak_megabytes is None else f"{row.peak_megabytes:,.0f}",
             "" if row.virtual_seconds is None else f"{row.virtual_seconds:,.1f}",
         )
@@ -103,9 +104,12 @@ def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
     title = (
         f"{first.workers:,} workers, 100 steps, {first.parameters / 1e6:,.0f} million parameters"
     )
-    headings = ("strategy", "aim, s", "seconds", "peak MB", "virtual seconds")
+    headings = ("strategy", "aim, s", "seconds", "processor s", "peak MB", "virtual seconds")
     _print(f"simulations of time alone: {title}", headings, lines)
-    _print_remarks("Seconds from the settings to the reports; memory with Python and torch.")
+    _print_remarks(
+        "Seconds from the settings to the reports, and those for which it had a processor: fewer, "
+        "where other programs run. Memory with Python and torch."
+    )
 
 
 def _time_of(row: ScaleRow, limit: float) -> str:

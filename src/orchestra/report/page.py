@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from orchestra.report.answer import answer
 from orchestra.report.fairness import fairness
 from orchestra.report.figures import Figure, style_of
-from orchestra.report.figures.style import INK
+from orchestra.report.figures.style import INK, lines_of
 from orchestra.report.methods import agreement, endings, methods
 from orchestra.report.outcomes import switched, troubles
 from orchestra.report.study import Study
@@ -57,6 +57,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         table=table(study),
         sections=_sections(figures),
         looks=_looks(study),
+        lines=_lines(study),
         switched=switched(study),
         troubles=troubles(study),
         trials=trials(study.sources),
@@ -93,6 +94,16 @@ def _looks(study: Study) -> dict[str, dict[str, str]]:
         }
         for name, style in styles.items()
     }
+
+
+def _lines(study: Study) -> dict[str, list[str]]:
+    """By strategy the names of its rows in the figures, which are one on each number of ranks."""
+    rows = [row for row in study.ranked if row.completed]
+    lines = lines_of(rows)
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(lines[row.name], []).append(row.name)
+    return found
 
 
 def _data(study: Study) -> Mapping[str, Any]:

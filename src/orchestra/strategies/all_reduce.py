@@ -125,8 +125,8 @@ class AllReduce(Strategy[AllReduceState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """Who comes first is in the average, under `backup`."""
-        return self.backup > 0
+        """Under `backup` on who comes first; without `ranks_per_node` on who shares a node."""
+        return self.backup > 0 or (self.algorithm == "hierarchical" and self.ranks_per_node is None)
 
     @property
     def hands_over_moments(self) -> bool:

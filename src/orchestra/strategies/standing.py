@@ -1,4 +1,4 @@
-"""Which strategies have been seen best: read from a table that `studies/standing.py` measures."""
+"""Which strategies have been seen best: read from a table that `studies.standing` measures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The times of exchanges in which a link carries now one pair's message, now another's.
 
-In recursive halving and doubling each rank has another partner in each round. Its link up is used by
-all of its own messages, and its link down by all that come to it. As long as no two of them are on a
-link at a time, the times of a round follow from those of the round before, as in a ring
+In recursive halving and doubling each rank has another partner in each round. Its link up is used
+by all of its own messages, and its link down by all that come to it. As long as no two of them are
+on a link at a time, the times of a round follow from those of the round before, as in a ring
 (recurrence.py). Whether they are is known once the times are.
 """
 
@@ -133,7 +133,9 @@ class Alternation:
             reduces = rows[:, 4] == REDUCE
             both_ways = [leaving.get(end) == run for _, end, *run, _, _ in rows.tolist()]
             first = overhead.send.at(0)
-            ways = [self._streams[pair] for pair in zip(source.tolist(), target.tolist(), strict=True)]
+            ways = [
+                self._streams[pair] for pair in zip(source.tolist(), target.tolist(), strict=True)
+            ]
             yield _Wave(
                 source,
                 target,

@@ -180,8 +180,7 @@ class Fluid:
         self.solves += 1
         activities, shared, logged = share(seed, self.solves)
         self.shares += len(activities)
-        alone = len(shared) == 1 and not logged and len(activities) >= pool.LEAST
-        if alone and all(activity.share == activities[0].share for activity in activities):
+        if not logged and _evenly(activities, shared):
             self._make_pool(shared[0], activities, now)
             return
         for activity in activities:
@@ -193,8 +192,6 @@ class Fluid:
     # Many that have one resource in common, and nothing else
 
     def _make_pool(self, resource: Resource, activities: Sequence[Activity], now: float) -> None:
-        if not resource.capacity:
-            return
         self._pools += 1
         resource.pool = made = Pool(resource, now)
         made.take_in(activities, now)
@@ -288,6 +285,16 @@ class Fluid:
             self._set_alarm()
         for activity in ended:
             activity.then()
+
+
+def _evenly(activities: Sequence[Activity], shared: Sequence[Resource]) -> bool:
+    """Whether these are many, and one resource gives all of them the same, as much as it has."""
+    if len(activities) < pool.LEAST or len(shared) != 1:
+        return False
+    (resource,) = shared
+    if not resource.tight or not resource.capacity:
+        return False
+    return all(activity.share == activities[0].share for activity in activities)
 
 
 def _nothing() -> None:

@@ -1,9 +1,9 @@
 """Activities that have one resource in common, and nothing else to share: all get the same.
 
-When one comes or goes, the rate of each changes, but for all alike. So it is enough to know what each
-would have got that was there from the beginning: an activity that comes when that is g, with an amount
-a, ends when it is g + a. Nothing of the others has to be touched: a thousand messages that share a
-link cost a thousand times the logarithm of their number, and not its square.
+When one comes or goes, the rate of each changes, but for all alike. So it is enough to know what
+each would have got that was there from the beginning: an activity that comes when that is g, with
+an amount a, ends when it is g + a. Nothing of the others has to be touched: a thousand messages
+that share a link cost a thousand times the logarithm of their number, and not its square.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ class Thread:
 
     def start(self, seconds: float, then: Callable[[], None]) -> None:
         """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""
-        if self._cores is None:
+        if self.undisturbed():
+            self._kernel.after(seconds / self.rate, then)
+        elif self._cores is None:
             self._fluid.start(seconds, self._resources, then)
         else:
             self._cores.start(self._turn, seconds, then)

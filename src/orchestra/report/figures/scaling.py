@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import altair as alt
 
@@ -25,6 +26,7 @@ from orchestra.report.knee import efficiency, knee
 from orchestra.report.numbers import count, listed
 
 _POWERS = 5  # of ten that an axis has room for, with ticks between
+_ALONE = "A rank that is alone has all cores of its machine, of several each has one."
 _Read = Callable[[RunRecord], float | None]
 
 
@@ -41,6 +43,7 @@ def _speed(subject: Subject) -> list[Figure]:
     by_line = _by_line(values)
     for value in values:
         value["percent"] = numbers(100 * efficiency(by_line[value["line"]])[value["ranks"]])
+    by_ranks = {value["ranks"] for value in values if not value["single"]}
     knees = _knees(values)
     ideal = _ideal(values, ranks, grows=True)
     x, y = _axes(values, ideal, "samples a second, mean of seeds", SI)
@@ -55,6 +58,7 @@ def _speed(subject: Subject) -> list[Figure]:
     texts = [
         "Samples that all workers trained on in a second, set-up and evaluation apart.",
         "The dotted line is the ideal: in proportion to the ranks, from the best on the fewest.",
+        *([_ALONE] if 1 in by_ranks else []),
         *_about(knees, ranks[-1]),
     ]
     caption = " ".join(texts)
@@ -176,8 +180,10 @@ def _rings(values: Values, x: alt.X, y: alt.Y) -> list[alt.Chart]:
         return []
     base = marks(values).encode(x, y)
     ring = base.mark_point(shape="circle", filled=False, size=240, strokeWidth=1.5, color=INK_NOW)
-    word = base.mark_text(dy=-16, fontSize=10.5, color=INK_NOW)
-    return [ring, word.encode(text=alt.value("knee"))]
+    word = base.encode(text=alt.value("knee"))
+    ground: dict[str, Any] = {"stroke": alt.ExprRef("ground"), "strokeWidth": 3}
+    looks = (ground, {"color": INK_NOW})  # the first covers lines behind it
+    return [ring, *(word.mark_text(dy=19, fontSize=10.5, **look) for look in looks)]
 
 
 def _about(knees: Mapping[str, int | None], most: int) -> list[str]:

@@ -34,8 +34,7 @@
   all(".chips button").forEach((chip) => chip.addEventListener("click", () => {
     const shown = chip.getAttribute("aria-pressed") === "true";
     chip.setAttribute("aria-pressed", String(!shown));
-    if (shown) hidden.add(chip.dataset.name);
-    else hidden.delete(chip.dataset.name);
+    JSON.parse(chip.dataset.rows).forEach((name) => (shown ? hidden.add(name) : hidden.delete(name)));
     tell("hidden", [...hidden]);
   }));
 
