@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,18 @@ TABLE = [
     Row("first decides", FirstDecides()),
 ]  # fmt: skip
 SIZES = [2, 3, *(pytest.param(n, marks=pytest.mark.matrix) for n in (4, 5))]
+
+
+def with_sizes(rows: Sequence[Row]) -> list[Any]:
+    """Each row with each number of ranks that it runs on; all but one, mostly 3, in the matrix."""
+    found = []
+    for row in rows:
+        sizes = [size for size in row.sizes if size >= row.smallest]
+        for size in sizes:
+            usual = size == (3 if 3 in sizes else sizes[0])
+            marks = () if usual else (pytest.mark.matrix,)
+            found.append(pytest.param(row, size, id=f"{row.label}-{size}", marks=marks))
+    return found
 
 
 def digits_run(strategy: Any, ranks: int, **training: Any) -> Run:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.test_contract import TABLE, Row
+from tests.test_contract import TABLE, Row, with_sizes
 
 import orchestra
 from orchestra import InputError
@@ -36,9 +36,9 @@ def recorded(strategy: Any, folder: Path, ranks: int = 3, steps: int = 12) -> Ru
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", BY_CHANCE, ids=lambda row: row.label)
-def test_every_strategy_repeats_to_the_bit(row: Row, tmp_path: Path) -> None:
-    recorded(row.build(), tmp_path / "run", 3 if 3 in row.sizes else row.sizes[0])
+@pytest.mark.parametrize(("row", "ranks"), with_sizes(BY_CHANCE))
+def test_every_strategy_repeats_to_the_bit(row: Row, ranks: int, tmp_path: Path) -> None:
+    recorded(row.build(), tmp_path / "run", ranks)
     assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.simulated import Second, run_ranks, simulated
-from tests.test_contract import SIZES, TABLE, Row
+from tests.test_contract import SIZES, TABLE, Row, with_sizes
 from tests.training import settings, step_lines, train_processes
 
 from orchestra.collectives import Group, all_reduce
@@ -93,11 +93,13 @@ def test_what_a_rank_has_of_its_own_stays_its_own(strategy: Any, task: str, tmp_
     check_equal(real, simulated(run, tmp_path / "virtual"))
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if isinstance(row.strategy, str)],
-                         ids=lambda row: row.label)  # fmt: skip
-def test_the_same_seed_and_cluster_give_the_same_record(row: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "ranks"), with_sizes([row for row in TABLE if isinstance(row.strategy, str)])
+)
+def test_the_same_seed_and_cluster_give_the_same_record(
+    row: Row, ranks: int, tmp_path: Path
+) -> None:
     strategy = row.build()
-    ranks = 3 if 3 in row.sizes else row.sizes[0]
     run = settings(strategy, ranks, "digits_in_one_thread()", steps=4, snapshots=2)
     texts = []
     for name in ("one", "other"):

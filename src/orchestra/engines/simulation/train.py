@@ -13,6 +13,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -57,6 +58,18 @@ class Passed(NamedTuple):
 
 
 @dataclass
+class Journey:
+    """What came of a train that went through the world, and that may come again.
+
+    `given` is as in `Station._ends`; `done` are seconds after `begin`, by place.
+    """
+
+    given: Floats
+    begin: float
+    done: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
 class Wagon:
     """One rank's part in a train: when it hands over each bucket, and when it gets them back.
 
@@ -72,6 +85,7 @@ class Wagon:
     bucket: int = 0
     finished: float | None = None
     departure: Timer | None = None
+    journey: Journey | None = None
 
 
 @dataclass
@@ -108,14 +122,17 @@ class Station:
         self._places = {rank: place for place, rank in enumerate(line.ranks)}
         self._wagons: dict[int, Wagon] = {}
         self._departed = False  # somebody has, before all were there
+        self._over = inf  # when nothing of the last train was on a link any more
         self._leaps: dict[Course, Leap | None] = {}
         self._follows = all(course.follows for course in self.courses)
-        self._recent: deque[tuple[Floats, Ends | None]] = deque(maxlen=8)
+        self._alternates = all(course.alternates for course in self.courses)
+        self._streams = list(self.courses[0].streams.values()) if self._follows else []
+        self._recent: deque[tuple[Floats, Ends]] = deque(maxlen=8)
 
     @property
     def serves(self) -> bool:
         """Whether the times of its all-reduces follow from one another, ahead of the world."""
-        return self._follows or all(course.alternates for course in self.courses)
+        return self._follows or self._alternates
 
     def pass_through(
         self, rank: int, traffic: Traffic, began: float, ended: float, apart: float
@@ -161,25 +178,33 @@ class Station:
         others = tuple(r for r in ranks if r != rank)
         return missing or others, f"to add up, tag {self.line.tag}"
 
-    def _go_at_once(self, wagons: Sequence[Wagon], apart: float) -> bool:
-        """Whether all are through before one of them sends anything else: then it is done."""
-        streams = list(self.courses[0].streams.values()) if self._follows else []
+    def _given(self, wagons: Sequence[Wagon]) -> tuple[Floats, float]:
+        """All that the times of a train depend on, a row a rank: when it hands over each bucket, at
+        what rate it computes, how cold it is, and when its stream is free; after the beginning."""
         begin = min(wagon.signals[0] for wagon in wagons)
         rates = np.array([wagon.flow.processor.rate for wagon in wagons])
         signals = np.array([wagon.signals for wagon in wagons]) - begin
         cold = np.array([wagon.cold for wagon in wagons])
         free = np.zeros(len(wagons))
-        if streams:  # else all links are, as nobody has sent anything since the last train
-            free = np.maximum(np.array([stream.free for stream in streams]) - begin, 0.0)
-        ends = self._ends(np.column_stack([signals, rates, cold, free]), begin)
+        if self._streams:  # else all links are, as nobody has sent anything since the last train
+            free = np.maximum(np.array([stream.free for stream in self._streams]) - begin, 0.0)
+        return np.column_stack([signals, rates, cold, free]), begin
+
+    def _go_at_once(
+        self, wagons: Sequence[Wagon], given: Floats, begin: float, apart: float
+    ) -> bool:
+        """Whether all are through before one of them sends anything else: then it is done."""
+        ends = self._ends(given, begin)
         if ends is None:
             return False
         done, free = ends
-        from_then = np.maximum(signals[:, -1], done) + apart / rates
-        if max(done.max(), free.max()) > from_then.min():
+        from_then = np.maximum(given[:, -4], done) + apart / given[:, -3]
+        over = max(done.max(), free.max())
+        if over > from_then.min():
             return False
-        for stream, end in zip(streams, (free + begin).tolist(), strict=False):
+        for stream, end in zip(self._streams, (free + begin).tolist(), strict=False):
             stream.free = end
+        self._over = begin + float(over)
         for wagon, end in zip(wagons, (done + begin).tolist(), strict=True):
             self._end(wagon, end)
         return True
@@ -190,8 +215,13 @@ class Station:
         for known, ends in self._recent:
             if np.abs(known - given).max() <= tolerance:
                 return ends
-        ends = self._follow(given) if self._follows else self._alternate(given)
-        self._recent.append((given, ends))
+        ends = None
+        if self._follows:
+            ends = self._follow(given)
+        elif self._alternates:
+            ends = self._alternate(given)
+        if ends is not None:
+            self._recent.append((given, ends))
         return ends
 
     def _begins(self, given: Floats, number: int, done: Floats) -> Floats:
@@ -258,14 +288,18 @@ class Station:
     def _go(self, wagons: Sequence[Wagon], apart: float) -> None:
         """All are there: at once, or one after the other as in the world."""
         departed, self._departed = self._departed, False
-        if departed or not self._go_at_once(wagons, apart):
+        given, begin = self._given(wagons)
+        if not departed and self._go_at_once(wagons, given, begin, apart):
             for wagon in wagons:
-                if wagon.departure is None:
-                    self._approach(wagon, wagon.signals[0], wagon.cold)
+                if wagon.departure is not None:
+                    wagon.departure.cancel()
             return
+        journey = Journey(given, begin) if begin >= self._over and not self._follows else None
+        self._over = 0.0
         for wagon in wagons:
-            if wagon.departure is not None:
-                wagon.departure.cancel()
+            wagon.journey = journey
+            if wagon.departure is None:
+                self._approach(wagon, wagon.signals[0], wagon.cold)
 
     def _depart(self, place: int, wagon: Wagon) -> None:
         """The first bucket of `wagon` is on its way; where others are still missing, so is theirs
@@ -301,5 +335,19 @@ class Station:
         wagon.bucket += 1
         if wagon.bucket == len(self.courses):
             self._end(wagon, done)
+            self._note(wagon, done)
         else:
             self._approach(wagon, max(wagon.signals[wagon.bucket], done))
+
+    def _note(self, wagon: Wagon, done: float) -> None:
+        """The background flow of `wagon` is done: once all are, the same need not be gone again.
+
+        All that was sent has then been received, so that no link is in use.
+        """
+        self._over = max(self._over, done)
+        journey = wagon.journey
+        if journey is not None:
+            journey.done[self._places[wagon.port.rank]] = done - journey.begin
+            if len(journey.done) == len(self.line.ranks):
+                ends = np.array([journey.done[place] for place in range(len(journey.done))])
+                self._recent.append((journey.given, (ends, np.full_like(ends, ends.max()))))
