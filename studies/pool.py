@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,8 @@ class Pool:
     """Makes runs, some at a time, and says how far they are."""
 
     def __init__(self, jobs: int, total: int) -> None:
+        # Where cores are wanted by others, threads that wait for each other cost ten times as much.
+        os.environ["OMP_THREAD_LIMIT"] = "1"
         self._executor = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
         self._total = total
         self._done = self._made = 0

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.bench import simulation, step, suspend
+from orchestra.bench import scale, simulation, step, suspend
 from orchestra.bench.models import SUBJECTS, subjects_named
 from orchestra.bench.server import ServerRow, bench_server
 from orchestra.bench.suspend import Walked, Window, row_of
 from orchestra.bench.turns import median_ratio, order
-from orchestra.cli.bench_tables import print_paces, print_rates, print_simulations
+from orchestra.cli.bench_tables import print_paces, print_rates, print_scales, print_simulations
 from orchestra.cli.main import main
 from orchestra.errors import InputError
 from orchestra.strategies.parameter_server import ParameterServer
@@ -193,3 +193,12 @@ def test_simulated_and_plain_steps_are_measured(capsys: pytest.CaptureFixture[st
     assert told
     print_simulations([row])
     assert f"{row.ratio:.2f}" in capsys.readouterr().out
+
+
+def test_simulations_of_time_alone_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = scale.bench_scale(["ring", "server"], scale.Scale(32, 2, 1000), limit_seconds=100)
+    for row in rows:
+        assert (row.workers, row.steps) == (32, 2)
+        assert min(row.seconds or 0, row.virtual_seconds or 0, row.peak_megabytes or 0) > 0
+    print_scales(rows, 100)
+    assert "32 workers" in capsys.readouterr().out

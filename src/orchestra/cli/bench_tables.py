@@ -101,9 +101,7 @@ def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
         for row in rows
     ]
     first = rows[0]
-    title = (
-        f"{first.workers:,} workers, 100 steps, {first.parameters / 1e6:,.0f} million parameters"
-    )
+    title = f"{first.workers:,} workers, {first.parameters / 1e6:,.0f} million parameters"
     headings = ("strategy", "aim, s", "seconds", "processor s", "peak MB", "virtual seconds")
     _print(f"simulations of time alone: {title}", headings, lines)
     _print_remarks(

@@ -193,9 +193,10 @@ def agree_within(worker: Worker, group: Group) -> None:
 
 def broadcast_buffers(worker: Worker, group: Group) -> None:
     """Everyone in `group` takes the buffers of its first rank, as DistributedDataParallel does."""
-    if len(group) == 1 or worker.rank not in group.ranks:
+    buffers = worker.buffers
+    if not buffers or len(group) == 1 or worker.rank not in group.ranks:
         return
-    for vector in pack(worker.buffers):
+    for vector in pack(buffers):
         broadcast(worker.transport, vector.values, group.ranks[0], group, Tag.BUFFERS)
         vector.unpack()
 

@@ -212,10 +212,10 @@ class Station:
     def _ends(self, given: Floats, begin: float) -> Ends | None:
         """What came of the same before, or comes of it now: clusters repeat themselves."""
         tolerance = SAME * np.spacing(begin + given.max())
-        for known, ends in self._recent:
+        for known, result in self._recent:
             if np.abs(known - given).max() <= tolerance:
-                return ends
-        ends = None
+                return result
+        ends: Ends | None = None
         if self._follows:
             ends = self._follow(given)
         elif self._alternates:
