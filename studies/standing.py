@@ -149,7 +149,7 @@ def seconds_to_target(runs: list[dict[str, Any]]) -> dict[str, float | None]:
     for label, strategy in load(ROOT / EXPERIMENT, [], {}).strategies.items():
         times = [run["time_to_target_seconds"] for run in runs if run["name"] == label]
         median = statistics.median(math.inf if time is None else time for time in times)
-        seconds[write(strategy, STRATEGIES)] = round(median, 3) if median < math.inf else None
+        seconds[write(strategy, STRATEGIES)] = float(f"{median:.4g}") if median < math.inf else None
     return seconds
 
 
@@ -162,7 +162,9 @@ def real_part(tasks: Mapping[str, Any], remark: str) -> dict[str, Any]:
 
 def simulated_part(clusters: Mapping[str, Any]) -> dict[str, Any]:
     """What it says of simulated ones."""
-    remark = f"{datetime.date.today()}, digits with 8 ranks, assumed costs of computation"
+    seeds = sorted({seed for measured in clusters.values() for seed in measured["seeds"]})
+    ran = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+    remark = f"{datetime.date.today()}, digits with 8 ranks, {ran}, assumed costs of computation"
     return {"simulated": {"remark": remark, "clusters": clusters}}
 
 
