@@ -22,6 +22,7 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.tasks.load import load_task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
+from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Reporter, Runtime
 
 SIMULATED, PLAIN = "simulated", "plain steps"
@@ -101,7 +102,7 @@ def measure(runtime: Runtime, contest: Contest) -> Blocks:
     return blocks
 
 
-class _Stopwatch:
+class _Stopwatch(SilentReporter):
     """The reporter of the process of a simulation: reads the clock when all have done a step."""
 
     def __init__(self, outer: Reporter, workers: int) -> None:
@@ -121,15 +122,6 @@ class _Stopwatch:
         self._done += 1
         if self._done % self._workers == 0:
             self.seconds.append(time.perf_counter())
-
-    def phase(self, name: str) -> None:
-        """Nobody is told."""
-
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        """Nobody is told."""
-
-    def expendable(self, yes: bool) -> None:
-        """Nobody is told."""
 
     def notice(self, text: str) -> None:
         self._outer.notice(text)
