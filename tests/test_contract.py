@@ -79,8 +79,7 @@ TABLE = [
     Row("adaptive compensation", f'{SERVER}({ASYNCHRONOUS}, placement="beside", '
         'delay_compensation="adaptive")', damped=True),
     Row("rate divided", f'{SERVER}({ASYNCHRONOUS}, learning_rate="divided")', 2),
-    Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2,
-        damped=True),
+    Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2),
     Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3),
     Row("backup workers", f'{SERVER}(placement="beside", backup=1)', 2, exact=False),
     Row("switch to bounded", f'Switch(AllReduce(), {SERVER}(consistency="bounded", staleness=2, '
