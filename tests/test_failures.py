@@ -103,9 +103,8 @@ def test_a_dead_rank_ends_the_run_by_name(
     assert_one_line(ended, 1, cause)
     assert (gate.entry()["status"], gate.entry()["failure"]) == ("failed", cause)
     assert ended.out == ""
-    kept = {len(step_lines(tmp_path / "out", rank)) for rank in range(workers)} - {0}
-    assert kept, "the steps before the failure are kept"
-    assert kept <= {3, 4}
+    (first,) = {len(step_lines(tmp_path / "out", rank)) for rank in range(workers)} - {0}
+    assert first in (3, 4), "the steps before the failure are kept"
 
 
 @pytest.mark.parametrize("strategy", [ASYNCHRONOUS, BOUNDED, BACKUP])

@@ -221,7 +221,7 @@ def trials(draw: st.DrawFn) -> Trial:
     )
 
 
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 @given(trials())
 def test_any_trial_agrees(trial: Trial) -> None:
     with mock.patch.object(executor, "SEGMENT_BYTES", 1024):
