@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tests.test_contract import SIZES, TABLE, Row, with_sizes
 from tests.training import settings, step_lines, train_processes
 
 from orchestra.collectives import Group, all_reduce
+from orchestra.engines.simulation.carriers import GreenletCarrier, ThreadCarrier
 from orchestra.engines.simulation.kernel import Deadlock, Kernel
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
@@ -239,8 +241,14 @@ class Free:
     def spend(self, seconds: float) -> None: ...
 
 
-def test_events_happen_in_the_order_of_time_and_then_of_their_making() -> None:
-    kernel, seen = Kernel(), []
+@pytest.fixture(params=[ThreadCarrier, GreenletCarrier])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    """One whose flows run on threads, or on greenlets."""
+    return Kernel(carriers=request.param)
+
+
+def test_events_happen_in_the_order_of_time_and_then_of_their_making(kernel: Kernel) -> None:
+    seen = []
 
     def flow(name: str, naps: list[float]) -> Any:
         def live() -> None:
@@ -256,18 +264,54 @@ def test_events_happen_in_the_order_of_time_and_then_of_their_making() -> None:
     assert seen == [(1.0, "a"), (2.0, "b"), (2.0, "a"), (2.5, "b")]
 
 
-def test_a_cancelled_event_does_not_happen() -> None:
-    kernel, seen = Kernel(), []
+def test_a_cancelled_event_does_not_happen(kernel: Kernel) -> None:
+    seen: list[int] = []
     kernel.at(1.0, lambda: seen.append(1)).cancel()
     kernel.start(0, lambda: kernel.sleep(2.0), Free(), main=True)
     kernel.run()
     assert seen == []
 
 
-def test_nothing_due_and_somebody_parked_is_a_deadlock() -> None:
-    kernel = Kernel()
+def test_nothing_due_and_somebody_parked_is_a_deadlock(kernel: Kernel) -> None:
     kernel.start(0, kernel.park, Free(), main=True)
     with pytest.raises(Deadlock):
         kernel.run()
     kernel.abort("over")
     assert not kernel.flows
+
+
+def test_an_abort_unwinds_all_that_is_parked_or_has_not_begun(kernel: Kernel) -> None:
+    unwound = []
+
+    def wait(name: str) -> None:
+        try:
+            kernel.park()
+        finally:
+            unwound.append(name)
+
+    def fail() -> None:
+        kernel.start(0, lambda: wait("never begins"), Free())
+        kernel.fail(ValueError("ended"))
+        kernel.park()
+
+    kernel.start(0, lambda: wait("parked"), Free(), main=True)
+    kernel.start(1, fail, Free(), main=True)
+    with pytest.raises(ValueError, match="ended"):
+        kernel.run()
+    kernel.abort("over")
+    assert (unwound, kernel.flows) == (["parked"], [])
+
+
+def test_each_of_hundreds_of_flows_begins_another_and_waits_for_its_end(kernel: Kernel) -> None:
+    """Which would not fit on one stack."""
+    ended = []
+
+    def live(rank: int) -> None:
+        other = kernel.start(rank, lambda: kernel.sleep(1.0 + rank), Free())
+        kernel.join(other)
+        ended.append((kernel.now(), rank))
+
+    for rank in range(600):
+        kernel.start(rank, functools.partial(live, rank), Free(), main=True)
+    kernel.run()
+    assert ended == [(1.0 + rank, rank) for rank in range(600)]

@@ -61,7 +61,8 @@ class Plan:
 
     def samples(self, step: int) -> int:
         """The samples of `step`."""
-        return self.position(step + 1) - self.position(step)
+        left = self.stop - self.position(step)
+        return min(left, self.global_batch)
 
     def _dealt(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The samples of each rank in `step`, and how many those before it have together."""

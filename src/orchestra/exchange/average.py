@@ -165,9 +165,9 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
     storage, layout = worker.gradients.storage, worker.layout
     ends = []
     if worker.overlap:
-        filled_to = 0
+        filled_to, itemsize = 0, storage.element_size()
         for index, slot in enumerate(layout.slots[1:], start=1):
-            if (slot.offset - filled_to) * storage.element_size() >= worker.bucket_bytes:
+            if (slot.offset - filled_to) * itemsize >= worker.bucket_bytes:
                 ends.append((index, slot.offset))
                 filled_to = slot.offset
     ends.append((len(layout.slots), storage.numel()))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from orchestra.schedules.schedule import COPY, REDUCE, Round, Schedule, transfers
+from orchestra.schedules.schedule import COPY, REDUCE, Round, Schedule
 
 
 def ring(ranks: int) -> Schedule:
@@ -142,7 +142,8 @@ def reduce_to_one(ranks: int) -> Schedule:
 
     def rounds() -> Iterator[Round]:
         if ranks > 1:
-            yield transfers(*((source, 0, 0, 1, REDUCE) for source in range(1, ranks)))
+            others = np.arange(1, ranks)
+            yield _single(others, np.zeros_like(others), np.zeros_like(others), REDUCE)
             yield from broadcast(ranks, 0).rounds()
 
     return Schedule("reduce_to_one", ranks, 1, rounds, all_reduce=True)
@@ -153,7 +154,9 @@ def broadcast(ranks: int, root: int) -> Schedule:
 
     def rounds() -> Iterator[Round]:
         if ranks > 1:
-            yield transfers(*((root, other, 0, 1, COPY) for other in range(ranks) if other != root))
+            others = np.delete(np.arange(ranks), root)
+            zeros = np.zeros_like(others)
+            yield _single(zeros + root, others, zeros, COPY)
 
     return Schedule("broadcast", ranks, 1, rounds)
 

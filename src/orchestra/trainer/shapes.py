@@ -29,7 +29,7 @@ from orchestra.trainer.evaluation import (
 from orchestra.trainer.loop import Loop, Position
 from orchestra.trainer.program import budget_of
 from orchestra.trainer.recorder import Recorder, Spent, Totals, histogram
-from orchestra.trainer.settings import Run
+from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime
@@ -42,6 +42,7 @@ from orchestra.worker.worker import Worker
 class Common:
     """What all ranks of a run of shapes share; `parts` are their parts of snapshots."""
 
+    training: Training
     shapes: SharedShapes
     optimizer: OptimizerSpec
     epoch_samples: int
@@ -61,7 +62,8 @@ def common(run: Run) -> Common:
     spec = OptimizerSpec.from_settings(run.training.optimizer, names)
     epoch_samples, budget = budget_of(task, run.training)
     ranks = len(roles_of(run.strategy, run.training.ranks).shares)
-    return Common(SharedShapes(module, spec, ranks), spec, epoch_samples, budget)
+    training = replace(run.training, sharding=None)  # which samples they are changes nothing
+    return Common(training, SharedShapes(module, spec, ranks), spec, epoch_samples, budget)
 
 
 def meta_model(task: Task) -> torch.nn.Module:
@@ -88,7 +90,7 @@ class ShapeSession:
     """One rank's objects, for the length of a run."""
 
     def __init__(self, runtime: Runtime, run: Run, shared: Common) -> None:
-        training = run.training
+        training = shared.training
         assert isinstance(run.strategy, Strategy)
         self.runtime, self.strategy = runtime, run.strategy
         self.roles = roles_of(run.strategy, training.ranks)
@@ -117,7 +119,7 @@ class ShapeSession:
             self.worker,
             self.strategy,
             self.state,
-            replace(training, sharding=None),  # which samples they are changes nothing
+            training,
             lambda shares: Places(),
             epoch_samples=shared.epoch_samples,
             budget=shared.budget,

@@ -100,10 +100,10 @@ class SharedShapes:
         self.optimizer.step()
         return self.optimizer
 
-    def stops(self, step: int, wish: Callable[[], bool]) -> bool:
-        """Whether all ranks stop after their `step`: one that none has begun when one wished."""
+    def stops(self, step: int, wish: bool) -> bool:
+        """Whether all ranks stop after their `step`: one that none has begun when one wishes to."""
         self.newest_step = max(self.newest_step, step)
-        if self.stop_at is None and wish():
+        if self.stop_at is None and wish:
             self.stop_at = self.newest_step + 1
         return self.stop_at is not None and step >= self.stop_at
 
@@ -192,7 +192,7 @@ class ShapeWorker(Worker):
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
         self._steps += 1
-        step.stop = self._shared.stops(self._steps, self.reporter.stop_requested)
+        step.stop = self._shared.stops(self._steps, wish=step.stop)
 
     def backward(self, batch: Batch | None) -> None:
         began = self.transport.now()

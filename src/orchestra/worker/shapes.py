@@ -88,6 +88,9 @@ class Shape(Tensor):
     def numel(self) -> int:
         return self._size
 
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
     def dim(self) -> int:
         return len(self.shape)
 

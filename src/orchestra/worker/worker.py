@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -96,6 +97,11 @@ class Measures:
     switched_at_step: int | None = None
 
 
+@functools.cache
+def _all_of(ranks: int) -> Group:
+    return Group(tuple(range(ranks)))
+
+
 class Worker(FlatModel):
     """One rank's module, data share and connections, engine and strategy apart.
 
@@ -152,8 +158,10 @@ class Worker(FlatModel):
     @property
     def everyone(self) -> Group:
         """All ranks that are still there."""
-        gone = self.transport.lost()
-        return Group(tuple(rank for rank in range(self.runtime.ranks) if rank not in gone))
+        gone, everyone = self.transport.lost(), _all_of(self.runtime.ranks)
+        return (
+            Group(tuple(rank for rank in everyone.ranks if rank not in gone)) if gone else everyone
+        )
 
     @property
     def transport(self) -> Transport:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestra.engines.events import Pulse
@@ -59,7 +59,7 @@ class Control:
         self._leave_at = math.inf
         self._heard_at = time.monotonic()
         self._parent = os.getppid()
-        self._pulse = Pulse()
+        self._pulse: Message = asdict(Pulse())  # changed as a whole: another thread sends it
         self._waits = Signs(0)
         self._activity = 0
         self._last_news: Hashable = None
@@ -143,10 +143,11 @@ class Control:
         loss: float | None = None,
         fraction: float | None = None,
     ) -> None:
-        self._pulse = replace(self._pulse, step=step, samples=samples, loss=loss, fraction=fraction)
+        progress = {"step": step, "samples": samples, "loss": loss, "fraction": fraction}
+        self._pulse = {**self._pulse, **progress}
 
     def phase(self, name: str) -> None:
-        self._pulse = replace(self._pulse, phase=name)
+        self._pulse = {**self._pulse, "phase": name}
         self._beat()
 
     def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
@@ -155,7 +156,7 @@ class Control:
         self._waits = Signs(count + 1, for_ranks, what)
 
     def expendable(self, yes: bool) -> None:
-        self._pulse = replace(self._pulse, expendable=yes)
+        self._pulse = {**self._pulse, "expendable": yes}
         self._beat()
 
     def notice(self, text: str) -> None:
@@ -258,13 +259,14 @@ class Control:
         waits = self._waits if self._waits.waits_for else signs
         with self._sending:
             pulse = self._pulse
-            news = (signs.progress, self._waits.progress, pulse.step, pulse.samples, pulse.phase)
+            moved = (pulse["step"], pulse["samples"], pulse["phase"])
+            news = (signs.progress, self._waits.progress, *moved)
             self._activity += news != self._last_news
             self._last_news = news
             self._send_locked(
                 {
                     "kind": "beat",
-                    **asdict(pulse),
+                    **pulse,
                     "activity": self._activity,
                     "waits_for": waits.waits_for,
                     "waits_what": waits.what,

@@ -80,15 +80,15 @@ class SimulatedCompute:
         seconds = self._costs.seconds(work)
         if not seconds > 0:
             raise ValueError(f"{work} takes {seconds} s: the simulation has no figure for it")
-        began = self._kernel.here()
-        seconds *= self._jitter(self._kernel.current)
+        flow, began = self._kernel.current, self._kernel.here()
+        seconds *= self._jitter(flow)
         if work.kind == "gradient":
             gradient = self._gradient = _Gradient(seconds, seconds)
             result = function()
             seconds = gradient.left
         else:
             result = function()
-        self._kernel.current.processor.spend(seconds)
+        flow.processor.spend(seconds)
         if work.kind == "step":
             self._on_step()
         else:

@@ -12,7 +12,7 @@ import numpy as np
 from orchestra.engines.simulation.alternation import Alternation, alternates
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.plan import Plan
-from orchestra.engines.simulation.recurrence import Floats, Recurrence, Times, follows
+from orchestra.engines.simulation.recurrence import Floats, Recurrence, Times
 from orchestra.engines.simulation.walk import Pair
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Course:
                 self.apart = self.apart and link not in self.links and link.log is None
                 self.links[link] = (ranks[source], ranks[target])
         senders = {source for source, _ in plan.pairs}
-        self.follows = self.apart and len(senders) == len(plan.pairs) and follows(plan)
+        self.follows = self.apart and len(senders) == len(plan.pairs) and plan.is_plain
         self.alternates = not self.follows and alternates(plan, self.streams)
         self._recurrences: dict[tuple[float, ...], Recurrence] = {}
         self._alternations: dict[tuple[float, ...], Alternation] = {}

@@ -1,32 +1,24 @@
-"""Virtual time: flows that are threads, of which exactly one runs, and events in their order.
+"""Virtual time: flows of which exactly one runs, and events in their order.
 
 A flow runs until it parks. Whoever parks carries out the events that come next, in the order of
-(time, sequence), until one of them makes a flow go on: to that one it passes the baton. Threads,
-and no lighter flows, since PyTorch's grad mode, default device and dispatch modes are
-thread-local (docs/decisions/0025-virtual-time.md).
+(time, sequence), until one of them makes a flow go on: to that one it passes the turn.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from orchestra.engines.deadlock import tell
+from orchestra.engines.simulation.carriers import Carrier, GreenletCarrier, ThreadCarrier
 from orchestra.errors import RunAborted
 
 Call = Callable[[], None]
 Wait = tuple[tuple[int, ...], str]
 """Any of which ranks is waited for, and for what."""
-
-
-def _taken_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
 
 
 class Processor(Protocol):
@@ -64,9 +56,10 @@ class Timer:
 
 
 class Flow:
-    """One thread of a rank, from its start to its end.
+    """One strand of a rank's work, from its start to its end.
 
     Attributes:
+        carrier: what it runs on.
         processor: what it computes on.
         waits: whom it waits for, and for what, while it is parked; for the diagnosis.
         ahead: until when it has computed already, where nothing can come between.
@@ -101,27 +94,9 @@ class Flow:
         self.on_end: list[Callable[[Flow], None]] = []
         self._kernel = kernel
         self._function = function
-        self._baton = _taken_lock()
-        self._thread = threading.Thread(target=self._live, name=f"rank {rank}", daemon=True)
+        self.carrier = kernel.launcher.another(self._live, f"rank {rank}")
 
-    def begin(self) -> None:
-        """Let the thread exist; it waits for the baton."""
-        self._thread.start()
-
-    def take_baton(self) -> None:
-        """Block this flow's own thread until it is its turn."""
-        self._baton.acquire()
-
-    def give_baton(self) -> None:
-        """It is this flow's turn."""
-        self._baton.release()
-
-    def join(self) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join()
-
-    def _live(self) -> None:
-        self.take_baton()
+    def _live(self) -> Carrier:
         kernel = self._kernel
         try:
             kernel.entered(self)
@@ -130,7 +105,7 @@ class Flow:
         except BaseException as error:
             self.error = error
         self.ended = True
-        kernel.leave(self)
+        return kernel.leave(self)
 
 
 class Deadlock(Exception):
@@ -140,11 +115,17 @@ class Deadlock(Exception):
 class Kernel:
     """The clock, what is due when, and whose turn it is.
 
-    `on_turn` is called in the thread of each flow whose turn begins. Besides the main flows,
-    `outstanding` things have to be over before `run` ends.
+    `on_turn` is called on the carrier of each flow whose turn begins. Besides the main flows,
+    `outstanding` things have to be over before `run` ends. `carriers` are of a kind that suits
+    what the flows do; the launching one makes the kernel, and runs it.
     """
 
-    def __init__(self, on_turn: Callable[[Flow], None] = lambda flow: None) -> None:
+    def __init__(
+        self,
+        on_turn: Callable[[Flow], None] = lambda flow: None,
+        carriers: type[ThreadCarrier | GreenletCarrier] = ThreadCarrier,
+    ) -> None:
+        self.launcher: Carrier = carriers.present()
         self.flows: list[Flow] = []
         self.flows_of: Counter[int] = Counter()  # by rank
         self.started_of: Counter[int] = Counter()  # those that have ended included
@@ -157,7 +138,6 @@ class Kernel:
         self._sequence = itertools.count()
         self._ready: deque[Flow] = deque()
         self._current: Flow | None = None
-        self._launcher = _taken_lock()
         self._aborted: Exception | None = None
         self._living = 0  # main flows
         self._held: set[int] = set()  # ranks
@@ -199,7 +179,6 @@ class Kernel:
         self.started_of[rank] += 1
         self.changes += 1
         self._living += main
-        flow.begin()
         self.at(self._now, lambda: self.resume(flow))
         return flow
 
@@ -253,9 +232,8 @@ class Kernel:
         flow = self.current
         self._check()
         following = self._next()
-        if following is not flow:
-            self._pass(following)
-            flow.take_baton()
+        if following is not flow.carrier:
+            flow.carrier.pass_to(following)
             self._current = flow
             self._check()
             self._on_turn(flow)
@@ -300,19 +278,19 @@ class Kernel:
             waiter.waits = None
 
     def entered(self, flow: Flow) -> None:
-        """In the thread of a new flow: its first turn has come."""
+        """From a new flow: its first turn has come."""
         self._current = flow
         self._check()
         self._on_turn(flow)
 
-    def leave(self, flow: Flow) -> None:
-        """In the thread of a flow that has ended: the turn goes on."""
+    def leave(self, flow: Flow) -> Carrier:
+        """From a flow that has ended: whose turn comes next."""
         if self._aborted is not None:
-            return
+            return self.launcher
         for call in flow.on_end:
             call(flow)
         self._remove(flow)
-        self._pass(self._next())
+        return self._next()
 
     def _remove(self, flow: Flow) -> None:
         self.flows.remove(flow)
@@ -321,13 +299,14 @@ class Kernel:
         self._living -= flow.main
 
     def run(self) -> None:
-        """In the launching thread: let virtual time pass until every main flow has ended.
+        """From the launcher: let virtual time pass until every main flow has ended.
 
         Raises:
             Deadlock: flows wait, and nothing is due.
         """
-        self._pass(self._next())
-        self._launcher.acquire()
+        first = self._next()
+        if first is not self.launcher:
+            self.launcher.pass_to(first)
         if self.failure is not None:
             raise self.failure
 
@@ -336,22 +315,22 @@ class Kernel:
         self.failure = self.failure or error
 
     def abort(self, reason: str) -> None:
-        """In the launching thread, after `run`: unwind every flow that is left."""
+        """From the launcher, after `run`: unwind every flow that is left."""
         self._aborted = RunAborted(reason)
         left, self.flows = [*self.flows, *self._dead], []
         for flow in left:
-            flow.give_baton()
-            flow.join()
+            self.launcher.pass_to(flow.carrier)
+            flow.carrier.join()
 
     def _check(self) -> None:
         if self._aborted is not None:
             raise self._aborted
 
-    def _next(self) -> Flow | None:
-        """Carry out what is due until a flow is to go on; None once the run is over."""
+    def _next(self) -> Carrier:
+        """Carry out what is due until a flow is to go on; the launcher, once the run is over."""
         while (self._living or self.outstanding) and self.failure is None:
             if self._ready:
-                return self._ready.popleft()
+                return self._ready.popleft().carrier
             if not self._due:
                 self.fail(Deadlock(describe(self.flows)))
                 break
@@ -362,13 +341,7 @@ class Kernel:
                     timer.call()
                 except Exception as error:
                     self.fail(error)
-        return None
-
-    def _pass(self, flow: Flow | None) -> None:
-        if flow is None:
-            self._launcher.release()
-        else:
-            flow.give_baton()
+        return self.launcher
 
 
 def describe(flows: Iterable[Flow]) -> str:

@@ -39,4 +39,5 @@ class Meter:
     def count_all(self, sent: Mapping[int, int]) -> None:
         """So many bytes go to each rank."""
         if self._began is not None:
-            self.sent.update(sent)
+            for target, size in sent.items():
+                self.sent[target] += size

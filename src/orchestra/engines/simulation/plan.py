@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +44,49 @@ class Part(NamedTuple):
     receives: list[Receives]
 
 
+class Transfers:
+    """The transfers of all rounds of a schedule of `ranks` ranks, of which there are `count`: the
+    columns of a round, and `number`, that of the round."""
+
+    def __init__(self, columns: Integers, number: Integers, ranks: int, count: int) -> None:
+        self.source, self.target, self.first, self.end, self.operation = columns
+        self.number = number
+        self.count = count
+        self._columns, self._ranks = columns, ranks
+
+    def kept(self, which: NDArray[np.bool_]) -> Transfers:
+        """Those of them."""
+        if which.all():
+            return self
+        columns, number = self._columns[:, which], self.number[which]
+        return Transfers(columns, number, self._ranks, self.count)
+
+    def place_of(self, rank: Integers) -> Integers:
+        """A number for each pair of a round and the `rank` of a transfer in it."""
+        return self.number * self._ranks + rank
+
+    @cached_property
+    def plain(self) -> bool:
+        """See `Plan.is_plain`."""
+        sources, targets = self.place_of(self.source), self.place_of(self.target)
+        places = self.count * self._ranks
+        for ends in (sources, targets):
+            if np.bincount(ends, minlength=1).max() > 1:
+                return False
+        run = self.first * (self.end.max(initial=0) + 1) + self.end
+        leaving = np.full(places, -1)
+        leaving[sources] = run
+        return not ((leaving[targets] == run) & (self.operation == REDUCE)).any()
+
+
+@functools.lru_cache(maxsize=2)
+def _transfers(schedule: Schedule) -> Transfers:
+    rounds = list(schedule.rounds())
+    number = np.repeat(np.arange(len(rounds)), [len(transfers) for transfers in rounds])
+    columns = np.ascontiguousarray(np.concatenate(rounds).T)
+    return Transfers(columns, number, schedule.ranks, len(rounds))
+
+
 class Plan:
     """All messages of `schedule`, for a vector of `length` elements cut at `edges`.
 
@@ -49,8 +94,6 @@ class Plan:
     one makes several, as in collectives/executor.py.
 
     Attributes:
-        rounds: of each round the transfers, shape [transfers, 6]: source, target, first, end,
-            operation, elements.
         pairs: every (source, target) that there is a message for, with the bytes of all of them.
         segment: elements of the longest message.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
@@ -67,15 +110,31 @@ class Plan:
         self._slot_bytes = length * itemsize if schedule.slots else 0
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
         cuts = np.array(schedule.edges(length) if edges is None else edges)
-        self.rounds = [_with_elements(transfers, cuts) for transfers in schedule.rounds()]
-        every = np.concatenate(self.rounds)
-        messages = -(-every[:, 5] // self.segment)
-        wire = every[:, 5] * itemsize + messages * HEADER
-        self.pairs = self._by_pair(every[:, 0] * schedule.ranks + every[:, 1], wire)
-        self.messages_sent, self.bytes_sent = self._by(every[:, 0], messages, wire)
-        self.messages_received, self.bytes_received = self._by(every[:, 1], messages, wire)
+        every = _transfers(schedule)
+        elements = cuts[every.end] - cuts[every.first]
+        self._transfers, self._elements = every.kept(elements > 0), elements[elements > 0]
+        source, target = self._transfers.source, self._transfers.target
+        messages = -(-self._elements // self.segment)
+        wire = self._elements * itemsize + messages * HEADER
+        self.pairs = self._by_pair(source * schedule.ranks + target, wire)
+        self.messages_sent, self.bytes_sent = self._by(source, messages, wire)
+        self.messages_received, self.bytes_received = self._by(target, messages, wire)
         self.buffer_bytes = self._buffers()
         self._parts: dict[int, dict[int, Part]] = {}
+
+    @cached_property
+    def rounds(self) -> list[Integers]:
+        """Of each round the transfers, shape [transfers, 6]: source, target, first, end, operation,
+        elements."""
+        every = self._transfers
+        columns = (every.source, every.target, every.first, every.end, every.operation)
+        ends = np.searchsorted(every.number, np.arange(1, every.count))
+        return np.split(np.column_stack([*columns, self._elements]), ends)
+
+    @property
+    def is_plain(self) -> bool:
+        """One send and one receive a rank and round; what leaves need not be gone before a sum."""
+        return self._transfers.plain
 
     def frame_bytes(self, elements: int) -> int:
         """Of a message with its header."""
@@ -98,36 +157,24 @@ class Plan:
 
     def _by_pair(self, pair: Integers, amount: Integers) -> dict[tuple[int, int], int]:
         """`amount`, summed by the pair that it goes between."""
-        pairs, places = np.unique(pair, return_inverse=True)
-        sums = np.zeros(len(pairs), np.int64)
-        np.add.at(sums, places, amount)
+        sums = np.bincount(pair, amount)
+        pairs = np.flatnonzero(sums)
         ends = (divmod(pair, self.schedule.ranks) for pair in pairs.tolist())
-        return dict(zip(ends, sums.tolist(), strict=True))
+        return dict(zip(ends, sums[pairs].astype(np.int64).tolist(), strict=True))
 
     def _by(self, rank: Integers, *amounts: Integers) -> list[list[int]]:
         """Each of `amounts`, summed by the rank that it falls to."""
-        sums = []
-        for amount in amounts:
-            each = np.zeros(self.schedule.ranks, np.int64)
-            np.add.at(each, rank, amount)
-            sums.append(each.tolist())
-        return sums
+        sums = (np.bincount(rank, amount, self.schedule.ranks) for amount in amounts)
+        return [each.astype(np.int64).tolist() for each in sums]
 
     def _buffers(self) -> list[int]:
         """What the executor allocates beside the vector: all slots, or two messages a reduce."""
         ranks = self.schedule.ranks
         if self._slot_bytes:
             return [ranks * self._slot_bytes] * ranks
-        peak = np.zeros(ranks, np.int64)
-        for transfers in self.rounds:
-            now, reduced = np.zeros(ranks, np.int64), transfers[transfers[:, 4] == REDUCE]
-            scratch = np.minimum(reduced[:, 5], 2 * self.segment) * self.itemsize
-            np.add.at(now, reduced[:, 1], scratch)
-            peak = np.maximum(peak, now)
-        buffers: list[int] = peak.tolist()
-        return buffers
-
-
-def _with_elements(transfers: Integers, edges: Integers) -> Integers:
-    elements = edges[transfers[:, 3]] - edges[transfers[:, 2]]
-    return np.column_stack([transfers, elements])[elements > 0]
+        reduces = self._transfers.operation == REDUCE
+        scratch = np.minimum(self._elements[reduces], 2 * self.segment) * self.itemsize
+        places = self._transfers.place_of(self._transfers.target)[reduces]
+        at_once = np.bincount(places, scratch, self._transfers.count * ranks)
+        peak = at_once.reshape(-1, ranks).max(axis=0, initial=0)
+        return peak.astype(np.int64).tolist()  # type: ignore[no-any-return]

@@ -62,21 +62,6 @@ class _Wave:
     held: Integers  # the places of those that do not leave their sender free at once
 
 
-def follows(plan: Plan) -> bool:
-    """Whether `plan` is one whose times these recurrences give."""
-    return all(_is_plain(transfers) for transfers in plan.rounds)
-
-
-def _is_plain(transfers: Integers) -> bool:
-    """One send and one receive a rank, and what leaves need not be gone before a sum."""
-    source, target, run = transfers[:, 0], transfers[:, 1], transfers[:, 2:4]
-    if len(set(source.tolist())) < len(source) or len(set(target.tolist())) < len(target):
-        return False
-    leaving = np.full((max(source.max(), target.max()) + 1 if len(source) else 0, 2), -1)
-    leaving[source] = run
-    return not ((leaving[target] == run).all(axis=1) & (transfers[:, 4] == REDUCE)).any()
-
-
 class Recurrence:
     """Of `plan`, where rank i computes at `rates[i]` and what it sends takes `latency[i]`, then
     crosses at `bandwidth[i]` bytes/s."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
+import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.engines.events import Failed, Finished, Pulse
 from orchestra.engines.failures import describe, failed_text
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
+from orchestra.engines.simulation.carriers import GreenletCarrier
 from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
@@ -29,8 +30,6 @@ from orchestra.worker.runtime import Reporter, Runtime
 
 T = TypeVar("T")
 Program = Callable[[Runtime], Any]
-STACK_BYTES = 1 << 19
-"""Of a flow that computes nothing, of which there may be thousands."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class Simulation:
     ) -> None:
         self._values = values
         self._streams = RandomStreams()
-        self._kernel = Kernel(self._on_turn if values else _nothing)
+        self._kernel = Kernel(self._on_turn) if values else Kernel(_nothing, GreenletCarrier)
         self._world = World(
             self._kernel, cluster, ranks, overhead, costs.flops, sharing, goes_ahead=not values
         )
@@ -153,7 +152,9 @@ class Simulation:
         """Run `program` on every rank, until all have ended or one has failed."""
         began = time.monotonic()
         failure = bad_input = None
-        usual = threading.stack_size(0 if self._values else STACK_BYTES)
+        thresholds = gc.get_threshold()
+        if not self._values:  # many objects live as long as the run
+            gc.set_threshold(100_000, 10, 10)
         for rank in range(self._ranks):
             self._start(rank, program)
         try:
@@ -170,7 +171,7 @@ class Simulation:
         except RunFailed as failed:
             failure = str(failed)
         finally:
-            threading.stack_size(usual)
+            gc.set_threshold(*thresholds)
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
         meters = [port.meter for port in self._world.net.ports]

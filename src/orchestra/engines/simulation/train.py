@@ -71,15 +71,16 @@ class Journey:
 
 @dataclass
 class Wagon:
-    """One rank's part in a train: when it hands over each bucket, and when it gets them back.
+    """One rank's part in a train, after a backward pass from `began` to `ended`.
 
-    `waits_from` is when its main flow has handed over the last one; `cold` are the seconds that its
-    first message takes more. Without `departure` it waits for all others.
+    `waits_from` is when its main flow has handed over the last bucket; `cold` are the seconds that
+    its first message takes more. Without `departure` it waits for all others.
     """
 
     port: Port
     flow: Flow
-    signals: list[float]
+    began: float
+    ended: float
     waits_from: float
     cold: float
     bucket: int = 0
@@ -145,13 +146,12 @@ class Station:
         """
         flow, place, port = self._kernel.current, self._places[rank], self._net.ports[rank]
         signal = self._signal / flow.processor.rate
-        ready = self.line.ready
-        signals = [began + (ended - began) * r + signal * k for k, r in enumerate(ready, start=1)]
-        signals.append(ended + signal * (len(ready) + 1))
-        wagon = self._wagons[place] = Wagon(port, flow, signals, signals[-1], port.warm_up())
-        flow.ahead = wagon.waits_from
+        buckets = len(self.courses)
+        waits_from = ended + signal * buckets
+        wagon = self._wagons[place] = Wagon(port, flow, began, ended, waits_from, port.warm_up())
+        flow.ahead = waits_from
         if not self._follows:
-            leaves = max(self._arrival(wagon, signals[0], wagon.cold), self._kernel.now())
+            leaves = max(self._arrival(wagon, self._handed(wagon), wagon.cold), self._kernel.now())
             wagon.departure = self._kernel.at(leaves, functools.partial(self._depart, place, wagon))
         if len(self._wagons) == len(self.line.ranks):
             wagons = [self._wagons[place] for place in range(len(self.line.ranks))]
@@ -163,13 +163,21 @@ class Station:
         flow.waits = None
         flow.ahead = wagon.finished
         traffic.seconds_waiting += wagon.finished - wagon.waits_from
-        traffic.seconds_communicating += signal * (len(ready) + 1)
+        traffic.seconds_communicating += signal * buckets
         port.bytes_sent += self.bytes_sent[place]
         sent, received = self.messages[place]
         traffic.messages_sent += sent
         traffic.messages_received += received
         port.meter.count_all(self.sent[place])
-        return Passed(signal * len(ready), self.buffer_bytes[place])
+        return Passed(signal * (buckets - 1), self.buffer_bytes[place])
+
+    def _handed(self, wagon: Wagon) -> float:
+        """When the next bucket of `wagon` is handed over."""
+        if wagon.bucket == len(self.line.ready):
+            return wagon.waits_from
+        passed = (wagon.ended - wagon.began) * self.line.ready[wagon.bucket]
+        signals = self._signal / wagon.flow.processor.rate * (wagon.bucket + 1)
+        return wagon.began + passed + signals
 
     def _signs(self, rank: int) -> tuple[tuple[int, ...], str]:
         """Whom `rank` waits for, and for what."""
@@ -181,9 +189,13 @@ class Station:
     def _given(self, wagons: Sequence[Wagon]) -> tuple[Floats, float]:
         """All that the times of a train depend on, a row a rank: when it hands over each bucket, at
         what rate it computes, how cold it is, and when its stream is free; after the beginning."""
-        begin = min(wagon.signals[0] for wagon in wagons)
         rates = np.array([wagon.flow.processor.rate for wagon in wagons])
-        signals = np.array([wagon.signals for wagon in wagons]) - begin
+        began, ended, last = np.array([(w.began, w.ended, w.waits_from) for w in wagons]).T
+        number = np.arange(1, len(self.courses))
+        handed = began[:, None] + np.outer(ended - began, self.line.ready)
+        handed += np.outer(self._signal / rates, number)
+        begin = float(handed[:, 0].min())
+        signals = np.column_stack([handed, last]) - begin
         cold = np.array([wagon.cold for wagon in wagons])
         free = np.zeros(len(wagons))
         if self._streams:  # else all links are, as nobody has sent anything since the last train
@@ -299,7 +311,7 @@ class Station:
         for wagon in wagons:
             wagon.journey = journey
             if wagon.departure is None:
-                self._approach(wagon, wagon.signals[0], wagon.cold)
+                self._approach(wagon, self._handed(wagon), wagon.cold)
 
     def _depart(self, place: int, wagon: Wagon) -> None:
         """The first bucket of `wagon` is on its way; where others are still missing, so is theirs
@@ -337,7 +349,7 @@ class Station:
             self._end(wagon, done)
             self._note(wagon, done)
         else:
-            self._approach(wagon, max(wagon.signals[wagon.bucket], done))
+            self._approach(wagon, max(self._handed(wagon), done))
 
     def _note(self, wagon: Wagon, done: float) -> None:
         """The background flow of `wagon` is done: once all are, the same need not be gone again.

@@ -1,0 +1,109 @@
+"""What a flow runs on: a thread of its own, or a greenlet. Of all carriers exactly one runs.
+
+PyTorch's grad mode, default device and dispatch modes live in the thread, so that flows which
+compute have one each. Where tensors have no values none of that matters, and greenlets change
+places in a hundredth of the time (docs/decisions/0025-virtual-time.md).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+from greenlet import getcurrent, greenlet
+
+Life = Callable[[], "Carrier"]
+"""What a carrier does from its first turn on; gives whose turn it is after its end."""
+
+
+class Carrier(Protocol):
+    """Something that runs when it is its turn. It exists from the start, and waits for that."""
+
+    @classmethod
+    def present(cls) -> Self:
+        """The one that runs at present, and makes all others."""
+        ...
+
+    def another(self, life: Life, name: str) -> Carrier:
+        """From any of them: a further one."""
+        ...
+
+    def pass_to(self, other: Any) -> None:
+        """From this one, which runs: it is the turn of `other`, until it is this one's again."""
+        ...
+
+    def join(self) -> None:
+        """Nothing of it is left after this; its life is over."""
+        ...
+
+
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class ThreadCarrier:
+    """Waits for a lock, its baton."""
+
+    def __init__(self, life: Life | None = None, name: str = "") -> None:
+        self._baton = _taken_lock()
+        self._life = life
+        self._thread: threading.Thread | None = None
+        if life is not None:
+            self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+            self._thread.start()
+
+    @classmethod
+    def present(cls) -> Self:
+        return cls()
+
+    def another(self, life: Life, name: str) -> ThreadCarrier:
+        return ThreadCarrier(life, name)
+
+    def pass_to(self, other: ThreadCarrier) -> None:
+        other._baton.release()
+        self._baton.acquire()
+
+    def join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+
+    def _live(self) -> None:
+        assert self._life is not None
+        self._baton.acquire()
+        following = self._life()
+        assert isinstance(following, ThreadCarrier)
+        following._baton.release()
+
+
+class GreenletCarrier:
+    """All are greenlets of the thread of the first."""
+
+    def __init__(self, own: Any, first: GreenletCarrier | None = None) -> None:
+        self._greenlet = own
+        self._first = first or self
+
+    @classmethod
+    def present(cls) -> Self:
+        return cls(getcurrent())
+
+    def another(self, life: Life, name: str) -> GreenletCarrier:
+        maker = getcurrent()
+
+        def live() -> None:
+            maker.switch()  # one that began in another's turn would lie deeper on the stack
+            following = life()
+            assert isinstance(following, GreenletCarrier)
+            own.parent = following._greenlet  # goes on when this one ends
+
+        own = greenlet(live, self._first._greenlet)
+        own.switch()
+        return GreenletCarrier(own, self._first)
+
+    def pass_to(self, other: GreenletCarrier) -> None:
+        other._greenlet.switch()
+
+    def join(self) -> None:
+        assert self._greenlet.dead
