@@ -80,8 +80,8 @@ TABLE = [
     Row("adaptive compensation", f'{SERVER}({ASYNCHRONOUS}, placement="beside", '
         'delay_compensation="adaptive")', damped=True),
     Row("rate divided", f'{SERVER}({ASYNCHRONOUS}, learning_rate="divided")', 2),
-    # Divided by the workers, too, it would be too low for five ranks, and 0.15 is too high for three:
-    # a gradient that happens to be fresh is taken in full.
+    # Divided by the workers, too, it would be too low for five ranks; 0.15 is too high for three,
+    # since a gradient that happens to be fresh is taken in full.
     Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2,
         rate=0.1),
     Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3),
