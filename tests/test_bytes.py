@@ -16,6 +16,7 @@ from tests.waiting import wait_until
 
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.observed import ObservedTransport
+from orchestra.exchange import wait_for_everyone
 from orchestra.records.report import RankReport
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
@@ -64,7 +65,7 @@ def measured(runtime: Runtime, assignment: tuple[Run, Path]) -> tuple[RankReport
     session.recorder.resume = in_turn(confirmed.start, resume)  # type: ignore[method-assign]
     session.recorder.pause = in_turn(pause, confirmed.stop)  # type: ignore[method-assign]
     session.train()
-    session._barrier()  # who leaves closes its connections
+    wait_for_everyone(session.worker)  # who leaves closes its connections
     return session.finish(), confirmed.total
 
 

@@ -7,20 +7,20 @@ rank. In two rounds a rank passes on what it has added up so far of a piece, in 
 A piece and its header are 10,040 bytes: 80.3 us on a link, after 100 us of latency. It prints:
 
     from us    to us  rank 0
-        4.0    328.0  gradient (32 samples)
-      328.0    328.0  send 10.0 kB to rank 1
-      328.0    428.0  wait for rank 2
-      428.0    508.4  receive 10.0 kB from rank 2
-      508.4    508.4  send 10.0 kB to rank 1
-      508.4    608.4  wait for rank 2
-      608.4    688.7  receive 10.0 kB from rank 2
-      688.7    688.7  send 10.0 kB to rank 1
-      688.7    788.7  wait for rank 2
-      788.7    869.0  receive 10.0 kB from rank 2
-      869.0    869.0  send 10.0 kB to rank 1
-      869.0    969.0  wait for rank 2
-      969.0   1049.4  receive 10.0 kB from rank 2
-     1049.4   1057.0  update
+      104.3    428.3  gradient (32 samples)
+      428.3    428.3  send 10.0 kB to rank 1
+      428.3    528.3  wait for rank 2
+      528.3    608.6  receive 10.0 kB from rank 2
+      608.6    608.6  send 10.0 kB to rank 1
+      608.6    708.6  wait for rank 2
+      708.6    788.9  receive 10.0 kB from rank 2
+      789.0    789.0  send 10.0 kB to rank 1
+      789.0    888.9  wait for rank 2
+      888.9    969.2  receive 10.0 kB from rank 2
+      969.3    969.3  send 10.0 kB to rank 1
+      969.3   1069.3  wait for rank 2
+     1069.3   1149.6  receive 10.0 kB from rank 2
+     1149.6   1157.2  update
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ each step; under local SGD, which averages every fourth step, only then. It prin
 
     step    ring  local SGD
        1   0.321      0.320
-       2   0.748      0.320
+       2   0.749      0.320
        3   1.282      0.320
-       4   0.808      2.196
+       4   0.807      2.196
        5   0.321      0.320
        6   0.321      0.320
        7   0.321      0.320

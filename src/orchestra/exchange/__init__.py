@@ -14,6 +14,8 @@ if TYPE_CHECKING:
         agree_within,
         broadcast_buffers,
         hand_over_moments,
+        start_together,
+        wait_for_everyone,
     )
     from orchestra.exchange.collective import Collective, make_collective
     from orchestra.exchange.common_step import CommonStep
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
         exact_mean_of_buffers,
         keep_gradient,
         mix_with_neighbours,
-        wait_for_everyone,
     )
     from orchestra.exchange.pairwise import PairwiseAverage
     from orchestra.exchange.partial import PartialAverage
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
         "stage_of",
         "sum_tied",
         "tell_servers",
+        "start_together",
         "wait_for_everyone",
     ]
 else:
@@ -118,6 +120,7 @@ else:
             "stage_of": "pipeline",
             "sum_tied": "pipeline",
             "tell_servers": "servers",
-            "wait_for_everyone": "gossip",
+            "start_together": "average",
+            "wait_for_everyone": "average",
         },
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from orchestra.collectives import Group, all_reduce, broadcast
+from orchestra.collectives import Group, all_reduce, broadcast, gather_objects
 from orchestra.optimizers.moments import Moments, export_moments
 from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
@@ -189,6 +189,24 @@ def agree_within(worker: Worker, group: Group) -> None:
         return
     broadcast(worker.transport, worker.parameters, group.ranks[0], group, Tag.AGREE)
     broadcast_buffers(worker, group)
+
+
+def wait_for_everyone(worker: Worker) -> None:
+    """Collective over all ranks: nobody returns before everybody has called."""
+    if len(worker.everyone) > 1:
+        all_reduce(worker.transport, torch.zeros(1), "butterfly", worker.everyone, Tag.AGREE)
+
+
+def start_together(worker: Worker, chief: int) -> None:
+    """Collective over all ranks: how far apart they return does not depend on when each called.
+
+    That depends on `chief` alone, which lets all go on. It tells a thousand ranks one after the
+    other; after a butterfly all are at the same place again (exactly, where ranks and links are
+    alike, for powers of two).
+    """
+    gather_objects(worker.transport, None, worker.everyone, chief)
+    broadcast(worker.transport, torch.zeros(1), chief, worker.everyone, Tag.READY)
+    wait_for_everyone(worker)
 
 
 def broadcast_buffers(worker: Worker, group: Group) -> None:

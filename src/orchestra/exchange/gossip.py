@@ -46,12 +46,6 @@ def mix_with_neighbours(worker: Worker, topology: Topology, step: int) -> None:
     worker.compute.run(Work("mix", len(arrived) * worker.layout.size), mix)
 
 
-def wait_for_everyone(worker: Worker) -> None:
-    """Collective over all ranks: nobody returns before everybody has called."""
-    if len(worker.everyone) > 1:
-        all_reduce(worker.transport, torch.zeros(1), "ring", worker.everyone, Tag.AGREE)
-
-
 def exact_mean(worker: Worker, weight: float = 1.0) -> None:
     """Everyone's parameters become the mean over the workers, weighted by `weight`.
 

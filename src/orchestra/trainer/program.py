@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from orchestra.collectives import broadcast, gather_objects
 from orchestra.data.feed import Samples, epoch_samples, open_samples, open_shard
 from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.exchange import start_together
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.optimizers.state import restore
 from orchestra.records.report import ChiefReport, Point, RankReport
@@ -43,7 +43,6 @@ from orchestra.trainer.tracing import traced
 from orchestra.trainer.warm_up import warm_up
 from orchestra.trainer.writing import save_state, writing
 from orchestra.transports.order import Order
-from orchestra.transports.tags import Tag
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.layout import FlatModel
@@ -137,7 +136,7 @@ class Session:
         )
         self._warm_up()
         self.runtime.reporter.phase("training")
-        self._barrier()
+        start_together(self.worker, self.roles.chief)
         self.worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
         self._passed("first_step")
         self.recorder.resume()
@@ -251,12 +250,6 @@ class Session:
         """All parameters and buffers to `parameters.safetensors`; the hash of the parameters."""
         save_state(self.folder / "parameters.safetensors", module)
         return parameters_hash(module)
-
-    def _barrier(self) -> None:
-        """Nobody's stopwatch starts before everybody is ready."""
-        everyone, chief = self.worker.everyone, self.roles.chief
-        gather_objects(self.runtime.transport, None, everyone, chief)
-        broadcast(self.runtime.transport, torch.zeros(1), chief, everyone, Tag.READY)
 
     def _check_target(self, module: nn.Module) -> None:
         """A run towards a metric that the task does not have would never arrive."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from orchestra.collectives import broadcast, gather_objects
 from orchestra.errors import InputError
+from orchestra.exchange import start_together
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.records.report import ChiefReport, RankReport
 from orchestra.strategies.base import Strategy, roles_of
@@ -30,7 +30,6 @@ from orchestra.trainer.loop import Loop, Position
 from orchestra.trainer.program import budget_of
 from orchestra.trainer.recorder import Recorder, Spent, Totals, histogram
 from orchestra.trainer.settings import Run, Training
-from orchestra.transports.tags import Tag
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.shape_worker import ShapeWorker, SharedShapes
@@ -135,9 +134,7 @@ class ShapeSession:
         loop = self._loop()
         runtime.reporter.phase("training")
         began = runtime.transport.now()
-        chief = self.roles.chief
-        gather_objects(runtime.transport, None, worker.everyone, chief)
-        broadcast(runtime.transport, torch.zeros(1), chief, worker.everyone, Tag.READY)
+        start_together(worker, self.roles.chief)
         self.setup["first_step"] = runtime.transport.now() - began
         worker.agrees = False
         worker.snapshots.start_clock(runtime.transport.now())
