@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.training import settings, step_lines, train_processes
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.carriers import GreenletCarrier, ThreadCarrier
 from orchestra.engines.simulation.kernel import Deadlock, Kernel
+from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.all_reduce import AllReduce, AllReduceState
@@ -123,6 +125,21 @@ def test_jitter_changes_times_and_no_synchronous_result(tmp_path: Path) -> None:
     assert calm.train_seconds is not None
     assert rough.train_seconds is not None
     assert rough.train_seconds > calm.train_seconds
+
+
+@pytest.mark.parametrize("on", ["lan_1gbit(nodes=4)", "stragglers(nodes=4)"])
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.label)
+def test_who_computes_ahead_of_the_others_changes_nothing(
+    row: Row, on: str, tmp_path: Path
+) -> None:
+    """A flow with a core for itself does not wait for them until it has to do with them."""
+    run = settings(row.build(), 4, "digits_in_one_thread(dropout=0.2)", steps=4, snapshots=2)
+    ahead = simulated(run, tmp_path / "ahead", on=on)
+    with mock.patch.object(World, "_has_room", return_value=False):
+        together = simulated(run, tmp_path / "together", on=on)
+    check_equal(together, ahead)
+    assert ahead.train_seconds == pytest.approx(together.train_seconds, rel=1e-9)
+    assert ahead.staleness == together.staleness
 
 
 # Failures of programs

@@ -345,7 +345,8 @@ def test_a_run_goes_on_without_a_dead_worker(strategy: Strategy[Any], tmp_path: 
     assert list(record.notices) == ["rank 1 on worker-1 was killed by SIGKILL; going on without it"]
     assert (record.status, record.steps) == ("completed", trained.usual.steps)
     assert record.train_seconds is not None
-    assert trained.half < record.train_seconds < 2 * trained.half  # fewer share the server's link
+    # Fewer share the server's link, but two may fall into step, and wait for each other every time.
+    assert trained.half < record.train_seconds < 2.2 * trained.half
 
 
 @pytest.mark.parametrize(

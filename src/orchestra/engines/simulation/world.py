@@ -33,7 +33,7 @@ class Way:
 class World:
     """`cluster` with `ranks` ranks on it, at the virtual time of `kernel`.
 
-    `reference_flops` are the FLOP/s of a core of speed 1. With `goes_ahead` a flow with a core for
+    `reference_flops` are the FLOP/s of a core of speed 1. Without faults, a flow with a core for
     itself does not wait for the others until it has to do with them.
     """
 
@@ -45,11 +45,9 @@ class World:
         overhead: Overhead,
         reference_flops: float,
         sharing: Sharing = EVENLY,
-        *,
-        goes_ahead: bool = False,
     ) -> None:
         faults = bool(cluster.faults)
-        self._goes_ahead = goes_ahead and not faults
+        self._goes_ahead = not faults
         self._reference_flops = reference_flops
         self._sharing = sharing
         self.kernel = kernel
