@@ -115,6 +115,13 @@ def test_a_file_becomes_an_experiment(write: Write) -> None:
     )
 
 
+def test_shares_are_those_of_the_ranks_of_the_file(write: Write) -> None:
+    loaded = load(write(SMALL + "shares: [1, 2, 3]\nranks: 3\n"))
+    assert (loaded.ranks, loaded.training.shares) == ((3,), (1.0, 2.0, 3.0))
+    with pytest.raises(InputError, match="shares"):
+        load(write(SMALL + "shares: [1, 2, 3]\nranks: 5\n"))
+
+
 def test_its_runs_are_all_strategies_on_all_ranks_with_each_seed(write: Write) -> None:
     experiment = load(write(FULL))
     all_runs = runs(replace(experiment, ranks=(1, 2)))

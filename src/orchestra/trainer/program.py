@@ -37,7 +37,8 @@ from orchestra.trainer.loop import Loop, Position
 from orchestra.trainer.order import recorded, replayed, write_order
 from orchestra.trainer.parts import places_of, put_together, release
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
-from orchestra.trainer.recorder import Recorder, Totals, histogram
+from orchestra.trainer.recorder import Recorder, Totals
+from orchestra.trainer.reports import rank_report
 from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.tracing import traced
 from orchestra.trainer.warm_up import warm_up
@@ -220,31 +221,16 @@ class Session:
         self.setup[part] = passed - sum(self.setup.values())
 
     def _report(self) -> RankReport:
-        worker, totals, measures = self.worker, self.totals, self.worker.measures
-        roles = self.strategy.current_roles(worker, self.state)
-        spent = totals.spent
-        return RankReport(
-            rank=worker.rank,
-            role="worker" if worker.rank in roles.workers else "server",
+        report = rank_report(
+            self.worker,
+            self.strategy.current_roles(self.worker, self.state),
+            self.totals,
             steps=self.position.steps,
-            samples=totals.samples,
             setup=self.setup,
-            train_seconds=totals.elapsed,
-            seconds={
-                "compute": spent.compute,
-                "communicate": spent.communicate,
-                "wait": spent.wait,
-            },
-            bytes_sent=spent.bytes_sent,
-            bytes_estimated=measures.native_bytes > 0,
-            staleness=histogram(measures.staleness),
-            dropped=measures.dropped,
-            peak_buffer_bytes=measures.peak_buffer_bytes,
-            switched_at_step=measures.switched_at_step,
             stopped=self.stopped,
             threads=torch.get_num_threads(),
-            timeline=self.tracer.timeline(self.runtime.clock),
         )
+        return replace(report, timeline=self.tracer.timeline(self.runtime.clock))
 
     def _write_parameters(self, module: nn.Module) -> str:
         """All parameters and buffers to `parameters.safetensors`; the hash of the parameters."""

@@ -28,7 +28,8 @@ from orchestra.trainer.evaluation import (
 )
 from orchestra.trainer.loop import Loop, Position
 from orchestra.trainer.program import budget_of
-from orchestra.trainer.recorder import Recorder, Spent, Totals, histogram
+from orchestra.trainer.recorder import Recorder, Spent, Totals
+from orchestra.trainer.reports import rank_report
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime
@@ -156,31 +157,18 @@ class ShapeSession:
 
     def report(self) -> RankReport:
         """What this rank has to say."""
-        worker, totals, measures = self.worker, self.totals, self.worker.measures
-        roles = self.strategy.current_roles(worker, self.state)
-        spent = totals.spent
-        return RankReport(
-            rank=worker.rank,
-            role="worker" if worker.rank in roles.workers else "server",
+        roles = self.strategy.current_roles(self.worker, self.state)
+        report = rank_report(
+            self.worker,
+            roles,
+            self.totals,
             steps=self.position.steps,
-            samples=totals.samples,
             setup=self.setup,
-            train_seconds=totals.elapsed,
-            seconds={
-                "compute": spent.compute,
-                "communicate": spent.communicate,
-                "wait": spent.wait,
-            },
-            bytes_sent=spent.bytes_sent,
-            bytes_estimated=measures.native_bytes > 0,
-            staleness=histogram(measures.staleness),
-            dropped=measures.dropped,
-            peak_buffer_bytes=measures.peak_buffer_bytes,
-            switched_at_step=measures.switched_at_step,
             stopped=self.stopped,
             threads=1,
-            chief=self._chief_report() if worker.rank == roles.chief else None,
         )
+        chief = self._chief_report() if self.worker.rank == roles.chief else None
+        return replace(report, chief=chief)
 
     def _chief_report(self) -> ChiefReport:
         """When the snapshots were taken, and nothing else; all have handed in their parts."""
