@@ -259,3 +259,21 @@ if __name__ == "__main__":
     except RunFailed as failed:
         print(f"failed: {failed}")
         sys.exit(1)
+
+
+def faults_of_freed_memory(runtime: Runtime, rounds: int) -> int:
+    """Pages that the system gives for what is taken and freed `rounds` times, after five times."""
+    import resource
+
+    def take() -> None:
+        parts = [torch.ones(1 << 20) for _ in range(4)]  # 4 MiB each
+        while parts:
+            parts.pop()
+
+    runtime.reporter.phase("training")
+    for _ in range(5):
+        take()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        take()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

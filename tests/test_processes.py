@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -57,6 +58,12 @@ def test_everything_between_ranks_and_watcher_can_be_encrypted(tmp_path: Path) -
     tls = make_tls(tmp_path)
     assert launch(programs.pass_round, None, 3, tls=tls).results == (3.0,) * 3
     assert " failed: ValueError: bad sample 17\n" in failure(programs.fail_in_one, 1, 3, tls=tls)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
+    """Given back and taken anew, 16 MiB are 4,096 pages each time."""
+    assert max(launch(programs.faults_of_freed_memory, 10, 2).results) < 4_096
 
 
 def test_native_collectives() -> None:

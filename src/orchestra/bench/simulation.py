@@ -84,6 +84,7 @@ def measured(contest: Contest, on_progress: Progress | None = None) -> Simulatio
 def measure(runtime: Runtime, contest: Contest) -> Blocks:
     """The seconds of each one's blocks; the first round warms up."""
     torch.set_num_threads(1)  # as the ranks of a simulation have
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
     contestants: dict[str, Callable[[], float]] = {
         SIMULATED: lambda: _simulated(runtime, contest),
         PLAIN: lambda: _plain(contest),

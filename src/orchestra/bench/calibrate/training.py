@@ -112,6 +112,7 @@ def measure_task(runtime: Runtime, order: Order) -> tuple[TaskCosts, Kept] | Non
     module = task.model()
     elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
     meter = _Meter(runtime, order, task, kept)
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
     one = meter.timing(AllReduce(), time.thread_time, elements, _updates(module, order, kept))
     cold = meter.cold()
     parameters = _parameters(task, module, order)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from orchestra.engines.failures import describe
+from orchestra.engines.memory import keep_freed_memory
 from orchestra.engines.processes.control import Control, Signs
 from orchestra.engines.processes.observed import ObservedTransport
 from orchestra.engines.processes.seat import Seat
@@ -23,6 +24,7 @@ from orchestra.engines.random_streams import seed
 from orchestra.errors import RunFailed
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
+from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
 
 if TYPE_CHECKING:
@@ -50,6 +52,15 @@ class TimedCompute:
 
     def reached(self, slot: int) -> None:
         """The clock knows."""
+
+
+class Frugal(PassingReporter):
+    """Before the training, what is freed goes back: the model of all stages, for one."""
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        if name == "training":
+            keep_freed_memory()
 
 
 def occupy(
@@ -131,7 +142,7 @@ def _run(
         seat.ranks,
         observed,
         compute,
-        control,
+        Frugal(control),
         seed,
         local_rank=seat.local_rank,
         native=lambda: native,

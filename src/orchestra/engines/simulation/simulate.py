@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import gc
 import time
@@ -19,6 +17,7 @@ from orchestra.cluster import Cluster, Jitter
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.engines.events import Failed, Finished, Pulse
 from orchestra.engines.failures import describe, failed_text
+from orchestra.engines.memory import keep_one_arena
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.carriers import GreenletCarrier
 from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
@@ -31,7 +30,6 @@ from orchestra.errors import RunFailed
 from orchestra.worker.runtime import Reporter, Runtime
 
 T = TypeVar("T")
-M_ARENA_MAX = -8  # of malloc.h
 Program = Callable[[Runtime], Any]
 
 
@@ -155,7 +153,7 @@ class Simulation:
         failure = bad_input = None
         thresholds = gc.get_threshold()
         if self._values:
-            _keep_one_arena()
+            keep_one_arena()
         else:  # many objects live as long as the run
             gc.set_threshold(100_000, 10, 10)
         for rank in range(self._ranks):
@@ -276,16 +274,6 @@ class Simulation:
         if not isinstance(getattr(value, "train", None), IterableDataset):
             self._shared.append((value, self._streams.present()))
         return value
-
-
-def _keep_one_arena() -> None:
-    """Let all threads take their memory from one place, which the caches hold then.
-
-    One thread runs at a time, so that none waits for another there. Elsewhere than in glibc there
-    is nothing to be told.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def _nothing(_: object) -> None:
