@@ -116,9 +116,12 @@ class Kernel:
     """The clock, what is due when, and whose turn it is.
 
     `on_turn` is called on the carrier of each flow whose turn begins. Besides the main flows,
-    `outstanding` things have to be over before `run` ends. `carriers` are of a kind that suits
+    `outstanding` things have to be over before `run` ends. `current` is the flow whose turn it is,
+    once there is one. `carriers` are of a kind that suits
     what the flows do; the launching one makes the kernel, and runs it.
     """
+
+    current: Flow
 
     def __init__(
         self,
@@ -137,7 +140,6 @@ class Kernel:
         self._due: list[tuple[float, int, Timer]] = []
         self._sequence = itertools.count()
         self._ready: deque[Flow] = deque()
-        self._current: Flow | None = None
         self._aborted: Exception | None = None
         self._living = 0  # main flows
         self._held: set[int] = set()  # ranks
@@ -162,12 +164,6 @@ class Kernel:
         return self.at(self._now + seconds, call)
 
     # Flows
-
-    @property
-    def current(self) -> Flow:
-        """The flow whose turn it is."""
-        assert self._current is not None
-        return self._current
 
     def start(
         self, rank: int, function: Callable[[], Any], processor: Processor, *, main: bool = False
@@ -234,7 +230,7 @@ class Kernel:
         following = self._next()
         if following is not flow.carrier:
             flow.carrier.pass_to(following)
-            self._current = flow
+            self.current = flow
             self._check()
             self._on_turn(flow)
 
@@ -279,7 +275,7 @@ class Kernel:
 
     def entered(self, flow: Flow) -> None:
         """From a new flow: its first turn has come."""
-        self._current = flow
+        self.current = flow
         self._check()
         self._on_turn(flow)
 
