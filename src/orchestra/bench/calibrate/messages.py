@@ -49,7 +49,7 @@ def measure_messages(runtime: Runtime, seconds: float) -> Measured:
     """On two ranks: back and forth in every size; then, on the first alone, the rest."""
     torch.set_num_threads(1)
     transport, kept = runtime.transport, Kept()
-    runtime.reporter.phase("training")
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
     passes = [_sizes(runtime, seconds / PASSES, number) for number in range(PASSES)]
     send, receive, one_way = (curve_of(_best(several)) for several in zip(*passes, strict=True))
     reduced = _all_reduces(transport)

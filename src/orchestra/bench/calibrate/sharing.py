@@ -33,7 +33,7 @@ def measure_speeds(runtime: Runtime, order: Order) -> Speeds:
     """On one rank more than there are cores."""
     torch.set_num_threads(1)
     step, everyone = step_of(order), Group(tuple(range(runtime.ranks)))
-    runtime.reporter.phase("training")
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
     crowds = {"alone": 1, "all_cores": max(runtime.ranks - 1, 1), "one_more": runtime.ranks}
     medians: dict[str, list[float]] = {name: [] for name in crowds}
     for _ in range(TURNS):  # so that a drift of the machine favours none

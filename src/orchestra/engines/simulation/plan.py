@@ -80,7 +80,7 @@ class Transfers:
 
 
 @functools.lru_cache(maxsize=2)
-def _transfers(schedule: Schedule) -> Transfers:
+def _all_of(schedule: Schedule) -> Transfers:
     rounds = list(schedule.rounds())
     number = np.repeat(np.arange(len(rounds)), [len(transfers) for transfers in rounds])
     columns = np.ascontiguousarray(np.concatenate(rounds).T)
@@ -110,7 +110,7 @@ class Plan:
         self._slot_bytes = length * itemsize if schedule.slots else 0
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
         cuts = np.array(schedule.edges(length) if edges is None else edges)
-        every = _transfers(schedule)
+        every = _all_of(schedule)
         elements = cuts[every.end] - cuts[every.first]
         self._transfers, self._elements = every.kept(elements > 0), elements[elements > 0]
         source, target = self._transfers.source, self._transfers.target
