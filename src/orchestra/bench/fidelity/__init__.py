@@ -15,6 +15,7 @@ from orchestra.bench.fidelity.measure import (
     Row,
     largest_difference,
     observe,
+    pace,
     row_of,
 )
 from orchestra.bench.turns import Progress, order
@@ -41,8 +42,9 @@ def bench_fidelity(
 ) -> Fidelity:
     """Calibrate, predict, then run for real in `rounds` rounds, every other one in reverse.
 
-    With `calibration`, that file is taken, and nothing is measured. Nothing that is predicted has
-    been run before, and nothing is fitted afterwards.
+    Before each run one worker is watched for a moment: the machine may have become faster or
+    slower since it was calibrated. Nothing that is predicted has been run before, and nothing is
+    fitted afterwards. With `calibration`, that file is taken in place of a new one.
     """
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         folder = Path(name)
@@ -54,6 +56,7 @@ def bench_fidelity(
         total, done = len(chosen) * (rounds + 1), 0
         virtual: list[Observation] = []
         real: list[list[Observation]] = [[] for _ in chosen]
+        paces: list[list[float]] = [[] for _ in chosen]
         for case in chosen:
             run = case.simulated(measured.cluster, str(path))
             virtual.append(observe(run, _parameters(folder, case, "virtual")))
@@ -63,6 +66,7 @@ def bench_fidelity(
         for number in range(rounds):
             for place in order(range(len(chosen)), number):
                 case = chosen[place]
+                paces[place].append(pace(case.task))
                 real[place].append(observe(case.run, _parameters(folder, case, "real")))
                 done += 1
                 if on_progress is not None:
@@ -72,6 +76,7 @@ def bench_fidelity(
                 case,
                 real[place],
                 virtual[place],
+                paces=paces[place],
                 formula=closed_formula(case, measured),
                 constant=constant(case, measured),
                 parameters_differ=_difference(folder, case),

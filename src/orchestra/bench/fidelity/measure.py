@@ -11,12 +11,17 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from orchestra.bench.fidelity.cases import Case
+from orchestra.bench.calibrate.training import measure_pace
+from orchestra.bench.fidelity.cases import Case, Subtask
+from orchestra.bench.turns import check_stopped
+from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import train_run
 from orchestra.trainer.settings import Run
 
 SKIPPED = 4
 """One part of so many of a run's steps, its first, is not timed."""
+PACE_SECONDS = 0.2
+"""For which one worker is watched before each run."""
 Histogram = Mapping[int, float]
 
 
@@ -71,12 +76,20 @@ def step_seconds(run: Run, folder: Path) -> float:
     return statistics.mean(paces) / run.training.steps
 
 
+def pace(task: Subtask) -> float:
+    """Seconds of a step of one worker alone: how fast the machine is at this moment."""
+    outcome = launch(measure_pace, task.subject.order(PACE_SECONDS), 1)
+    check_stopped(outcome)
+    return float(outcome.results[0])
+
+
 @dataclass(frozen=True)
 class Row:
     """A case: what was predicted, and what real runs were like.
 
     Attributes:
         real_seconds: the median of the runs; `runs` are all of them.
+        paces: seconds of a step of one worker, right before each run.
         bytes_difference: predicted less real, of the run that is nearest.
         staleness_distance: half the sum of the differences of the shares (total variation), from
             all runs together; None where nothing can be stale.
@@ -89,6 +102,7 @@ class Row:
     label: str
     real_seconds: float
     runs: tuple[float, ...]
+    paces: tuple[float, ...]
     simulated: float
     formula: float
     constant: float
@@ -101,6 +115,15 @@ class Row:
         predicted: float = getattr(self, predictor)
         return predicted / self.real_seconds - 1
 
+    def error_in_steps(self, predictor: str) -> float:
+        """The same of steps of one worker: predicted ones over those beside the runs, less 1.
+
+        Of a machine that is faster at times, as a whole, it tells what the seconds do not.
+        """
+        predicted: float = getattr(self, predictor) / self.constant
+        pairs = zip(self.runs, self.paces, strict=True)
+        return predicted / statistics.median(run / pace for run, pace in pairs) - 1
+
     @property
     def noise(self) -> float:
         """Half of the distance between the fastest and the slowest run."""
@@ -112,6 +135,7 @@ def row_of(
     real: Sequence[Observation],
     virtual: Observation,
     *,
+    paces: Sequence[float],
     formula: float,
     constant: float,
     parameters_differ: float | None,
@@ -130,6 +154,7 @@ def row_of(
         case.label,
         statistics.median(seconds),
         seconds,
+        tuple(paces),
         virtual.step_seconds,
         formula,
         constant,
