@@ -8,17 +8,14 @@ on a link at a time, the times of a round follow from those of the round before,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from orchestra.engines.simulation.plan import HEADER, Plan
-from orchestra.engines.simulation.recurrence import Floats, Integers, costs_of
-from orchestra.schedules import REDUCE
+from orchestra.engines.simulation.plan import Plan
+from orchestra.engines.simulation.waves import Floats, Wave, waves_of
 
 if TYPE_CHECKING:
     from orchestra.cluster.costs import Overhead
@@ -47,25 +44,6 @@ def alternates(plan: Plan, streams: Mapping[Pair, Stream]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Wave:
-    """The messages of a round that are the first of their runs, or the second, ...
-
-    `rid` are the places of those who add to what they send: it has to be gone before.
-    """
-
-    source: Integers
-    target: Integers
-    first: Floats  # seconds of the sender until it is on its way, and then until it has left
-    rest: Floats
-    latency: Floats
-    cross: Floats
-    take_in: Floats  # of the receiver, from its first byte on; and then to add it
-    adding: Floats
-    held: Integers  # the places of those that do not leave their sender free at once
-    rid: Integers
-
-
 class Alternation:
     """Of `plan` on `streams`, where rank i computes at `rates[i]`."""
 
@@ -76,11 +54,9 @@ class Alternation:
         rates: Sequence[float],
         streams: Mapping[Pair, Stream],
     ) -> None:
-        self._overhead = overhead
-        self._rates = np.array(rates)
-        self._streams = streams
-        self._rounds = [list(self._waves(plan, transfers)) for transfers in plan.rounds]
-        self._last = overhead.add * plan.added_slots_bytes / self._rates
+        by_rank = np.array(rates)
+        self._rounds = waves_of(plan, overhead, by_rank, streams)
+        self._last = overhead.add * plan.added_slots_bytes / by_rank
 
     def run(self, clock: Floats, up: Floats, down: Floats) -> tuple[Floats, Floats, Floats] | None:
         """When each rank is through that begins at `clock`, and until when its links are in use.
@@ -93,7 +69,7 @@ class Alternation:
                 return None
         return clock + self._last, up, down
 
-    def _round(self, waves: list[_Wave], clock: Floats, up: Floats, down: Floats) -> bool:
+    def _round(self, waves: list[Wave], clock: Floats, up: Floats, down: Floats) -> bool:
         crossings = []
         gone = np.full_like(clock, -inf)
         for number, wave in enumerate(waves):
@@ -118,33 +94,3 @@ class Alternation:
             clock[target] = taken_in + wave.adding
         np.maximum(clock, gone, out=clock)
         return True
-
-    def _waves(self, plan: Plan, transfers: Integers) -> Iterator[_Wave]:
-        overhead = self._overhead
-        leaving = {source: run for source, _, *run, _, _ in transfers.tolist()}
-        for number in count():
-            rows = transfers[transfers[:, 5] > number * plan.segment]
-            if not len(rows):
-                return
-            source, target = rows[:, 0], rows[:, 1]
-            elements = np.minimum(rows[:, 5] - number * plan.segment, plan.segment)
-            payload = elements * plan.itemsize
-            frame = payload + HEADER
-            reduces = rows[:, 4] == REDUCE
-            both_ways = [leaving.get(end) == run for _, end, *run, _, _ in rows.tolist()]
-            first = overhead.send.at(0)
-            ways = [
-                self._streams[pair] for pair in zip(source.tolist(), target.tolist(), strict=True)
-            ]
-            yield _Wave(
-                source,
-                target,
-                first / self._rates[source],
-                (costs_of(overhead.send, frame) - first) / self._rates[source],
-                np.array([way.latency for way in ways]),
-                frame * overhead.wire / np.array([way.bandwidth for way in ways]),
-                costs_of(overhead.receive, frame) / self._rates[target],
-                np.where(reduces, overhead.add * payload, 0.0) / self._rates[target],
-                np.flatnonzero(frame > overhead.buffer_bytes),
-                np.flatnonzero(reduces & np.array(both_ways)),
-            )

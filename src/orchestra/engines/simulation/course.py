@@ -12,8 +12,9 @@ import numpy as np
 from orchestra.engines.simulation.alternation import Alternation, alternates
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.plan import Plan
-from orchestra.engines.simulation.recurrence import Floats, Recurrence, Times
+from orchestra.engines.simulation.recurrence import Recurrence, Times
 from orchestra.engines.simulation.walk import Pair
+from orchestra.engines.simulation.waves import Floats
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.transport import Net
@@ -97,16 +98,7 @@ class Course:
 
     def _recurrence(self, rates: tuple[float, ...]) -> Recurrence:
         if rates not in self._recurrences:
-            by_sender = {source: stream for (source, _), stream in self.streams.items()}
-            ways = [by_sender.get(place) for place in range(len(self.ranks))]
-            self._recurrences = {
-                rates: Recurrence(
-                    self.plan,
-                    self.overhead,
-                    rates,
-                    [0.0 if way is None else way.latency for way in ways],
-                    [inf if way is None else way.bandwidth for way in ways],
-                )
-            }
+            recurrence = Recurrence(self.plan, self.overhead, rates, self.streams)
+            self._recurrences = {rates: recurrence}
             self._recent.clear()
         return self._recurrences[rates]

@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchestra.cluster.costs import Cost, Overhead
+from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.plan import HEADER, Plan
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
+from orchestra.engines.simulation.waves import Floats, Integers, costs_of
 
 TRIED_AFTER = (0, 1, 2, 4, 8, 16, 32, 64)
 """Rounds that are gone through one by one before it is tried to leap over the rest of a half."""
@@ -155,9 +151,9 @@ class Leap:
             return None
         first = overhead.send.at(0) / rate
         pieces = Pieces(
-            _of_each(overhead.send, frames) / rate - first,
+            costs_of(overhead.send, frames) / rate - first,
             np.asarray(frames * overhead.wire / bandwidth, np.float64),
-            _of_each(overhead.receive, frames) / rate,
+            costs_of(overhead.receive, frames) / rate,
             np.asarray(overhead.add * elements * plan.itemsize / rate, np.float64),
         )
         return Leap(first, latency, pieces)
@@ -194,9 +190,3 @@ class Leap:
         """Of half 0 or 1, after `number` rounds of it."""
         pieces = self.pieces if half == 0 else self.pieces.gathered()
         return Way(self.first, self.latency, pieces.rolled(number))
-
-
-def _of_each(cost: Cost, amounts: NDArray[np.int64]) -> Floats:
-    """Of each of `amounts`, few of which differ."""
-    distinct, places = np.unique(amounts, return_inverse=True)
-    return np.array([cost.at(int(amount)) for amount in distinct])[places]

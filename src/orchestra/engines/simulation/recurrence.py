@@ -6,20 +6,20 @@ send. Then the times of a round follow from those of the round before by sums an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from orchestra.cluster.costs import Cost, Overhead
-from orchestra.engines.simulation.plan import HEADER, Plan
-from orchestra.schedules import REDUCE
+from orchestra.cluster.costs import Overhead
+from orchestra.engines.simulation.plan import Plan
+from orchestra.engines.simulation.waves import Floats, Wave, waves_of
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.streams import Stream
+    from orchestra.engines.simulation.walk import Pair
 
 
 @dataclass(frozen=True)
@@ -47,39 +47,19 @@ class Times:
         )
 
 
-@dataclass(frozen=True)
-class _Wave:
-    """The messages of a round that are the first of their runs, or the second, ..."""
-
-    source: Integers
-    target: Integers
-    first: Floats  # seconds of the sender until it is on its way, and then until it has left
-    rest: Floats
-    latency: Floats
-    cross: Floats
-    take_in: Floats  # of the receiver, from its first byte on; and then to add it
-    adding: Floats
-    held: Integers  # the places of those that do not leave their sender free at once
-
-
 class Recurrence:
-    """Of `plan`, where rank i computes at `rates[i]` and what it sends takes `latency[i]`, then
-    crosses at `bandwidth[i]` bytes/s."""
+    """Of `plan` on `streams`, where rank i computes at `rates[i]`."""
 
     def __init__(
         self,
         plan: Plan,
         overhead: Overhead,
         rates: Sequence[float],
-        latency: Sequence[float],
-        bandwidth: Sequence[float],
+        streams: Mapping[Pair, Stream],
     ) -> None:
-        self._overhead = overhead
-        self._rates = np.array(rates)
-        self._latency = np.array(latency)
-        self._bandwidth = np.array(bandwidth)
-        self._rounds = [list(self._waves(plan, transfers)) for transfers in plan.rounds]
-        self._last = overhead.add * plan.added_slots_bytes / self._rates
+        by_rank = np.array(rates)
+        self._rounds = waves_of(plan, overhead, by_rank, streams)
+        self._last = overhead.add * plan.added_slots_bytes / by_rank
 
     def run(self, arrivals: Floats, free: Floats, until: float = inf) -> Times:
         """From when each rank begins to the end, or to a round that is not over at `until`."""
@@ -98,7 +78,7 @@ class Recurrence:
 
     def _round(
         self,
-        waves: list[_Wave],
+        waves: list[Wave],
         clock: Floats,
         free: Floats,
         waiting: Floats,
@@ -129,33 +109,3 @@ class Recurrence:
             done = np.maximum(clock, gone)
             waiting += done - clock
             clock[:] = done
-
-    def _waves(self, plan: Plan, transfers: Integers) -> Iterator[_Wave]:
-        overhead = self._overhead
-        for number in count():
-            rows = transfers[transfers[:, 5] > number * plan.segment]
-            if not len(rows):
-                return
-            source, target = rows[:, 0], rows[:, 1]
-            elements = np.minimum(rows[:, 5] - number * plan.segment, plan.segment)
-            payload = elements * plan.itemsize
-            frame = payload + HEADER
-            adding = np.where(rows[:, 4] == REDUCE, overhead.add * payload, 0.0)
-            first = overhead.send.at(0)
-            yield _Wave(
-                source,
-                target,
-                first / self._rates[source],
-                (costs_of(overhead.send, frame) - first) / self._rates[source],
-                self._latency[source],
-                frame * overhead.wire / self._bandwidth[source],
-                costs_of(overhead.receive, frame) / self._rates[target],
-                adding / self._rates[target],
-                np.flatnonzero(frame > overhead.buffer_bytes),
-            )
-
-
-def costs_of(cost: Cost, amounts: Integers) -> Floats:
-    """Of each of `amounts`, few of which differ."""
-    distinct, places = np.unique(amounts, return_inverse=True)
-    return np.array([cost.at(int(amount)) for amount in distinct])[places]
