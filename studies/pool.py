@@ -65,7 +65,7 @@ class Pool:
 
     def __init__(self, jobs: int, total: int) -> None:
         # Where cores are wanted by others, threads that wait for each other cost ten times as much.
-        os.environ["OMP_THREAD_LIMIT"] = "1"
+        os.environ["OMP_NUM_THREADS"] = "1"
         self._executor = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
         self._total = total
         self._done = self._made = 0
