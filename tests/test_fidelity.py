@@ -36,7 +36,7 @@ CNN = TASKS[0]
 def row(label: str, real: float, simulated: float, *, noise: float = 0.0, ranks: int = 2) -> Row:
     runs = (real - noise, real, real + noise)
     paces = (0.8, 1.0, 1.25)
-    return Row("task", ranks, label, real, runs, paces, simulated, 2.0, 1.0, 0, None, None)
+    return Row("task", ranks, label, real, runs, paces, 1.0, simulated, 2.0, 1.0, 0, None, None)
 
 
 def calibration(seconds: float = 1e-3) -> Calibration:
@@ -69,7 +69,7 @@ def test_errors_have_a_sign_and_verdicts_take_their_size() -> None:
 
 
 def test_a_machine_that_became_slower_does_not_count_in_steps() -> None:
-    """One worker's step was to take 1 s, and takes 2, 4 and 3 s when the runs take place."""
+    """A step without messages was to take 1 s, and takes 2, 4 and 3 s before the runs."""
     runs, paces = (5.0, 10.0, 7.5), (2.0, 4.0, 3.0)
     slower = dataclasses.replace(row("a", 7.5, 2.4), runs=runs, paces=paces)
     assert slower.error("simulated") == pytest.approx(2.4 / 7.5 - 1)
@@ -116,6 +116,7 @@ def test_a_row_puts_all_runs_together() -> None:
         real,
         virtual,
         paces=[1.0, 1.0, 1.0],
+        pace=1.0,
         formula=1.0,
         constant=1.0,
         parameters_differ=None,
@@ -129,7 +130,8 @@ def test_a_row_puts_all_runs_together() -> None:
 def test_where_nothing_is_stale_there_is_no_distance() -> None:
     one = Observation(1.0, 7, {}, "x")
     case = Case("ring", CNN, 2)
-    made = row_of(case, [one], one, paces=[1], formula=1, constant=1, parameters_differ=0.0)
+    predicted = {"pace": 1.0, "formula": 1.0, "constant": 1.0, "parameters_differ": 0.0}
+    made = row_of(case, [one], one, paces=[1], **predicted)
     assert made.staleness_distance is None
 
 
@@ -211,6 +213,7 @@ def test_predictions_beside_runs() -> None:
     assert asynchronous.parameters_differ is None
     assert asynchronous.staleness_distance is not None
     assert all(r.simulated > 0 and r.real_seconds > 0 for r in result.rows)
+    assert all(0.1 < pace / r.pace < 10 for r in result.rows for pace in r.paces)
 
 
 @pytest.mark.parametrize(

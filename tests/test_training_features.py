@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -32,6 +33,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
+from orchestra.trainer.evaluation import all_cores
 
 MOMENTUM = "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)"
 WORKERS = 2
@@ -343,3 +345,18 @@ def test_ranks_draw_from_streams_of_their_own(seed: int, tmp_path: Path) -> None
     assert drawn[0] == drawn[1]
     flat = [value for rank in drawn[0] for value in rank]
     assert len(set(flat)) == len(flat)
+
+
+@pytest.mark.parametrize(("allowed", "threads"), [("1", 1), ("3", 3), ("", os.cpu_count())])
+def test_an_evaluation_has_all_cores_or_as_many_as_are_allowed(
+    allowed: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", allowed)
+    torch.set_num_threads(1)
+    try:
+        with all_cores():
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -204,9 +204,12 @@ def signs_of_life(worker: Worker, module: nn.Module, steps: int) -> Iterator[Non
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """The other ranks have nothing to do meanwhile, so that this one may use the whole machine."""
+    """The other ranks have nothing to do meanwhile, so that this one may use the whole machine, or
+    as many threads as OMP_NUM_THREADS allows."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(threads, os.cpu_count() or 1))
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    most = int(allowed) if allowed.isdecimal() else os.cpu_count() or 1
+    torch.set_num_threads(max(threads, most))
     try:
         yield
     finally:

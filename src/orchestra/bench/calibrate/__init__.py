@@ -91,8 +91,8 @@ def calibrate(
         tasks.append(
             replace(
                 costs,
-                shared_speed=min(speeds.alone / speeds.all_cores, 1.0),
-                refill=max(1 - speeds.all_cores / speeds.one_more, 0.0) * time_slice,
+                shared_speed=speeds.shared,
+                refill=speeds.turns * time_slice,
             )
         )
         kept = _sum(kept, own)

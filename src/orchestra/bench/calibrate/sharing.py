@@ -14,37 +14,59 @@ from orchestra.collectives import Group, all_reduce
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
-TURNS = 3
+TURNS = 9
 PAUSE = 0.0005
 """Seconds between two looks at the clock, from which on the thread must have been stopped."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Processor seconds of a step: on one core while the others are idle, while all cores take
-    steps, and while one thread more than there are cores does."""
+    """`shared`: how fast a core is while all cores take steps, over one alone. `turns`: what part
+    of a step's processor seconds goes into filling caches anew, while one thread more than there
+    are cores takes steps."""
 
-    alone: float
-    all_cores: float
-    one_more: float
+    shared: float
+    turns: float
 
 
 def measure_speeds(runtime: Runtime, order: Order) -> Speeds:
-    """On one rank more than there are cores."""
+    """On one rank more than there are cores.
+
+    A machine is faster at one time than at another: only what was measured in one turn is compared.
+    """
     torch.set_num_threads(1)
     step, everyone = step_of(order), Group(tuple(range(runtime.ranks)))
     runtime.reporter.phase("training")  # so that memory is kept as it is there
-    crowds = {"alone": 1, "all_cores": max(runtime.ranks - 1, 1), "one_more": runtime.ranks}
-    medians: dict[str, list[float]] = {name: [] for name in crowds}
-    for _ in range(TURNS):  # so that a drift of the machine favours none
-        for name, crowd in crowds.items():
-            mine = torch.zeros(1, dtype=torch.float64)
-            all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)  # a barrier
-            if runtime.rank < crowd:
-                mine += _pace(step, 2 * order.seconds / TURNS)
-            all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)
-            medians[name].append(float(mine) / crowd)
-    return Speeds(**{name: statistics.median(times) for name, times in medians.items()})
+    cores = max(runtime.ranks - 1, 1)
+    shared, turns = [], []
+    for _ in range(TURNS):
+        alone, all_cores, one_more = (
+            _crowd(runtime, everyone, crowd, step, order.seconds / 2)
+            for crowd in (1, cores, runtime.ranks)
+        )
+        shared.append(alone / all_cores)
+        turns.append(1 - all_cores / one_more)
+    return Speeds(min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0))
+
+
+def measure_pace(runtime: Runtime, order: Order) -> float:
+    """On as many ranks as there are cores: processor seconds of a step, which each takes alone."""
+    torch.set_num_threads(1)
+    step, everyone = step_of(order), Group(tuple(range(runtime.ranks)))
+    runtime.reporter.phase("training")
+    return _crowd(runtime, everyone, runtime.ranks, step, order.seconds)
+
+
+def _crowd(
+    runtime: Runtime, everyone: Group, crowd: int, step: Callable[[], None], seconds: float
+) -> float:
+    """Processor seconds of a step, where as many ranks as `crowd` take them at the same time."""
+    mine = torch.zeros(1, dtype=torch.float64)
+    all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)  # a barrier
+    if runtime.rank < crowd:
+        mine += _pace(step, seconds)
+    all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)
+    return float(mine) / crowd
 
 
 def measure_slices(runtime: Runtime, seconds: float) -> list[float]:

@@ -133,14 +133,6 @@ def measure_task(runtime: Runtime, order: Order) -> tuple[TaskCosts, Kept] | Non
     return costs, kept
 
 
-def measure_pace(runtime: Runtime, order: Order) -> float:
-    """On one rank, with one thread: seconds of a step, all of it."""
-    torch.set_num_threads(1)
-    runtime.reporter.phase("training")
-    task = replace(load_task(order.task), test=None, validation=None)
-    return _Meter(runtime, order, task, Kept()).pace()
-
-
 def step_of(order: Order) -> Callable[[], None]:
     """A gradient of the task and an update, as often as it is called, always on the same batch."""
     task = load_task(order.task)
@@ -201,10 +193,6 @@ class _Meter:
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
         return Timing(curve_of(gradient), curve_of(updates), curve_of(step))
 
-    def pace(self) -> float:
-        """Seconds that pass in a step."""
-        return statistics.median(self._steps(AllReduce(), self._order.batch_size)["whole"])
-
     def cold(self) -> float:
         """Of a step with an exchange, what neither takes where it is done by itself."""
         clock, size, runtime = time.thread_time, self._order.batch_size, self._runtime
@@ -220,7 +208,7 @@ class _Meter:
         self,
         strategy: Strategy[Any],
         size: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
         exchange: Callable[[], object] = lambda: None,
     ) -> dict[str, list[float]]:
         """A training of as many steps as fit into the time."""

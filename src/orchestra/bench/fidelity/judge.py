@@ -14,8 +14,8 @@ PREDICTORS = ("simulated", "formula", "constant")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one predictor: absolute errors of step times, in seconds and in steps of one worker, and
-    pairs of strategies in the right order.
+    """Of one predictor: absolute errors of step times, in seconds and in steps without messages,
+    and pairs of strategies in the right order.
 
     `pairs` are those on the same task and ranks that differ by more than the runs of both do.
     """

@@ -31,7 +31,8 @@ def markdown(result: Fidelity) -> str:
 
 def _summary(found: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     headings = [
-        "predictor", "error in seconds: median", "worst", "in steps of one worker: median", "worst",
+        "predictor", "error in seconds: median", "worst", "in steps without messages: median",
+        "worst",
         "pairs in the right order",
     ]  # fmt: skip
     lines = [
@@ -57,7 +58,7 @@ def _cases(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             row.label,
             f"{row.real_seconds * 1e3:.2f} ms",
             f"±{row.noise / row.real_seconds:.0%}",
-            f"{statistics.median(row.paces) / row.constant - 1:+.0%}",
+            f"{statistics.median(row.paces) / row.pace - 1:+.0%}",
             f"{row.error('simulated'):+.1%}",
             f"{row.error('formula'):+.0%}",
             f"{row.error('constant'):+.0%}",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from orchestra.bench.calibrate.training import measure_pace
+from orchestra.bench.calibrate.sharing import measure_pace
 from orchestra.bench.fidelity.cases import Case, Subtask
 from orchestra.bench.turns import check_stopped
 from orchestra.engines.processes.launch import launch
@@ -21,7 +21,7 @@ from orchestra.trainer.settings import Run
 SKIPPED = 4
 """One part of so many of a run's steps, its first, is not timed."""
 PACE_SECONDS = 0.2
-"""For which one worker is watched before each run."""
+"""For which steps without messages are watched before each run."""
 Histogram = Mapping[int, float]
 
 
@@ -76,9 +76,9 @@ def step_seconds(run: Run, folder: Path) -> float:
     return statistics.mean(paces) / run.training.steps
 
 
-def pace(task: Subtask) -> float:
-    """Seconds of a step of one worker alone: how fast the machine is at this moment."""
-    outcome = launch(measure_pace, task.subject.order(PACE_SECONDS), 1)
+def pace_now(task: Subtask, cores: int) -> float:
+    """Processor seconds of a step where each core takes its own: how fast the machine is now."""
+    outcome = launch(measure_pace, task.subject.order(PACE_SECONDS), cores)
     check_stopped(outcome)
     return float(outcome.results[0])
 
@@ -89,7 +89,8 @@ class Row:
 
     Attributes:
         real_seconds: the median of the runs; `runs` are all of them.
-        paces: seconds of a step of one worker, right before each run.
+        paces: seconds of a step without messages, with all cores at work, right before each run;
+            `pace` when the predictions were made.
         bytes_difference: predicted less real, of the run that is nearest.
         staleness_distance: half the sum of the differences of the shares (total variation), from
             all runs together; None where nothing can be stale.
@@ -103,6 +104,7 @@ class Row:
     real_seconds: float
     runs: tuple[float, ...]
     paces: tuple[float, ...]
+    pace: float
     simulated: float
     formula: float
     constant: float
@@ -116,11 +118,11 @@ class Row:
         return predicted / self.real_seconds - 1
 
     def error_in_steps(self, predictor: str) -> float:
-        """The same of steps of one worker: predicted ones over those beside the runs, less 1.
+        """The same in steps without messages: predicted ones over those beside the runs, less 1.
 
-        Of a machine that is faster at times, as a whole, it tells what the seconds do not.
+        A machine that is faster at times, as a whole, does not count.
         """
-        predicted: float = getattr(self, predictor) / self.constant
+        predicted: float = getattr(self, predictor) / self.pace
         pairs = zip(self.runs, self.paces, strict=True)
         return predicted / statistics.median(run / pace for run, pace in pairs) - 1
 
@@ -136,6 +138,7 @@ def row_of(
     virtual: Observation,
     *,
     paces: Sequence[float],
+    pace: float,
     formula: float,
     constant: float,
     parameters_differ: float | None,
@@ -155,6 +158,7 @@ def row_of(
         statistics.median(seconds),
         seconds,
         tuple(paces),
+        pace,
         virtual.step_seconds,
         formula,
         constant,
