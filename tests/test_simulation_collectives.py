@@ -59,7 +59,7 @@ class MessageByMessage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def all_reduce_at_once(self, *arguments: Any) -> int | None:
+    def all_reduce_at_once(self, *arguments: Any, message_by_message: bool) -> int | None:
         inner = cast(AllReducesAtOnce, self.inner)
         return inner.all_reduce_at_once(*arguments, message_by_message=True)
 

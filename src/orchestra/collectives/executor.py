@@ -89,8 +89,11 @@ def execute(
     """
     assert vector.dim() == 1
     assert vector.is_contiguous()
-    if schedule.all_reduce and isinstance(transport, AllReducesAtOnce):
-        buffer = transport.all_reduce_at_once(vector, schedule, group.ranks, tag, edges)
+    if (schedule.all_reduce or schedule.joint) and isinstance(transport, AllReducesAtOnce):
+        moves_values = not (schedule.all_reduce or vector.is_meta)
+        buffer = transport.all_reduce_at_once(
+            vector, schedule, group.ranks, tag, edges, message_by_message=moves_values
+        )
         if buffer is not None:
             return buffer
     index, length = group.index(transport.rank), vector.numel()

@@ -12,7 +12,7 @@ from orchestra.exchange.average import Bucket, cut_into_buckets
 from orchestra.exchange.collective import Collective
 from orchestra.optimizers.moments import install_moments
 from orchestra.optimizers.spec import set_rates
-from orchestra.parameter_server.placement import place
+from orchestra.parameter_server.placement import place, slice_edges
 from orchestra.schedules import ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
@@ -65,9 +65,9 @@ class Shards:
             for slot in layout.slots[first_slot : bucket.last_slot]
         ]
         size = min(bucket.values.numel(), layout.size - bucket.first)
-        slices = place(spans, size, workers, divisible=self._worker.optimizer.elementwise)
-        self._edges[bucket.first] = (*(part.first for part in slices), size)
-        for piece in slices[own].pieces:
+        divisible = self._worker.optimizer.elementwise
+        self._edges[bucket.first] = slice_edges(spans, size, workers, divisible=divisible)
+        for piece in place(spans, size, workers, divisible=divisible)[own].pieces:
             start, end = bucket.first + piece.first, bucket.first + piece.end
             self._parts.append(self._part(first_slot + piece.tensor, start, end))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ GRAIN = 64
 A kernel updates whole runs of elements in vector registers and the rest one by one, with other
 last bits: a cut at a multiple of every kernel's run leaves each element in its own kind.
 """
+
+
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,33 @@ def place(
     (at multiples of 64 of its elements); without, the largest slice of whole tensors is as small
     as it can be. A server may own nothing where there are more servers than tensors.
     """
+    return _placed(tuple(spans), size, servers, divisible)
+
+
+def slice_edges(
+    spans: Sequence[tuple[int, int]], size: int, servers: int, *, divisible: bool
+) -> tuple[int, ...]:
+    """Where each of these slices begins, and the end."""
+    return _edges(tuple(spans), size, servers, divisible)
+
+
+# All ranks of a simulation ask for the same.
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(spans: Spans, size: int, servers: int, divisible: bool) -> tuple[Slice, ...]:
+    edges = _edges(spans, size, servers, divisible)
+    return tuple(_slice(spans, first, end) for first, end in pairwise(edges))
+
+
+@functools.lru_cache(maxsize=256)
+def _edges(spans: Spans, size: int, servers: int, divisible: bool) -> tuple[int, ...]:
     edges = [*(offset for offset, _ in spans), size]
     if divisible:
         cuts = [_next_cut(edges, -(-size * k // servers)) for k in range(servers)]
     else:
         cuts = _cuts_between_tensors(edges, servers)
-    return tuple(_slice(spans, first, end) for first, end in pairwise([*cuts, size]))
+    return (*cuts, size)
 
 
 def _slice(spans: Sequence[tuple[int, int]], first: int, end: int) -> Slice:

@@ -26,6 +26,7 @@ def ring(ranks: int) -> Schedule:
     return Schedule("ring", ranks, ranks, rounds, all_reduce=True)
 
 
+@functools.cache
 def ring_reduce_scatter(ranks: int) -> Schedule:
     """The first half of `ring`: rank i ends with the sum of piece (i + 1) mod N.
 
@@ -37,9 +38,10 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
         for k in range(ranks - 1):
             yield _single(source, (source + 1) % ranks, (source - k) % ranks, REDUCE)
 
-    return Schedule("ring_reduce_scatter", ranks, ranks, rounds)
+    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, joint=True)
 
 
+@functools.cache
 def ring_all_gather(ranks: int) -> Schedule:
     """The second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
 
@@ -48,7 +50,7 @@ def ring_all_gather(ranks: int) -> Schedule:
         for k in range(ranks - 1):
             yield _single(source, (source + 1) % ranks, (source + 1 - k) % ranks, COPY)
 
-    return Schedule("ring_all_gather", ranks, ranks, rounds)
+    return Schedule("ring_all_gather", ranks, ranks, rounds, joint=True)
 
 
 def halving_doubling(ranks: int) -> Schedule:

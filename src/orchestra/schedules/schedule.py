@@ -32,7 +32,8 @@ class Schedule:
     last round is over they are added in the order of the ranks.
 
     With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same; so
-    no rank is through before all have begun.
+    no rank is through before all have begun. With `joint` true that holds for another schedule,
+    too, if no piece is empty.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Schedule:
     rounds: Callable[[], Iterator[Round]]
     slots: bool = False
     all_reduce: bool = False
+    joint: bool = False
 
     def edges(self, length: int) -> tuple[int, ...]:
         """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""

@@ -127,7 +127,8 @@ class Transport(Protocol):
 
 @runtime_checkable
 class AllReducesAtOnce(Protocol):
-    """A transport that can spare itself the messages of an all-reduce, where nothing shows it."""
+    """A transport that can spare itself the messages of an all-reduce, where nothing shows it, or
+    those of a joint schedule that moves no values."""
 
     def all_reduce_at_once(
         self,

@@ -49,14 +49,6 @@ def measure_speeds(runtime: Runtime, order: Order) -> Speeds:
     return Speeds(min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0))
 
 
-def measure_pace(runtime: Runtime, order: Order) -> float:
-    """On as many ranks as there are cores: processor seconds of a step, which each takes alone."""
-    torch.set_num_threads(1)
-    step, everyone = step_of(order), Group(tuple(range(runtime.ranks)))
-    runtime.reporter.phase("training")
-    return _crowd(runtime, everyone, runtime.ranks, step, order.seconds)
-
-
 def _crowd(
     runtime: Runtime, everyone: Group, crowd: int, step: Callable[[], None], seconds: float
 ) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from orchestra.bench.fidelity.measure import (
     Row,
     largest_difference,
     observe,
-    pace_now,
     row_of,
 )
 from orchestra.bench.turns import Progress, order
@@ -43,9 +41,8 @@ def bench_fidelity(
 ) -> Fidelity:
     """Calibrate, predict, then run for real in `rounds` rounds, every other one in reverse.
 
-    Before each run steps without messages are watched for a moment: the machine may have become
-    faster or slower since it was calibrated. Nothing that is predicted has been run before, and
-    nothing is fitted afterwards. With `calibration`, that file is taken in place of a new one.
+    With `calibration`, that file is taken, and nothing is measured. Nothing that is predicted has
+    been run before, and nothing is fitted afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         folder = Path(name)
@@ -54,14 +51,9 @@ def bench_fidelity(
             subjects = [task.subject for task in tasks]
             path.write_text(calibrate(subjects, seconds, on_progress).to_json())
         measured = read_calibration(path)
-        pace = {
-            task.name: statistics.median(pace_now(task, measured.cores) for _ in range(rounds))
-            for task in {case.task.name: case.task for case in chosen}.values()
-        }
         total, done = len(chosen) * (rounds + 1), 0
         virtual: list[Observation] = []
         real: list[list[Observation]] = [[] for _ in chosen]
-        paces: list[list[float]] = [[] for _ in chosen]
         for case in chosen:
             run = case.simulated(measured.cluster, str(path))
             virtual.append(observe(run, _parameters(folder, case, "virtual")))
@@ -71,7 +63,6 @@ def bench_fidelity(
         for number in range(rounds):
             for place in order(range(len(chosen)), number):
                 case = chosen[place]
-                paces[place].append(pace_now(case.task, measured.cores))
                 real[place].append(observe(case.run, _parameters(folder, case, "real")))
                 done += 1
                 if on_progress is not None:
@@ -81,8 +72,6 @@ def bench_fidelity(
                 case,
                 real[place],
                 virtual[place],
-                paces=paces[place],
-                pace=pace[case.task.name],
                 formula=closed_formula(case, measured),
                 constant=constant(case, measured),
                 parameters_differ=_difference(folder, case),

@@ -14,8 +14,7 @@ PREDICTORS = ("simulated", "formula", "constant")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one predictor: absolute errors of step times, in seconds and in steps without messages,
-    and pairs of strategies in the right order.
+    """Of one predictor: absolute errors of step times, and pairs of strategies in the right order.
 
     `pairs` are those on the same task and ranks that differ by more than the runs of both do.
     """
@@ -23,8 +22,6 @@ class Verdict:
     predictor: str
     median: float
     worst: float
-    median_in_steps: float
-    worst_in_steps: float
     pairs: int
     kept: int
 
@@ -36,7 +33,6 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 def _verdict(rows: Sequence[Row], predictor: str) -> Verdict:
     errors = [abs(row.error(predictor)) for row in rows]
-    in_steps = [abs(row.error_in_steps(predictor)) for row in rows]
     pairs = kept = 0
     for one, other in combinations(rows, 2):
         difference = one.real_seconds - other.real_seconds
@@ -44,12 +40,4 @@ def _verdict(rows: Sequence[Row], predictor: str) -> Verdict:
         if comparable and abs(difference) > one.noise + other.noise:
             pairs += 1
             kept += (getattr(one, predictor) - getattr(other, predictor)) * difference > 0
-    return Verdict(
-        predictor,
-        statistics.median(errors),
-        max(errors),
-        statistics.median(in_steps),
-        max(in_steps),
-        pairs,
-        kept,
-    )
+    return Verdict(predictor, statistics.median(errors), max(errors), pairs, kept)

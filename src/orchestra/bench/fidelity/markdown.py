@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from orchestra.bench.fidelity import Fidelity
@@ -30,17 +29,9 @@ def markdown(result: Fidelity) -> str:
 
 
 def _summary(found: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
-    headings = [
-        "predictor", "error in seconds: median", "worst", "in steps without messages: median",
-        "worst",
-        "pairs in the right order",
-    ]  # fmt: skip
+    headings = ["predictor", "median error", "worst error", "pairs in the right order"]
     lines = [
-        [
-            NAMES[v.predictor],
-            *(f"{e:.1%}" for e in (v.median, v.worst, v.median_in_steps, v.worst_in_steps)),
-            f"{v.kept} of {v.pairs}",
-        ]
+        [NAMES[v.predictor], f"{v.median:.1%}", f"{v.worst:.1%}", f"{v.kept} of {v.pairs}"]
         for v in found
     ]
     return headings, lines
@@ -48,8 +39,8 @@ def _summary(found: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
 
 def _cases(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     headings = [
-        "task", "ranks", "strategy", "real", "runs", "pace", "simulation", "formula",
-        "constant", "in steps", "bytes", "staleness", "parameters",
+        "task", "ranks", "strategy", "real", "runs", "simulation", "formula", "constant",
+        "bytes", "staleness", "parameters",
     ]  # fmt: skip
     lines = [
         [
@@ -58,11 +49,9 @@ def _cases(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             row.label,
             f"{row.real_seconds * 1e3:.2f} ms",
             f"±{row.noise / row.real_seconds:.0%}",
-            f"{statistics.median(row.paces) / row.pace - 1:+.0%}",
             f"{row.error('simulated'):+.1%}",
             f"{row.error('formula'):+.0%}",
             f"{row.error('constant'):+.0%}",
-            f"{row.error_in_steps('simulated'):+.1%}",
             f"{row.bytes_difference:+d}" if row.bytes_difference else "0",
             "" if row.staleness_distance is None else f"{row.staleness_distance:.2f}",
             "" if row.parameters_differ is None else f"{row.parameters_differ:.3g}",

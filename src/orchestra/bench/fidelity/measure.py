@@ -11,17 +11,12 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from orchestra.bench.calibrate.sharing import measure_pace
-from orchestra.bench.fidelity.cases import Case, Subtask
-from orchestra.bench.turns import check_stopped
-from orchestra.engines.processes.launch import launch
+from orchestra.bench.fidelity.cases import Case
 from orchestra.engines.run import train_run
 from orchestra.trainer.settings import Run
 
 SKIPPED = 4
 """One part of so many of a run's steps, its first, is not timed."""
-PACE_SECONDS = 0.2
-"""For which steps without messages are watched before each run."""
 Histogram = Mapping[int, float]
 
 
@@ -76,21 +71,12 @@ def step_seconds(run: Run, folder: Path) -> float:
     return statistics.mean(paces) / run.training.steps
 
 
-def pace_now(task: Subtask, cores: int) -> float:
-    """Processor seconds of a step where each core takes its own: how fast the machine is now."""
-    outcome = launch(measure_pace, task.subject.order(PACE_SECONDS), cores)
-    check_stopped(outcome)
-    return float(outcome.results[0])
-
-
 @dataclass(frozen=True)
 class Row:
     """A case: what was predicted, and what real runs were like.
 
     Attributes:
         real_seconds: the median of the runs; `runs` are all of them.
-        paces: seconds of a step without messages, with all cores at work, right before each run;
-            `pace` when the predictions were made.
         bytes_difference: predicted less real, of the run that is nearest.
         staleness_distance: half the sum of the differences of the shares (total variation), from
             all runs together; None where nothing can be stale.
@@ -103,8 +89,6 @@ class Row:
     label: str
     real_seconds: float
     runs: tuple[float, ...]
-    paces: tuple[float, ...]
-    pace: float
     simulated: float
     formula: float
     constant: float
@@ -117,15 +101,6 @@ class Row:
         predicted: float = getattr(self, predictor)
         return predicted / self.real_seconds - 1
 
-    def error_in_steps(self, predictor: str) -> float:
-        """The same in steps without messages: predicted ones over those beside the runs, less 1.
-
-        A machine that is faster at times, as a whole, does not count.
-        """
-        predicted: float = getattr(self, predictor) / self.pace
-        pairs = zip(self.runs, self.paces, strict=True)
-        return predicted / statistics.median(run / pace for run, pace in pairs) - 1
-
     @property
     def noise(self) -> float:
         """Half of the distance between the fastest and the slowest run."""
@@ -137,8 +112,6 @@ def row_of(
     real: Sequence[Observation],
     virtual: Observation,
     *,
-    paces: Sequence[float],
-    pace: float,
     formula: float,
     constant: float,
     parameters_differ: float | None,
@@ -157,8 +130,6 @@ def row_of(
         case.label,
         statistics.median(seconds),
         seconds,
-        tuple(paces),
-        pace,
         virtual.step_seconds,
         formula,
         constant,

@@ -120,10 +120,10 @@ class Meeting:
         """Whether each rank comes from here if it takes part in that: if its flow is the same."""
         return (self.course.net, self.course.ranks) == (net, summed.ranks)
 
-    def had(self, index: int, processor: Processor) -> bool:
-        """Whether the rank at place `index` takes part in this one with the flow of `processor`."""
+    def let_go(self, index: int) -> bool:
+        """Whether the rank at place `index` was here, and is through."""
         member = self._members.get(index)
-        return member is not None and member.processor is processor
+        return member is not None and member.done
 
     def join(
         self,
@@ -139,7 +139,7 @@ class Meeting:
             f"tag {self._tag}: an all-reduce of unlike vectors"
         )
         before = self._before
-        if before is not None and before.is_ahead and not before.had(index, processor):
+        if before is not None and before.is_ahead and not before.let_go(index):
             self.enter_world()  # another flow of its is still in the last one, and sends, too
         member = self._members[index] = Member(self, index, processor, then)
         if arrived is not None:
@@ -312,8 +312,10 @@ class Meetings:
             if meeting.is_ahead and rank in ranks and self._crowded(ranks):
                 meeting.enter_world()
 
-    def _meet(self, net: Net, summed: Summed) -> Meeting:
+    def _meet(self, net: Net, summed: Summed) -> Meeting | None:
         course = self.course(net, summed)
+        if not course.plan.is_joint:
+            return None
         ahead = course.apart and not self.faults and not self._crowded(course.ranks)
         before = None
         for link, pair in course.links.items() if ahead else ():
