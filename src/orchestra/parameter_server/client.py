@@ -60,7 +60,7 @@ class Client:
         """Push flat `gradient`, pull flat `into`; the servers' answers, in their order."""
         pushes = []
         for home in self.homes:
-            flags = tuple(used[piece.tensor] for piece in home.slice.pieces)
+            flags = tuple(map(used.__getitem__, home.slice.tensors))
             push = Push(
                 self._transport.rank, self.clock + 1, samples, step_samples, loss, stop,
                 rates, flags,

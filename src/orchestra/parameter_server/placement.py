@@ -36,6 +36,11 @@ class Slice:
     end: int
     pieces: tuple[Piece, ...]
 
+    @functools.cached_property
+    def tensors(self) -> tuple[int, ...]:
+        """Of each piece, its tensor."""
+        return tuple(piece.tensor for piece in self.pieces)
+
 
 def place(
     spans: Sequence[tuple[int, int]], size: int, servers: int, *, divisible: bool
