@@ -22,7 +22,7 @@ from orchestra.collectives import Group, execute, executor
 from orchestra.engines.simulation.meeting import Meeting
 from orchestra.engines.simulation.recurrence import Recurrence
 from orchestra.engines.simulation.walk import Walk
-from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
+from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import AllReducesAtOnce, Transport
 from orchestra.transports.traced import SHOWN, TracedTransport
@@ -382,6 +382,26 @@ def test_the_first_to_come_decides_for_all() -> None:
         outcome = run_ranks(3, lambda runtime, who=tracing: program(runtime, who))  # type: ignore[misc]
         assert outcome.failure is None
         assert outcome.results == ([3.0] * 8,) * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_who_is_through_before_others_begin_does_not_come_for_them(device: str) -> None:
+    """All is one rank's piece: it sends it, and is through; an all-reduce of the same ranks, under
+    the same tag, is next."""
+    group = Group((0, 1, 2))
+
+    def program(runtime: Runtime) -> float:
+        runtime.compute.run(Work("gradient", 1 + 9 * runtime.rank), lambda: None)
+        vector = torch.ones(4, device=device)
+        scatter = ring_reduce_scatter(3)
+        execute(runtime.transport, vector, scatter, group, TAG, edges=(0, 4, 4, 4))
+        through = runtime.transport.now()
+        execute(runtime.transport, vector, ALL_REDUCE["ring"](3), group, TAG)
+        return through
+
+    outcome = run_ranks(3, program, "lan_1gbit(nodes=3)")
+    assert outcome.failure is None, outcome.failure
+    assert [round(through) for through in outcome.results] == [1, 10, 19]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

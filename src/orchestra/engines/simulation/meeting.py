@@ -280,10 +280,13 @@ class Meetings:
         message_by_message: bool = False,
         arrived: float | None = None,
     ) -> Member | None:
-        """Let `rank` take part; None: message by message, as the first to come has asked for.
+        """Let `rank` take part; None: message by message, as the first to come has asked for, or
+        because ranks may be through, and come again, before all have begun.
 
         It may have `arrived` before now, if nothing has happened on its links since then.
         """
+        if not (summed.schedule.all_reduce or self.course(net, summed).plan.is_joint):
+            return None
         ranks = summed.ranks
         key = net, summed.tag, ranks
         entry = self._open.get(key)
@@ -312,10 +315,8 @@ class Meetings:
             if meeting.is_ahead and rank in ranks and self._crowded(ranks):
                 meeting.enter_world()
 
-    def _meet(self, net: Net, summed: Summed) -> Meeting | None:
+    def _meet(self, net: Net, summed: Summed) -> Meeting:
         course = self.course(net, summed)
-        if not course.plan.is_joint:
-            return None
         ahead = course.apart and not self.faults and not self._crowded(course.ranks)
         before = None
         for link, pair in course.links.items() if ahead else ():
