@@ -7,6 +7,29 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
+
+STEPS_KEPT = 16
+
+
+class Deal(NamedTuple):
+    """A global batch: positions `start` to `stop` of the stream, of which rank i reads `counts[i]`
+    after the `before[i]` of those before it."""
+
+    start: int
+    stop: int
+    counts: tuple[int, ...]
+    before: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        """Of all ranks together."""
+        return self.stop - self.start
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """The positions (start, stop) that `rank` reads."""
+        start = self.start + self.before[rank]
+        return start, start + self.counts[rank]
 
 
 @dataclass(frozen=True)
@@ -55,18 +78,23 @@ class Plan:
         """Where in the stream `step` begins, and all that is before it has been consumed."""
         return min(self.start + step * self.global_batch, self.stop)
 
-    def counts(self, step: int) -> tuple[int, ...]:
-        """The samples of each rank in `step`."""
-        return self._dealt(step)[0]
+    def deal(self, step: int) -> Deal:
+        """Who reads what in `step`."""
+        deal = self._deals.get(step)
+        if deal is None:
+            start, stop = self.position(step), self.position(step + 1)
+            if len(self._deals) == STEPS_KEPT:
+                self._deals.clear()
+            deal = self._deals[step] = Deal(start, stop, *self._dealt(stop - start))
+        return deal
 
-    def samples(self, step: int) -> int:
-        """The samples of `step`."""
-        left = self.stop - self.position(step)
-        return min(left, self.global_batch)
+    @cached_property
+    def _deals(self) -> dict[int, Deal]:
+        """Some of the steps asked for: ranks of one process share a plan, and take turns."""
+        return {}
 
-    def _dealt(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The samples of each rank in `step`, and how many those before it have together."""
-        total = self.samples(step)
+    def _dealt(self, total: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many of `total` samples each rank reads, and those before it together."""
         if total not in self._known:
             counts = apportion(total, self.shares)
             self._known[total] = counts, tuple(accumulate(counts, initial=0))
@@ -74,14 +102,16 @@ class Plan:
 
     @cached_property
     def _known(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What was dealt, by the samples of a step: there are but two numbers of them."""
+        """What was dealt: steps have but two numbers of samples."""
         return {}
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        """The samples of each rank in `step`."""
+        return self.deal(step).counts
 
     def part(self, step: int, rank: int) -> tuple[int, int]:
         """The positions (start, stop) of the stream that `rank` reads in `step`."""
-        counts, before = self._dealt(step)
-        start = self.position(step) + before[rank]
-        return start, start + counts[rank]
+        return self.deal(step).part(rank)
 
     def own_part(self, step: int, rank: int) -> tuple[int, int]:
         """The positions in the stream of the rank's own shard that it reads in `step`.
@@ -95,6 +125,10 @@ class Plan:
     def from_position(self, position: int, shares: Sequence[float]) -> Plan:
         """The plan of what is left from `position` of the stream, with other roles."""
         return replace(self, start=position, shares=tuple(shares))
+
+
+plan_of = lru_cache(maxsize=8)(Plan)
+"""The one plan of these arguments."""
 
 
 @lru_cache(maxsize=256)

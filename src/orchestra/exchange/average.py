@@ -193,8 +193,9 @@ def agree_within(worker: Worker, group: Group) -> None:
 
 def wait_for_everyone(worker: Worker) -> None:
     """Collective over all ranks: nobody returns before everybody has called."""
-    if len(worker.everyone) > 1:
-        all_reduce(worker.transport, torch.zeros(1), "butterfly", worker.everyone, Tag.AGREE)
+    everyone = worker.everyone
+    if len(everyone) > 1:
+        all_reduce(worker.transport, torch.zeros(1), "butterfly", everyone, Tag.AGREE)
 
 
 def start_together(worker: Worker, chief: int) -> None:

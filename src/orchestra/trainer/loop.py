@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestra.data.feed import Feed, Samples
-from orchestra.data.plan import Plan
+from orchestra.data.plan import plan_of
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.strategies.base import CHANGED, Roles, Strategy
@@ -16,7 +16,7 @@ from orchestra.trainer.evaluation import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
 from orchestra.transports.tracer import Tracer
-from orchestra.worker.batches import to_device
+from orchestra.worker.batches import mover
 from orchestra.worker.worker import Step, Worker
 
 
@@ -69,13 +69,14 @@ class Loop:
         self._switched_at = worker.measures.switched_at_step
         self._feed = self._feed_for(self._roles)
         self._leaving: CommonStep | None = None
+        self._moved = mover(worker.layout.device)
 
     def _feed_for(self, roles: Roles) -> Feed:
         start = min(self.position.plan_start, self._budget)
         parts = sum(share > 0 for share in roles.shares)
         batch_size = round(self._training.batch_size * sum(roles.shares) / parts)
         shares = self._training.weighted(roles.shares)
-        plan = Plan(start, self._budget, batch_size, shares)
+        plan = plan_of(start, self._budget, batch_size, shares)
         own = self._training.sharding is not None
         self._works = self._worker.rank in roles.workers
         return Feed(self._samples(shares), plan, roles.part(self._worker.rank), own)
@@ -127,27 +128,26 @@ class Loop:
     def _step(self) -> None:
         worker, position = self._worker, self.position
         batch, samples = self._feed.next(position.plan_step)
-        total = self._feed.plan.samples(position.plan_step)
+        deal = self._feed.plan.deal(position.plan_step)
         position.plan_step += 1
         synchronous = self._strategy.currently_synchronous(self._state)
         if not samples and not self._strategy.currently_lockstep(self._state):
             return
         fraction = position.consumed / self._budget
         factor = self._training.schedule.factor(fraction)
-        consumed = min(position.consumed + total, self._budget)
-        planned = self._feed.plan.position(position.plan_step)
+        consumed = min(position.consumed + deal.samples, self._budget)
         worker.begin_step(
             Step(
                 samples,
-                total,
+                deal.samples,
                 consumed,
                 consumed / self._epoch_samples,
                 tuple(rate * factor for rate in self._base_rates),
-                planned=planned,
-                fraction=planned / self._budget,
+                planned=deal.stop,
+                fraction=deal.stop / self._budget,
             )
         )
-        moved = to_device(batch, worker.layout.device) if samples else None
+        moved = self._moved(batch) if samples else None
         self._strategy.gradient(worker, self._state, moved)
         if synchronous:  # before the update, which may end the phase
             first = self._roles.part(worker.rank) == self._roles.workers[0]

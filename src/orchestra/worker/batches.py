@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -74,6 +75,11 @@ def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on `device`, where one can be computed."""
+    return mover(device)(batch)
+
+
+def mover(device: torch.device) -> Callable[[Batch], Batch]:
+    """`to_device`, for batch after batch."""
     if device.type in ("cpu", "meta"):
-        return batch
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+        return lambda batch: batch
+    return partial(map_tensors, function=lambda tensor: tensor.to(device, non_blocking=True))

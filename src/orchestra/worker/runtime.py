@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from orchestra.transports.protocol import Collectives, Transport
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A piece of computation: its kind ("gradient", "update", "encode" ...) and its size.
 
     `amount` counts samples for "gradient", and for the "forward" and "backward" of a stage, and

@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 
     def rolled(self, by: int) -> Pieces:
         """As they are held `by` rounds later."""
-        return Pieces(*(np.roll(each, by) for each in self))
+        return Pieces(*(_rolled(each, by) for each in self))
 
     def gathered(self) -> Pieces:
         """As they are held when the second half begins."""
@@ -47,15 +47,15 @@ class Way:
     def __init__(self, first: float, latency: float, pieces: Pieces) -> None:
         self.pieces = pieces
         self._begins = first + latency
-        busy = first + np.roll(pieces.rest, -1) + pieces.take_in + pieces.adding
+        busy = first + _rolled(pieces.rest, -1) + pieces.take_in + pieces.adding
         crossed = np.maximum(latency + pieces.cross, pieces.rest)
         moved = np.maximum(crossed, latency + pieces.take_in)
         self._hop = first + moved + pieces.adding
         self._free_after = first + crossed
-        self._slack = np.roll(moved - pieces.take_in, 1) - pieces.rest
+        self._slack = _rolled(moved - pieces.take_in, 1) - pieces.rest
         self._ranks_are_slow = bool(busy.min() >= (crossed - latency).max())
         self._links_are_slow = bool((pieces.rest <= latency + pieces.cross).all())
-        behind = busy if self._ranks_are_slow else np.roll(pieces.cross, -1)
+        behind = busy if self._ranks_are_slow else _rolled(pieces.cross, -1)
         self._queue = Queue(self._hop, behind)
 
     def leap(self, clock: Floats, free: Floats, rounds: int) -> tuple[Floats, Floats] | None:
@@ -70,12 +70,12 @@ class Way:
             last = self._queue.after(begin, rounds - 1)
             undelayed = begin + (rounds - 1) * self._hop
             for ahead, behind in ((begin, begin), (last, undelayed)):
-                if (ahead - np.roll(behind, 1) > self._slack).any():
+                if (ahead - _rolled(behind, 1) > self._slack).any():
                     return None
             through = last + self._hop
         else:
             return None
-        return np.roll(through, rounds), np.roll(last + self._free_after, rounds - 1)
+        return _rolled(through, rounds), _rolled(last + self._free_after, rounds - 1)
 
 
 class Queue:
@@ -100,30 +100,56 @@ class Queue:
         """S(rounds), where S(0) is `begin`."""
         here, count = self._here, len(self._here)
         starts = np.concatenate([begin, begin]) + self._before
-        far = here + min(rounds, count - 1)
-        ways = _largest(starts - self._shorts, here, far) + (rounds + here) * self._short
-        if self._long > self._short:
-            first = np.minimum(self._next_long, far + 1)
-            slow = _largest(starts - self._longs, first, far)
+        near, far = self._ranges(rounds)
+        ways = near.largest(starts - self._shorts) + (rounds + here) * self._short
+        if far is not None:
+            slow = far.largest(starts - self._longs)
             ways = np.maximum(ways, slow + (rounds + here) * self._long)
         whole: Floats = ways - self._before[:count]
         return whole
 
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - lives as long as the simulation
+    def _ranges(self, rounds: int) -> tuple[Ranges, Ranges | None]:
+        """Where ways of so many rounds begin; and those of them with a long hop, if there are."""
+        first, count = self._here, len(self._here)
+        last = first + min(rounds, count - 1)
+        slow = None
+        if self._long > self._short:
+            slow = Ranges(np.minimum(self._next_long, last + 1), last)
+        return Ranges(first, last), slow
 
-def _largest(values: Floats, first: Integers, last: Integers) -> Floats:
-    """Of each range of places, both ends included, the largest value; `last` rises."""
-    half = len(values) // 2
-    back = np.maximum.accumulate(values[:half][::-1])[::-1]
-    forth = np.maximum.accumulate(values[half:])
-    result = np.maximum(back[np.minimum(first, half - 1)], forth[np.maximum(last - half, 0)])
-    for place in np.flatnonzero(last < half).tolist():
-        result[place] = values[first[place] : last[place] + 1].max(initial=-np.inf)
-    late = np.flatnonzero((first >= half) & (first <= last))
-    if len(late):  # all begin at the first such place of the second half
-        begin = int(first[late[0]])
-        result[late] = np.maximum.accumulate(values[begin:])[last[late] - begin]
-    result[first > last] = -np.inf
-    return result
+
+class Ranges:
+    """Of twice as many places, each from `first` to `last`, which is in it; `last` rises."""
+
+    def __init__(self, first: Integers, last: Integers) -> None:
+        half = self._half = len(first)
+        self._first, self._last = first, last
+        self._back, self._forth = np.minimum(first, half - 1), np.maximum(last - half, 0)
+        self._early = np.flatnonzero(last < half).tolist()
+        self._late = np.flatnonzero((first >= half) & (first <= last))
+        self._empty = first > last
+
+    def largest(self, values: Floats) -> Floats:
+        """Of each range the largest value; -inf where it is empty."""
+        half, late = self._half, self._late
+        back = np.maximum.accumulate(values[:half][::-1])[::-1]
+        forth = np.maximum.accumulate(values[half:])
+        result: Floats = np.maximum(back[self._back], forth[self._forth])
+        for place in self._early:
+            inside = values[self._first[place] : self._last[place] + 1]
+            result[place] = inside.max(initial=-np.inf)
+        if len(late):  # all begin at the first such place of the second half
+            begin = int(self._first[late[0]])
+            result[late] = np.maximum.accumulate(values[begin:])[self._last[late] - begin]
+        result[self._empty] = -np.inf
+        return result
+
+
+def _rolled(values: Floats, by: int) -> Floats:
+    """`np.roll`, without what it does for arrays of more dimensions."""
+    by %= len(values)
+    return np.concatenate((values[-by:], values[:-by])) if by else values
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,9 +207,9 @@ class Leap:
         left = sent + pieces.rest
         began = np.maximum(sent + self.latency, free)
         free = np.maximum(began + pieces.cross, left)
-        moving = np.maximum(left, np.roll(began, 1))
-        taken_in = np.maximum(moving + np.roll(pieces.take_in, 1), np.roll(free, 1))
-        return taken_in + np.roll(pieces.adding, 1), free
+        moving = np.maximum(left, _rolled(began, 1))
+        taken_in = np.maximum(moving + _rolled(pieces.take_in, 1), _rolled(free, 1))
+        return taken_in + _rolled(pieces.adding, 1), free
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - lives as long as the simulation
     def _way(self, half: int, number: int) -> Way:

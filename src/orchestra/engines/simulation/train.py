@@ -217,8 +217,11 @@ class Station:
         for stream, end in zip(self._streams, (free + begin).tolist(), strict=False):
             stream.free = end
         self._over = begin + float(over)
+        present = self._kernel.current
         for wagon, end in zip(wagons, (done + begin).tolist(), strict=True):
-            self._end(wagon, end)
+            wagon.finished = max(wagon.waits_from, end)
+            if wagon.flow is not present:  # it goes ahead of the others, until the next train
+                self._kernel.resume(wagon.flow)
         return True
 
     def _ends(self, given: Floats, begin: float) -> Ends | None:
@@ -286,7 +289,7 @@ class Station:
         return self._leaps[course]
 
     def _end(self, wagon: Wagon, done: float) -> None:
-        """From an event, or when all are there: the background flow of a rank is `done` then."""
+        """From an event: the background flow of a rank is `done` then."""
         end = max(wagon.waits_from, done)
 
         def go_on() -> None:
