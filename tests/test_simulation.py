@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,6 +281,21 @@ def test_events_happen_in_the_order_of_time_and_then_of_their_making(kernel: Ker
     kernel.start(1, flow("b", [2.0, 0.5]), Free(), main=True)
     kernel.run()
     assert seen == [(1.0, "a"), (2.0, "b"), (2.0, "a"), (2.5, "b")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks for the cores of a thread")
+def test_who_goes_on_where_another_stopped_may_use_all_cores() -> None:
+    every = os.sched_getaffinity(0)
+    seen = []
+
+    def program(runtime: Runtime) -> None:
+        for _ in range(3):
+            all_reduce(runtime.transport, torch.ones(2), "ring", Group((0, 1, 2)), 0)
+            seen.append(os.sched_getaffinity(0))
+
+    assert run_ranks(3, program).failure is None
+    assert seen == [every] * 9
+    assert os.sched_getaffinity(0) == every
 
 
 def test_a_cancelled_event_does_not_happen(kernel: Kernel) -> None:

@@ -24,7 +24,7 @@ class Streams:
     """Where the generators of a rank stand; `legacy` where NumPy's was used."""
 
     torch: Tensor
-    python: tuple[Any, ...]
+    python: Any
     bits: Any
     legacy: Any
 
@@ -55,7 +55,7 @@ class RandomStreams:
         """The streams that are in place, as they are now."""
         bits = np.random.mtrand.get_bit_generator()
         legacy = np.random.get_state(legacy=False) if _used(bits) else None
-        return Streams(torch.get_rng_state(), random.getstate(), bits, legacy)
+        return Streams(torch.get_rng_state(), _python_state(), bits, legacy)
 
     def go_on_from(self, streams: Streams) -> None:
         """The streams in place go on as another rank's did from `streams`."""
@@ -65,7 +65,7 @@ class RandomStreams:
 
     def _install(self, streams: Streams) -> None:
         torch.set_rng_state(streams.torch)
-        random.setstate(streams.python)
+        _set_python_state(streams.python)
         np.random.mtrand.set_bit_generator(streams.bits)
         if streams.legacy is not None:
             np.random.set_state(streams.legacy)
@@ -75,6 +75,40 @@ class _Twister(ctypes.Structure):
     """NumPy's MT19937, as it lies in memory."""
 
     _fields_ = (("key", ctypes.c_uint32 * 624), ("position", ctypes.c_int))
+
+
+class _PythonTwister(ctypes.Structure):
+    """Python's, as it lies in memory behind the head of its object."""
+
+    _fields_ = (("position", ctypes.c_int), ("key", ctypes.c_uint32 * 624))
+
+
+def _python_twister() -> _PythonTwister | None:
+    """That of the global stream, if it lies where CPython has had it so far."""
+    generator = random.random.__self__  # type: ignore[attr-defined]
+    if type(generator).__basicsize__ < object.__basicsize__ + ctypes.sizeof(_PythonTwister):
+        return None
+    twister = _PythonTwister.from_address(id(generator) + object.__basicsize__)
+    _, state, _ = random.getstate()
+    return twister if state == (*twister.key, twister.position) else None
+
+
+_GLOBAL = _python_twister()
+
+
+def _python_state() -> Any:
+    """As `random.getstate`, which makes an object of each of 625 numbers, at every turn."""
+    if _GLOBAL is None:
+        return random.getstate()
+    return bytes(_GLOBAL), random.random.__self__.gauss_next  # type: ignore[attr-defined]
+
+
+def _set_python_state(state: Any) -> None:
+    if _GLOBAL is None:
+        random.setstate(state)
+        return
+    twister, random.random.__self__.gauss_next = state  # type: ignore[attr-defined]
+    ctypes.memmove(ctypes.addressof(_GLOBAL), twister, len(twister))
 
 
 def _used(bits: Any) -> bool:

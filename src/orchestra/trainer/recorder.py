@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from orchestra.trainer.writing import writing
 from orchestra.worker.worker import Worker
 
 FLUSH_SECONDS = 1.0
+SECONDS = ("seconds", "compute", "communicate", "wait")
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Recorder:
         self._worker = worker
         self._scalars = scalars
         self._path = folder / f"steps-rank-{worker.rank}.jsonl"
-        self._lines: list[str] = []
+        self._lines: list[dict[str, Any]] = []
         self._started_at = 0.0
         self._flushed_at = 0.0
         self._spent_before = Spent()
@@ -108,17 +109,17 @@ class Recorder:
         self.totals.loss = step.loss
         line: dict[str, Any] = {
             "step": number,
-            "seconds": round(self.elapsed(), 6),
+            "seconds": self.elapsed(),
             "samples": step.samples,
             "consumed": step.consumed,
             "loss": step.loss,
             "rates": step.rates,
-            **_rounded(spent.plus(self._spent_last, -1)),
+            **vars(spent.plus(self._spent_last, -1)),
         }
         if step.staleness:
             line["staleness"] = step.staleness
         self._spent_last = spent
-        self._lines.append(json.dumps(line) + "\n")
+        self._lines.append(line)
         if self._scalars is not None:
             self._scalars.add(number, self._main_figures(line))
         if self._worker.transport.now() - self._flushed_at > FLUSH_SECONDS:
@@ -138,7 +139,7 @@ class Recorder:
     def flush(self) -> None:
         """Bring what was written down to disk."""
         with writing(self._path), self._path.open("a") as file:
-            file.writelines(self._lines)
+            file.writelines(json.dumps(_rounded(line)) + "\n" for line in self._lines)
             if self._scalars is not None:
                 self._scalars.flush()
         self._lines.clear()
@@ -150,8 +151,9 @@ def histogram(staleness: Iterable[int]) -> dict[str, int]:
     return {str(value): count for value, count in sorted(Counter(staleness).items())}
 
 
-def _rounded(spent: Spent) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in asdict(spent).items()}
+def _rounded(line: dict[str, Any]) -> dict[str, Any]:
+    """With its seconds to the microsecond."""
+    return {name: round(line[name], 6) if name in SECONDS else line[name] for name in line}
 
 
 def _keep_first(path: Path, steps: int) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, Self
 
 from greenlet import getcurrent, greenlet
 
+from orchestra.engines.simulation.affinity import Affinity
+
 Life = Callable[[], "Carrier"]
 """What a carrier does from its first turn on; gives whose turn it is after its end."""
 
@@ -45,37 +47,47 @@ def _taken_lock() -> threading.Lock:
 
 
 class ThreadCarrier:
-    """Waits for a lock, its baton."""
+    """Waits for a lock, its baton; then goes on where the one before it stopped."""
 
-    def __init__(self, life: Life | None = None, name: str = "") -> None:
+    def __init__(self, affinity: Affinity, life: Life | None = None, name: str = "") -> None:
+        self._affinity = affinity
         self._baton = _taken_lock()
         self._life = life
-        self._thread: threading.Thread | None = None
+        self._thread = threading.current_thread()
         if life is not None:
             self._thread = threading.Thread(target=self._live, name=name, daemon=True)
             self._thread.start()
 
     @classmethod
     def present(cls) -> Self:
-        return cls()
+        return cls(Affinity())
 
     def another(self, life: Life, name: str) -> ThreadCarrier:
-        return ThreadCarrier(life, name)
+        return ThreadCarrier(self._affinity, life, name)
 
     def pass_to(self, other: ThreadCarrier) -> None:
-        other._baton.release()
-        self._baton.acquire()
+        other._take_over()
+        self._await_turn()
 
     def join(self) -> None:
-        assert self._thread is not None
         self._thread.join()
 
     def _live(self) -> None:
         assert self._life is not None
-        self._baton.acquire()
+        self._await_turn()
         following = self._life()
         assert isinstance(following, ThreadCarrier)
-        following._baton.release()
+        following._take_over()
+
+    def _take_over(self) -> None:
+        """From the one that runs: it is the turn of this one."""
+        assert self._thread.native_id is not None
+        self._affinity.bring_here(self._thread.native_id)
+        self._baton.release()
+
+    def _await_turn(self) -> None:
+        self._baton.acquire()
+        self._affinity.release()
 
 
 class GreenletCarrier:

@@ -64,7 +64,7 @@ class SimulatedCompute:
     @property
     def seconds(self) -> float:
         """Charged so far, to all flows of the rank."""
-        self._kernel.catch_up()
+        self._kernel.catch_up_with_own()
         return self._seconds
 
     def charge(self, seconds: float) -> None:

@@ -256,6 +256,11 @@ class Kernel:
             self.at(ahead, lambda: self.resume(flow))
             self.park()
 
+    def catch_up_with_own(self) -> None:
+        """`catch_up`, where the rank has other flows, which may be behind this one."""
+        if self.flows_of[self.current.rank] > 1:
+            self.catch_up()
+
     def when_here(self, call: Call) -> None:
         """Let `call` happen when the present of this flow has come for all."""
         ahead = self.current.ahead

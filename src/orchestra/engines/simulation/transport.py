@@ -17,7 +17,7 @@ from torch import Tensor
 from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
-from orchestra.engines.simulation.meeting import Meetings, Summed
+from orchestra.engines.simulation.meeting import Meetings, Member, Summed
 from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.engines.simulation.train import Line, Station
@@ -180,7 +180,7 @@ class SimulatedTransport:
     @property
     def bytes_sent(self) -> int:
         """Payload and headers sent by all flows of this rank."""
-        self._kernel.catch_up()
+        self._kernel.catch_up_with_own()
         return self._port.bytes_sent
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Sending:
@@ -249,22 +249,14 @@ class SimulatedTransport:
         if len(ranks) == 1 or not vector.numel():
             return None
         port, traffic, kernel, flow = self._port, self.traffic, self._kernel, self._kernel.current
-        meetings = port.net.meetings
         port.keep_order()
         self._spend(port.warm_up() + port.net.overhead.collective)
-        kernel.catch_up()
-        summed = Summed(vector, schedule, ranks, tag, edges)
-        member = meetings.join(
-            port.net,
-            summed,
-            self.rank,
-            flow.processor,
-            lambda: kernel.resume(flow),
-            message_by_message=message_by_message or meetings.faults,
+        member = self._join(
+            Summed(vector, schedule, ranks, tag, edges),
+            message_by_message or port.net.meetings.faults,
         )
         if member is None:
             return None
-        flow.waits = member.signs
         while not member.done:
             kernel.park()
         flow.waits = None
@@ -273,6 +265,32 @@ class SimulatedTransport:
         port.meter.count_all(member.sent)
         traffic.add(moved)
         return member.buffer_bytes
+
+    def _join(self, summed: Summed, message_by_message: bool) -> Member | None:
+        """Let the present flow take part once its present is everybody's."""
+        port, kernel, flow = self._port, self._kernel, self._kernel.current
+        joined: list[Member | None] = []
+
+        def join() -> None:
+            member = port.net.meetings.join(
+                port.net,
+                summed,
+                self.rank,
+                flow.processor,
+                lambda: kernel.resume(flow),
+                message_by_message=message_by_message,
+            )
+            joined.append(member)
+            if member is not None:
+                flow.waits = member.signs
+            elif is_ahead:
+                kernel.resume(flow)
+
+        is_ahead = kernel.here() > kernel.now()
+        kernel.when_here(join)
+        while not joined:
+            kernel.park()
+        return joined[0]
 
     def station(
         self,
