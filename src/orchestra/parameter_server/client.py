@@ -82,12 +82,12 @@ class Client:
             # waits for the rest of one whose worker was suspended in mid-message.
             sending.append(self._transport.send(gradient[first:end], home.rank, Tag.GRADIENT))
             sending.append(self._transport.send(encode_push(push), home.rank, Tag.REQUEST))
-        for handle in sending:
-            handle.wait()
         answers = []
         for head, body in arriving:
             answers.append(decode_answer(self._transport.rank, head.wait()))
             body.wait()
+        for handle in sending:
+            handle.wait()  # all has gone: a server answers what it has read to the end
         return answers
 
     def pause(self, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -127,13 +128,13 @@ class Gradients:
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         """Write what travels with the gradient of `rank`."""
-        values = [0.0] * len(self.tail)
-        values[STOP] = float(stop)
+        values = np.zeros(len(self.tail))
+        values[STOP] = stop
         if weight:
             values[LOSS] = weight * loss
             values[LOSSES + rank] = loss
-            values[-len(self.used) :] = map(float, self.used)
-        self.tail.copy_(torch.tensor(values, dtype=self.tail.dtype))
+            values[-len(self.used) :] = self.used
+        self.tail.copy_(torch.from_numpy(values))
 
     def read_tail(self) -> tuple[float, tuple[float, ...], bool]:
         """After an exchange: the mean loss, the loss of each rank, whether one wants to stop."""

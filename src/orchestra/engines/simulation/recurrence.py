@@ -47,6 +47,47 @@ class Times:
         )
 
 
+class Whole:
+    """A round in which each rank sends one message and receives one: in the order of the ranks.
+
+    `back`: the sender of what each receives.
+    """
+
+    def __init__(self, wave: Wave) -> None:
+        by_source, by_target = np.argsort(wave.source), np.argsort(wave.target)
+        self._back = wave.source[by_target]
+        self._first, self._rest = wave.first[by_source], wave.rest[by_source]
+        self._sending = self._first + self._rest
+        self._latency, self._cross = wave.latency[by_source], wave.cross[by_source]
+        self._take_in, self._adding = wave.take_in[by_target], wave.adding[by_target]
+        self._held = wave.source[wave.held]
+
+    @staticmethod
+    def is_one(waves: list[Wave], ranks: int) -> bool:
+        """Whether a round of these `waves` is."""
+        return len(waves) == 1 and len(waves[0].source) == ranks
+
+    def pass_through(
+        self, clock: Floats, free: Floats, waiting: Floats, communicating: Floats
+    ) -> None:
+        """Bring all of them, by rank, from the beginning of the round to its end."""
+        sent = clock + self._first
+        left = sent + self._rest
+        began = np.maximum(sent + self._latency, free)
+        np.maximum(began + self._cross, left, out=free)
+        moving = np.maximum(left, began[self._back])
+        done = np.maximum(moving + self._take_in, free[self._back]) + self._adding
+        waiting += moving - left
+        communicating += self._sending
+        communicating += done - moving
+        if len(self._held):
+            gone = done.copy()
+            gone[self._held] = np.maximum(gone[self._held], free[self._held])
+            waiting += gone - done
+            done = gone
+        clock[:] = done
+
+
 class Recurrence:
     """Of `plan` on `streams`, where rank i computes at `rates[i]`."""
 
@@ -58,17 +99,24 @@ class Recurrence:
         streams: Mapping[Pair, Stream],
     ) -> None:
         by_rank = np.array(rates)
-        self._rounds = waves_of(plan, overhead, by_rank, streams)
+        self._rounds = [
+            Whole(waves[0]) if Whole.is_one(waves, len(by_rank)) else waves
+            for waves in waves_of(plan, overhead, by_rank, streams)
+        ]
         self._last = overhead.add * plan.added_slots_bytes / by_rank
 
     def run(self, arrivals: Floats, free: Floats, until: float = inf) -> Times:
         """From when each rank begins to the end, or to a round that is not over at `until`."""
         clock, free = arrivals.copy(), free.copy()
         waiting, communicating = np.zeros_like(clock), np.zeros_like(clock)
+        state = clock, free, waiting, communicating
         for number, waves in enumerate(self._rounds):
             if until < inf:
-                before = Times(number, *(a.copy() for a in (clock, free, waiting, communicating)))
-            self._round(waves, clock, free, waiting, communicating)
+                before = Times(number, *(a.copy() for a in state))
+            if isinstance(waves, Whole):
+                waves.pass_through(*state)
+            else:
+                self._round(waves, *state)
             if until < inf and clock.max() > until:
                 return before
         if until == inf:
