@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from orchestra.bench.models import SUBJECTS, subjects_named
 from orchestra.bench.server import ServerRow, bench_server
 from orchestra.bench.suspend import Walked, Window, row_of
 from orchestra.bench.turns import median_ratio, order
+from orchestra.cli import bench
 from orchestra.cli.bench_tables import print_paces, print_rates, print_scales, print_simulations
 from orchestra.cli.main import main
 from orchestra.errors import InputError
@@ -196,9 +198,22 @@ def test_simulated_and_plain_steps_are_measured(capsys: pytest.CaptureFixture[st
 
 
 def test_simulations_of_time_alone_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = scale.bench_scale(["ring", "server"], scale.Scale(32, 2, 1000), limit_seconds=100)
+    rows = list(scale.bench_scale(["ring", "server"], scale.Scale(32, 2, 1000), 100))
     for row in rows:
         assert (row.workers, row.steps) == (32, 2)
         assert min(row.seconds or 0, row.virtual_seconds or 0, row.peak_megabytes or 0) > 0
     print_scales(rows, 100)
     assert "32 workers" in capsys.readouterr().out
+
+
+def test_what_was_measured_before_ctrl_c_is_shown_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = scale.ScaleRow("ring", "AllReduce()", 64, 100, 1000, 10.0, 7.5, 7.25, 3.0, 400.0)
+    measured = Mock(side_effect=[finished, KeyboardInterrupt])
+    monkeypatch.setattr(scale, "_measured", measured)
+    figures = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["simulation", "--strategies", "ring,server", "--json", str(figures)])
+    assert "7.5" in capsys.readouterr().out
+    assert [row["label"] for row in json.loads(figures.read_text())["rows"]] == ["ring"]

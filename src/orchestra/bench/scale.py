@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,12 +111,13 @@ def bench_scale(
     scale: Scale,
     limit_seconds: float,
     on_progress: Progress | None = None,
-) -> list[ScaleRow]:
+) -> Iterator[ScaleRow]:
     """Simulate each of `labels`, one after the other; what takes longer than the limit is ended.
 
     Raises KeyboardInterrupt where the user stopped it.
     """
-    return [_measured(label, scale, limit_seconds, on_progress) for label in labels]
+    for label in labels:
+        yield _measured(label, scale, limit_seconds, on_progress)
 
 
 @dataclass(frozen=True)

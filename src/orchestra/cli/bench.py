@@ -217,12 +217,15 @@ def _simulation(arguments: Sequence[str]) -> int:
             rows += bench_simulation(ranks, options.rounds or 7, tell)
     if gradients:
         print_simulations(rows)
-    if labels:
+    scales: list[Any] = []
+    try:
         with progress_line() as tell:
-            scales = bench_scale(labels, Scale(options.workers), options.limit, tell)
-        print_scales(scales, options.limit)
-        rows += scales
-    _write(options.json, "simulation", rows)
+            for row in bench_scale(labels, Scale(options.workers), options.limit, tell):
+                scales.append(row)
+    finally:  # those that were finished, if the user has stopped it
+        if scales:
+            print_scales(scales, options.limit)
+        _write(options.json, "simulation", rows + scales)
     return 0
 
 

@@ -112,7 +112,7 @@ def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
 
 def _time_of(row: ScaleRow, limit: float) -> str:
     if row.seconds is None:
-        return f"{row.steps} steps in {limit:.0f}"
+        return f"{row.steps} steps in {limit:.0f}" if row.steps else f"over {limit:.0f}"
     return f"{row.seconds:.1f}"
 
 

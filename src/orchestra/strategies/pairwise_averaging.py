@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class PairwiseState:
-    """A worker's own optimizer, its part in averages, and the steps done."""
+    """A worker's own optimizer, its part in averages, the steps done, and whom it may ask in each
+    step of the topology's period."""
 
     optimizer: Optimizer
     pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
     step: int = 0
+    partners: dict[int, tuple[int, ...]] = field(
+        default_factory=dict, metadata=optimizers.TRANSIENT
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,8 +67,10 @@ class PairwiseAveraging(Strategy[PairwiseState]):
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
         period = self.topology.period(ranks)
-        both_ways = [_pairs(self.topology.graph(ranks, step)) for step in range(period)]
-        if not connect(both_ways):
+        graphs = [self.topology.graph(ranks, step) for step in range(period)]
+        if not connect(
+            [tuple(_partners(graph, rank) for rank in range(ranks)) for graph in graphs]
+        ):
             raise InputError(
                 f"{self!r}: the links between even and odd ranks do not connect {ranks} ranks"
             )
@@ -78,12 +84,15 @@ class PairwiseAveraging(Strategy[PairwiseState]):
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
         """From here the parameters are averaged, while the gradient of the old ones is taken."""
-        state.pair.give(self._partner(worker, state.step) if state.pair.active else None)
+        state.pair.give(self._partner(worker, state) if state.pair.active else None)
 
-    def _partner(self, worker: Worker, step: int) -> int | None:
-        own = worker.workers.index(worker.rank)
-        partners = _pairs(self.topology.graph(len(worker.workers), step))[own]
-        return random.Random(f"{self.seed}-{own}-{step}").choice(partners) if partners else None
+    def _partner(self, worker: Worker, state: PairwiseState) -> int | None:
+        own, ranks = worker.workers.index(worker.rank), len(worker.workers)
+        phase = state.step % self.topology.period(ranks)
+        if phase not in state.partners:
+            state.partners[phase] = _partners(self.topology.graph(ranks, phase), own)
+        choices = state.partners[phase]
+        return random.Random(f"{self.seed}-{own}-{state.step}").choice(choices) if choices else None
 
     def reduce(self, worker: Worker, state: PairwiseState) -> None:
         """The gradient stays here."""
@@ -121,13 +130,11 @@ class PairwiseAveraging(Strategy[PairwiseState]):
         return state.optimizer
 
 
-def _pairs(graph: Graph) -> Graph:
-    """The links of `graph` between even and odd ranks, both ways."""
+def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
+    """Those at the other ends of the links of `rank`, either way, of even and odd ranks."""
+    near = set(graph[rank])
     return tuple(
-        tuple(
-            other
-            for other in range(len(graph))
-            if (rank - other) % 2 and (other in graph[rank] or rank in graph[other])
-        )
-        for rank in range(len(graph))
+        other
+        for other in range((rank + 1) % 2, len(graph), 2)
+        if other in near or rank in graph[other]
     )
