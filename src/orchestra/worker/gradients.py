@@ -144,7 +144,8 @@ class Gradients:
     def publish(self) -> None:
         """After an exchange: what any rank used is used, and the rest has no gradient."""
         self.used = [count > 0 for count in self.tail[-len(self.used) :].tolist()]
-        self.forget_unused()
+        if not all(self.used) or not all(self._collected):  # else all of it is in place
+            self.forget_unused()
 
     def forget_unused(self) -> None:
         """Parameters that are not used have no gradient."""
