@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +18,7 @@ def seed(number: int) -> None:
     np.random.seed(number % 2**32)
 
 
-@dataclass(frozen=True)
-class Streams:
+class Streams(NamedTuple):
     """Where the generators of a rank stand; `legacy` where NumPy's was used."""
 
     torch: Tensor
@@ -55,16 +53,16 @@ class RandomStreams:
         """The streams that are in place, as they are now."""
         bits = np.random.mtrand.get_bit_generator()
         legacy = np.random.get_state(legacy=False) if _used(bits) else None
-        return Streams(torch.get_rng_state(), _python_state(), bits, legacy)
+        return Streams(torch.default_generator.get_state(), _python_state(), bits, legacy)
 
     def go_on_from(self, streams: Streams) -> None:
         """The streams in place go on as another rank's did from `streams`."""
         bits = np.random.MT19937(0)
         bits.state = streams.bits.state if streams.legacy is None else streams.legacy
-        self._install(replace(streams, bits=bits))
+        self._install(streams._replace(bits=bits))
 
     def _install(self, streams: Streams) -> None:
-        torch.set_rng_state(streams.torch)
+        torch.default_generator.set_state(streams.torch)
         _set_python_state(streams.python)
         np.random.mtrand.set_bit_generator(streams.bits)
         if streams.legacy is not None:

@@ -106,21 +106,16 @@ class Gradients:
                 self.collect(index, scale)
 
     def _collect_all(self, scale: float) -> bool:
-        """`collect` for all slots at once; False: autograd has not put each in a tensor of its own.
+        """`collect` for all slots at once; False: some have no gradient, or the square is wanted.
 
         The caches know little of this after a backward pass, so that few operations take less time.
         """
         own = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if len(own) < len(self.views) or self.measures_square:
             return False
-        if any(
-            grad.data_ptr() == view.data_ptr() for grad, view in zip(own, self.views, strict=True)
-        ):
-            return False
         with torch.no_grad():
-            torch._foreach_copy_(self.views, own)
-            if scale != 1.0:
-                self.vector.mul_(scale)
+            for gradient, view in zip(own, self.views, strict=True):
+                torch.mul(gradient, scale, out=view)  # which may be the view itself
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
         self._collected = [True] * len(self.used)
