@@ -14,7 +14,7 @@ from orchestra.trainer.writing import writing
 from orchestra.worker.worker import Worker
 
 FLUSH_SECONDS = 1.0
-SECONDS = ("seconds", "compute", "communicate", "wait")
+SECONDS = ("compute", "communicate", "wait")
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Recorder:
         self.totals.loss = step.loss
         line: dict[str, Any] = {
             "step": number,
-            "seconds": self.elapsed(),
+            "seconds": round(self.elapsed(), 6),
             "samples": step.samples,
             "consumed": step.consumed,
             "loss": step.loss,
@@ -152,7 +152,7 @@ def histogram(staleness: Iterable[int]) -> dict[str, int]:
 
 
 def _rounded(line: dict[str, Any]) -> dict[str, Any]:
-    """With its seconds to the microsecond."""
+    """With what its seconds went to, to the microsecond."""
     return {name: round(line[name], 6) if name in SECONDS else line[name] for name in line}
 
 
