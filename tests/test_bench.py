@@ -217,3 +217,13 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_written(
         bench.main(["simulation", "--strategies", "ring,server", "--json", str(figures)])
     assert "7.5" in capsys.readouterr().out
     assert [row["label"] for row in json.loads(figures.read_text())["rows"]] == ["ring"]
+
+
+def test_nothing_is_written_where_nothing_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scale, "_measured", Mock(side_effect=KeyboardInterrupt))
+    figures = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["simulation", "--strategies", "ring", "--json", str(figures)])
+    assert not figures.exists()

@@ -225,7 +225,8 @@ def _simulation(arguments: Sequence[str]) -> int:
     finally:  # those that were finished, if the user has stopped it
         if scales:
             print_scales(scales, options.limit)
-        _write(options.json, "simulation", rows + scales)
+        if rows + scales:
+            _write(options.json, "simulation", rows + scales)
     return 0
 
 

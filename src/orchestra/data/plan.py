@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 STEPS_KEPT = 16
+"""Of each plan: ranks that take turns are seldom further apart."""
 
 
 class Deal(NamedTuple):
