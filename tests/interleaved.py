@@ -201,6 +201,8 @@ class Network:
 class Port:
     """The transport of one flow."""
 
+    all_reduce_at_once = None
+
     def __init__(self, network: Network, rank: int) -> None:
         self.network = network
         self.rank = rank

@@ -277,3 +277,20 @@ def faults_of_freed_memory(runtime: Runtime, rounds: int) -> int:
     for _ in range(rounds):
         take()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def places_of_memory(runtime: Runtime, file: Path) -> int:
+    """How many the C library has after several threads have taken some."""
+    import ctypes
+
+    threads = [threading.Thread(target=torch.ones, args=(1 << 16,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    library = ctypes.CDLL(None)
+    library.fopen.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p(library.fopen(str(file).encode(), b"w"))
+    library.malloc_info(0, stream)
+    library.fclose(stream)
+    return file.read_text().count("<heap nr=")

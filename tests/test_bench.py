@@ -186,7 +186,7 @@ def test_help_needs_no_torch() -> None:
 
 def test_simulated_and_plain_steps_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[float] = []
-    contest = simulation.Contest(workers=2, rounds=2, steps=1, batch_size=2)
+    contest = simulation.Contest(workers=2, rounds=2, batch_size=2)
     row = simulation.measured(contest, lambda _, part: told.append(part))
     assert row.workers == 2
     assert min(row.simulated_seconds, row.plain_seconds) > 0

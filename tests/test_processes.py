@@ -66,6 +66,12 @@ def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     assert max(launch(programs.faults_of_freed_memory, 10, 2).results) < 4_096
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_the_threads_of_a_rank_that_is_alone_take_memory_from_one_place(tmp_path: Path) -> None:
+    """As those of a simulation, which take turns."""
+    assert launch(programs.places_of_memory, tmp_path / "heaps.xml", 1).results == (1,)
+
+
 def test_native_collectives() -> None:
     expected = [[3.0] * 3, [3.0] * 2, [1.0] * 2]
     assert launch(programs.collect_natively, None, 3).results == (expected,) * 3

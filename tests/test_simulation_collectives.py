@@ -24,7 +24,7 @@ from orchestra.engines.simulation.recurrence import Recurrence
 from orchestra.engines.simulation.walk import Walk
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.transports.framing import header_bytes
-from orchestra.transports.protocol import AllReducesAtOnce, Transport
+from orchestra.transports.protocol import Transport
 from orchestra.transports.traced import SHOWN, TracedTransport
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime, Work
@@ -60,8 +60,9 @@ class MessageByMessage:
         return getattr(self.inner, name)
 
     def all_reduce_at_once(self, *arguments: Any, message_by_message: bool) -> int | None:
-        inner = cast(AllReducesAtOnce, self.inner)
-        return inner.all_reduce_at_once(*arguments, message_by_message=True)
+        at_once = self.inner.all_reduce_at_once
+        assert at_once is not None
+        return at_once(*arguments, message_by_message=True)
 
 
 @dataclass(frozen=True)

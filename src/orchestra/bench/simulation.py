@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from orchestra.bench.turns import Blocks, Progress, check_stopped, median_ratio, order, teller
+from orchestra.bench.turns import Blocks, Progress, check_stopped, median_ratio, teller
 from orchestra.cluster import load_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.processes.launch import launch
@@ -26,17 +26,18 @@ from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Reporter, Runtime
 
 SIMULATED, PLAIN = "simulated", "plain steps"
+ROUNDS = 40
+WARM_UP = 2
 TASK = "digits28()"
 RATE = 0.01
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A block is `steps` steps of each of `workers` workers."""
+    """In a round each of `workers` workers does a step."""
 
     workers: int
     rounds: int
-    steps: int = 8
     batch_size: int = 64
 
 
@@ -44,7 +45,7 @@ class Contest:
 class SimulationRow:
     """Seconds for a gradient with its update, medians over the rounds.
 
-    `ratios` are those of the blocks of each round, simulated over plain; `ratio` their median.
+    `ratios` are those of each round, simulated over plain; `ratio` their median.
     """
 
     workers: int
@@ -55,7 +56,7 @@ class SimulationRow:
 
 
 def bench_simulation(
-    workers: Sequence[int] = (64,), rounds: int = 7, on_progress: Progress | None = None
+    workers: Sequence[int] = (64,), rounds: int = ROUNDS, on_progress: Progress | None = None
 ) -> list[SimulationRow]:
     """Measure each number of workers (2 or more), in `rounds` rounds.
 
@@ -66,51 +67,65 @@ def bench_simulation(
 
 def measured(contest: Contest, on_progress: Progress | None = None) -> SimulationRow:
     """The figures of one contest, from a process of its own."""
-    tell = teller(on_progress, f"{contest.workers} workers", 2 * (contest.rounds + 1))
+    tell = teller(on_progress, f"{contest.workers} workers", contest.rounds)
     outcome = launch(measure, contest, 1, on_event=tell)
     check_stopped(outcome)
     blocks: Blocks = outcome.results[0]
-    gradients = contest.workers * contest.steps
     pairs = zip(blocks[SIMULATED], blocks[PLAIN], strict=True)
     return SimulationRow(
         contest.workers,
-        statistics.median(blocks[SIMULATED]) / gradients,
-        statistics.median(blocks[PLAIN]) / gradients,
+        statistics.median(blocks[SIMULATED]) / contest.workers,
+        statistics.median(blocks[PLAIN]) / contest.workers,
         median_ratio(blocks[SIMULATED], blocks[PLAIN]),
         [simulated / plain for simulated, plain in pairs],
     )
 
 
 def measure(runtime: Runtime, contest: Contest) -> Blocks:
-    """The seconds of each one's blocks; the first round warms up."""
+    """The seconds of each one's blocks."""
     torch.set_num_threads(1)  # as the ranks of a simulation have
     runtime.reporter.phase("training")  # so that memory is kept as it is there
-    contestants: dict[str, Callable[[], float]] = {
-        SIMULATED: lambda: _simulated(runtime, contest),
-        PLAIN: lambda: _plain(contest),
-    }
-    blocks: Blocks = {name: [] for name in contestants}
-    done = 0
-    for number in range(contest.rounds + 1):
-        for name in order(list(contestants), number):
-            if runtime.reporter.stop_requested():
-                return blocks
-            seconds = contestants[name]()
-            if number:
-                blocks[name].append(seconds)
-            done += 1
-            runtime.reporter.progress(step=done, samples=0)
-    return blocks
+    referee = _Referee(runtime.reporter, contest)
+    _simulate(contest, referee)
+    return referee.blocks
 
 
-class _Stopwatch(SilentReporter):
-    """The reporter of the process of a simulation: reads the clock when all have done a step."""
+class _PlainSteps:
+    """One model in a loop by hand; reads the loss, as every step does."""
 
-    def __init__(self, outer: Reporter, workers: int) -> None:
-        self.seconds: list[float] = []
+    def __init__(self, batch_size: int) -> None:
+        self._task = load_task(TASK)
+        torch.manual_seed(0)
+        self._model: torch.nn.Module = self._task.model()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=RATE)
+        self._samples = open_samples(self._task.train, 0, self._task.collate)
+        self._batch_size = batch_size
+        self._consumed = 0
+
+    def run(self, steps: int) -> None:
+        """So many more steps, through the same data as the workers of a simulation."""
+        for _ in range(steps):
+            start, self._consumed = self._consumed, self._consumed + self._batch_size
+            batch = self._samples.read(start, self._consumed)
+            self._optimizer.zero_grad()
+            loss = self._task.loss(self._model, batch)
+            loss.backward()
+            loss.item()
+            self._optimizer.step()
+
+
+class _Referee(SilentReporter):
+    """The reporter of the process of a simulation, whose clock it stops after each step of all
+    workers, for as many plain steps. The first two steps warm up, and after the last one no
+    gradients follow."""
+
+    def __init__(self, outer: Reporter, contest: Contest) -> None:
+        self.blocks: Blocks = {SIMULATED: [], PLAIN: []}
         self._outer = outer
-        self._workers = workers
+        self._contest = contest
+        self._plain = _PlainSteps(contest.batch_size)
         self._done = 0
+        self._went_on_at = 0.0
 
     def progress(
         self,
@@ -120,9 +135,19 @@ class _Stopwatch(SilentReporter):
         loss: float | None = None,
         fraction: float | None = None,
     ) -> None:
+        stopped_at = time.perf_counter()
         self._done += 1
-        if self._done % self._workers == 0:
-            self.seconds.append(time.perf_counter())
+        steps, others = divmod(self._done, self._contest.workers)
+        if others or steps < WARM_UP or steps > WARM_UP + self._contest.rounds:
+            return
+        began = time.perf_counter()
+        self._plain.run(self._contest.workers)
+        ended = time.perf_counter()
+        if steps > WARM_UP:
+            self.blocks[SIMULATED].append(stopped_at - self._went_on_at)
+            self.blocks[PLAIN].append(ended - began)
+            self._outer.progress(step=steps - WARM_UP, samples=0)
+        self._went_on_at = time.perf_counter()
 
     def notice(self, text: str) -> None:
         self._outer.notice(text)
@@ -131,12 +156,11 @@ class _Stopwatch(SilentReporter):
         return self._outer.stop_requested()
 
 
-def _simulated(runtime: Runtime, contest: Contest) -> float:
-    """Between two ends of a step of all workers: set-up, first and last step are left out."""
+def _simulate(contest: Contest, referee: _Referee) -> None:
     training = Training(
         ranks=contest.workers,
         batch_size=contest.batch_size,
-        steps=contest.steps + 2,
+        steps=WARM_UP + contest.rounds + 1,
         optimizer=Optimizer("SGD", {"lr": RATE}),
         engine="simulation",
         cluster=f"lan_1gbit(nodes={contest.workers})",
@@ -145,7 +169,6 @@ def _simulated(runtime: Runtime, contest: Contest) -> float:
     )
     run = Run("simulated", TASK, AllReduce("ring"), training=training)
     cluster = load_cluster(training.cluster, where="cluster", folder=Path())
-    watch = _Stopwatch(runtime.reporter, contest.workers)
     with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
         outcome = simulate(
             lambda rank: train(rank, (run, Path(folder))),
@@ -153,29 +176,6 @@ def _simulated(runtime: Runtime, contest: Contest) -> float:
             contest.workers,
             assumed_costs(run, 1),
             OVERHEAD,
-            watch,
+            referee,
         )
     assert outcome.failure is None, outcome.failure
-    if len(watch.seconds) < contest.steps + 2:
-        return 0.0  # the user stopped it
-    return watch.seconds[contest.steps] - watch.seconds[0]
-
-
-def _plain(contest: Contest) -> float:
-    """One model in a loop by hand, through as many batches; reads the loss, as every step does."""
-    task = load_task(TASK)
-    torch.manual_seed(0)
-    model: torch.nn.Module = task.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    samples = open_samples(task.train, 0, task.collate)
-    size = contest.batch_size
-    samples.read(0, size)
-    started = time.perf_counter()
-    for number in range(contest.workers * contest.steps):
-        batch = samples.read(number * size, (number + 1) * size)
-        optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        loss.backward()
-        loss.item()
-        optimizer.step()
-    return time.perf_counter() - started

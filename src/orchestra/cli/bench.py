@@ -67,7 +67,7 @@ The machine has to be quiet: what other programs take, no prediction knows of.
 
 SIMULATION = """\
 Time a simulated training of LeNet-5 under AllReduce("ring"), every worker with gradients of its
-own, and as many plain steps of one model in a loop, in turn, in the same process.
+own, and after each of its steps as many plain steps of one model in a loop, in the same process.
 
 Then simulate time alone (tensors: shapes): 1,024 workers, 100 steps, 100 million parameters, under
 strategies of every family, each in a process of its own, of which the memory is told, too.
@@ -183,7 +183,7 @@ def _words(text: str | None) -> list[str] | None:
 
 
 def _simulation(arguments: Sequence[str]) -> int:
-    parser = _parser("simulation", SIMULATION, rounds="7")
+    parser = _parser("simulation", SIMULATION, rounds="40")
     parser.add_argument(
         "--ranks", default="64", metavar="N,...", help="workers with gradients (default: 64)"
     )
@@ -206,7 +206,7 @@ def _simulation(arguments: Sequence[str]) -> int:
     if not options.limit > 0:
         raise InputError(f"--limit: {options.limit:g} seconds leave no time; give more")
     from orchestra.bench.scale import Scale, bench_scale, labels_named
-    from orchestra.bench.simulation import bench_simulation
+    from orchestra.bench.simulation import ROUNDS, bench_simulation
     from orchestra.cli.bench_tables import print_scales, print_simulations
 
     gradients = words is None or GRADIENTS in words
@@ -214,7 +214,7 @@ def _simulation(arguments: Sequence[str]) -> int:
     rows: list[Any] = []
     with progress_line() as tell:
         if gradients:
-            rows += bench_simulation(ranks, options.rounds or 7, tell)
+            rows += bench_simulation(ranks, options.rounds or ROUNDS, tell)
     if gradients:
         print_simulations(rows)
     scales: list[Any] = []

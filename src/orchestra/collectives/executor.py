@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orchestra.schedules import ALL_REDUCE, REDUCE, Schedule
 from orchestra.schedules import broadcast as broadcast_schedule
-from orchestra.transports.protocol import AllReducesAtOnce, Handle, Transport
+from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
@@ -89,11 +89,10 @@ def execute(
     """
     assert vector.dim() == 1
     assert vector.is_contiguous()
-    if (schedule.all_reduce or schedule.joint) and isinstance(transport, AllReducesAtOnce):
+    at_once = transport.all_reduce_at_once
+    if at_once is not None and (schedule.all_reduce or schedule.joint):
         moves_values = not (schedule.all_reduce or vector.is_meta)
-        buffer = transport.all_reduce_at_once(
-            vector, schedule, group.ranks, tag, edges, message_by_message=moves_values
-        )
+        buffer = at_once(vector, schedule, group.ranks, tag, edges, message_by_message=moves_values)
         if buffer is not None:
             return buffer
     index, length = group.index(transport.rank), vector.numel()

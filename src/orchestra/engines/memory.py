@@ -26,7 +26,8 @@ def keep_freed_memory() -> None:
 def keep_one_arena() -> None:
     """Let all threads take their memory from one place, which the caches then hold.
 
-    Where one thread runs at a time, none waits for another there.
+    Where one thread runs at a time, as in a simulation, none waits for another there. It has to be
+    told before the process has a second thread: the place that this one got would be used, too.
     """
     _tell(_M_ARENA_MAX, 1)
 

@@ -73,8 +73,7 @@ class PartialAverage:
         factor = step.total_samples / samples
         if factor != 1.0:
             gradients.vector.mul_(factor)
-        gradients.publish()
-        loss, step.losses, step.stop = gradients.read_tail()
+        loss, step.losses, step.stop = gradients.publish()
         step.loss = loss * factor
         step.agreed = True
         self._step += 1

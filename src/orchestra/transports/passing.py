@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import Tensor
 
-from orchestra.schedules import Schedule
-from orchestra.transports.protocol import AllReducesAtOnce, Handle, Task, Traffic, Transport
+from orchestra.transports.protocol import AllReduceAtOnce, Handle, Task, Traffic, Transport
 
 T = TypeVar("T")
 
@@ -35,27 +34,15 @@ class PassingTransport:
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent
 
+    @property
+    def all_reduce_at_once(self) -> AllReduceAtOnce | None:
+        return self.inner.all_reduce_at_once
+
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         return self.inner.send(tensor, to, tag)
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         return self.inner.receive(source, tag, into)
-
-    def all_reduce_at_once(
-        self,
-        vector: Tensor,
-        schedule: Schedule,
-        ranks: tuple[int, ...],
-        tag: int,
-        edges: Sequence[int] | None,
-        *,
-        message_by_message: bool = False,
-    ) -> int | None:
-        if not isinstance(self.inner, AllReducesAtOnce):
-            return None
-        return self.inner.all_reduce_at_once(
-            vector, schedule, ranks, tag, edges, message_by_message=message_by_message
-        )
 
     def add(self, own: Tensor, arrived: Tensor) -> None:
         self.inner.add(own, arrived)

@@ -9,8 +9,8 @@ started with `spawn`. Tags are integers agreed between the two ends; messages wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -38,8 +38,12 @@ class Traffic:
 
     def add(self, more: Traffic) -> None:
         """Count `more`, too."""
-        for counter in fields(self):
-            setattr(self, counter.name, getattr(self, counter.name) + getattr(more, counter.name))
+        self.bytes_sent += more.bytes_sent
+        self.bytes_received += more.bytes_received
+        self.messages_sent += more.messages_sent
+        self.messages_received += more.messages_received
+        self.seconds_waiting += more.seconds_waiting
+        self.seconds_communicating += more.seconds_communicating
 
 
 class Handle(Protocol):
@@ -72,6 +76,28 @@ class Task(Protocol[T_co]):
     def done(self) -> bool: ...
 
 
+class AllReduceAtOnce(Protocol):
+    """Spares the messages of an all-reduce, where nothing shows it, or those of a joint schedule
+    that moves no values."""
+
+    def __call__(
+        self,
+        vector: Tensor,
+        schedule: Schedule,
+        ranks: tuple[int, ...],
+        tag: int,
+        edges: Sequence[int] | None,
+        *,
+        message_by_message: bool = False,
+    ) -> int | None:
+        """Replace `vector` by the sum that `schedule` would give; bytes of buffer it would need.
+
+        None: it has to be run message by message, on all of `ranks`. That is also what
+        `message_by_message` asks for; the first rank to arrive decides for all.
+        """
+        ...
+
+
 class Transport(Protocol):
     """Point-to-point messages of tensors between `size` ranks."""
 
@@ -89,6 +115,11 @@ class Transport(Protocol):
     @property
     def bytes_sent(self) -> int:
         """Payload and headers sent by all flows of this rank."""
+        ...
+
+    @property
+    def all_reduce_at_once(self) -> AllReduceAtOnce | None:
+        """None where every message is sent."""
         ...
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
@@ -122,29 +153,6 @@ class Transport(Protocol):
 
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone."""
-        ...
-
-
-@runtime_checkable
-class AllReducesAtOnce(Protocol):
-    """A transport that can spare itself the messages of an all-reduce, where nothing shows it, or
-    those of a joint schedule that moves no values."""
-
-    def all_reduce_at_once(
-        self,
-        vector: Tensor,
-        schedule: Schedule,
-        ranks: tuple[int, ...],
-        tag: int,
-        edges: Sequence[int] | None,
-        *,
-        message_by_message: bool = False,
-    ) -> int | None:
-        """Replace `vector` by the sum that `schedule` would give; bytes of buffer it would need.
-
-        None: it has to be run message by message, on all of `ranks`. That is also what
-        `message_by_message` asks for; the first rank to arrive decides for all.
-        """
         ...
 
 

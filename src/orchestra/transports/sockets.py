@@ -36,6 +36,8 @@ class SocketTransport:
     `on_flow_start` is called first in the thread of each background flow.
     """
 
+    all_reduce_at_once = None
+
     def __init__(
         self,
         engine: ProgressEngine,

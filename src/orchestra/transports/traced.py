@@ -6,6 +6,7 @@ their windows open. Everything else happens only while a window is open.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from torch import Tensor
 from orchestra.records.timeline import Message
 from orchestra.schedules import Schedule
 from orchestra.transports.passing import PassingTransport
-from orchestra.transports.protocol import Collectives, Handle, Task, Transport
+from orchestra.transports.protocol import AllReduceAtOnce, Collectives, Handle, Task, Transport
 from orchestra.transports.tags import tag_name
 from orchestra.transports.tracer import MAIN, Tracer
 
@@ -66,8 +67,16 @@ class TracedTransport(PassingTransport):
         number = next(tracer.received[source, tag])
         return TracedReceive(handle, self, source, tag, number) if tracer.is_open else handle
 
-    def all_reduce_at_once(
+    @property
+    def all_reduce_at_once(self) -> AllReduceAtOnce | None:
+        at_once = self.inner.all_reduce_at_once
+        if at_once is None or not self.tracer.is_open:
+            return at_once
+        return functools.partial(self._traced_at_once, at_once)
+
+    def _traced_at_once(
         self,
+        at_once: AllReduceAtOnce,
         vector: Tensor,
         schedule: Schedule,
         ranks: tuple[int, ...],
@@ -76,13 +85,11 @@ class TracedTransport(PassingTransport):
         *,
         message_by_message: bool = False,
     ) -> int | None:
-        """While a window is open, its messages are to be seen, as far as there are not too many."""
+        """Its messages are to be seen, as far as there are not too many."""
         inner, tracer = self.inner, self.tracer
         waited, start = inner.traffic.seconds_waiting, tracer.now()
-        visible = message_by_message or (tracer.is_open and len(ranks) <= SHOWN)
-        buffer = super().all_reduce_at_once(
-            vector, schedule, ranks, tag, edges, message_by_message=visible
-        )
+        visible = message_by_message or len(ranks) <= SHOWN
+        buffer = at_once(vector, schedule, ranks, tag, edges, message_by_message=visible)
         if buffer is not None and tracer.is_open:
             moving, end = start + inner.traffic.seconds_waiting - waited, tracer.now()
             name = f"all-reduce ({schedule.name}), {size_text(vector.nbytes)}"

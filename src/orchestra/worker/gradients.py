@@ -37,6 +37,7 @@ class Gradients:
         self.square = 0.0
         self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
+        self._own_tail = np.zeros(len(self.tail))
         self._on_ready: Callable[[int], None] | None = None
         self._on_backward: Callable[[], None] | None = None
         for index, parameter in enumerate(self.parameters):
@@ -114,8 +115,9 @@ class Gradients:
         if len(own) < len(self.views) or self.measures_square:
             return False
         with torch.no_grad():
-            for gradient, view in zip(own, self.views, strict=True):
-                torch.mul(gradient, scale, out=view)  # which may be the view itself
+            torch._foreach_copy_(self.views, own)  # some of which may be the views themselves
+            if scale != 1.0:
+                self.vector.mul_(scale)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
         self._collected = [True] * len(self.used)
@@ -123,7 +125,8 @@ class Gradients:
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         """Write what travels with the gradient of `rank`."""
-        values = np.zeros(len(self.tail))
+        values = self._own_tail
+        values.fill(0.0)
         values[STOP] = stop
         if weight:
             values[LOSS] = weight * loss
@@ -131,16 +134,17 @@ class Gradients:
             values[-len(self.used) :] = self.used
         self.tail.copy_(torch.from_numpy(values))
 
-    def read_tail(self) -> tuple[float, tuple[float, ...], bool]:
-        """After an exchange: the mean loss, the loss of each rank, whether one wants to stop."""
-        stop, loss, *losses = self.tail[: -len(self.used)].tolist()
-        return loss, tuple(losses), stop > 0
+    def publish(self) -> tuple[float, tuple[float, ...], bool]:
+        """After an exchange: what any rank used is used, and the rest has no gradient.
 
-    def publish(self) -> None:
-        """After an exchange: what any rank used is used, and the rest has no gradient."""
-        self.used = [count > 0 for count in self.tail[-len(self.used) :].tolist()]
+        Returns the mean loss, the loss of each rank, and whether one wants to stop.
+        """
+        stop, loss, *losses = self.tail.tolist()
+        tensors = len(self.used)
+        self.used = [count > 0 for count in losses[-tensors:]]
         if not all(self.used) or not all(self._collected):  # else all of it is in place
             self.forget_unused()
+        return loss, tuple(losses[:-tensors]), stop > 0
 
     def forget_unused(self) -> None:
         """Parameters that are not used have no gradient."""

@@ -148,8 +148,6 @@ class ShapeGradients(Gradients):
 
     def collect_rest(self, scale: float = 1.0) -> None: ...
 
-    def publish(self) -> None: ...
-
     def forget_unused(self) -> None: ...
 
     def pass_backward(self) -> None:
@@ -161,7 +159,7 @@ class ShapeGradients(Gradients):
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         self._stop = stop
 
-    def read_tail(self) -> tuple[float, tuple[float, ...], bool]:
+    def publish(self) -> tuple[float, tuple[float, ...], bool]:
         """All wish to stop after the same step, so that nobody has to be told."""
         return 0.0, (), self._stop
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, spawn
 from typing import Any
 
+from orchestra.engines.memory import keep_one_arena
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.system import die_with_parent
 
@@ -53,6 +54,8 @@ def enter(seat: Seat, errand: Errand) -> None:
     die_with_parent()
     os.environ.clear()
     os.environ.update(errand.environment)
+    if seat.ranks == 1:
+        keep_one_arena()
 
     from torch._C._distributed_c10d import FileStore
 

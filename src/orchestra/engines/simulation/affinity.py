@@ -11,7 +11,6 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 
 
 def _reader() -> Callable[[], int] | None:
@@ -40,5 +39,7 @@ class Affinity:
 
     def _restrict(self, thread: int, cores: set[int]) -> None:
         if len(self._cores) > 1:
-            with suppress(OSError):  # a sandbox may forbid it, and all goes on, only slower
+            try:
                 os.sched_setaffinity(thread, cores)
+            except OSError:
+                return  # a sandbox may forbid it, and all goes on, only slower

@@ -21,6 +21,7 @@ from orchestra.engines.simulation.course import Course, Ranks
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.kernel import Kernel, Processor, Timer
 from orchestra.engines.simulation.plan import Plan
+from orchestra.engines.simulation.recurrence import Times
 from orchestra.engines.simulation.sums import add_up
 from orchestra.engines.simulation.walk import Paths, Walk
 from orchestra.schedules import Schedule
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summed:
-    """What a rank brings; see `AllReducesAtOnce`."""
+    """What a rank brings; see `AllReduceAtOnce`."""
 
     vector: Tensor
     schedule: Schedule
@@ -186,21 +187,26 @@ class Meeting:
 
     def _look_ahead(self) -> None:
         """All are there: when each is through."""
-        walks, kernel = self._walks(inf), self.kernel
-        self._over = max(walk.clock for walk in walks.values())
+        if self.course.follows:
+            times = self._times(inf)
+            columns = times.clock, times.waiting, times.communicating
+            ends = list(zip(*(column.tolist() for column in columns), strict=True))
+        else:
+            walks = self._walks(inf)
+            ends = [(walk.clock, walk.waiting, walk.communicating) for walk in walks.values()]
+        kernel, members, now = self.kernel, self._members, self.kernel.now()
+        self._over = max(clock for clock, _, _ in ends)
         for pair, stream in self.course.streams.items():
             stream.free = self._paths.free[pair]
-        for place, walk in walks.items():
-            member = self._members[place]
-            call = functools.partial(member.finish, walk.waiting, walk.communicating)
-            self._timers.append(kernel.at(max(walk.clock, kernel.now()), call))
+        for place, (clock, waiting, communicating) in enumerate(ends):
+            call = functools.partial(members[place].finish, waiting, communicating)
+            self._timers.append(kernel.at(max(clock, now), call))
 
     def _walks(self, until: float) -> dict[int, Walk]:
-        """The ways of those who are there, as far as they get ahead of the world."""
+        """The ways of those who are there, by place, as far as they get ahead of the world."""
         paths = self._paths
         walks = self._known_walks(until)
-        if until < inf or not self.course.follows:
-            paths.ready.extend(walks)
+        paths.ready.extend(walks)
         while paths.ready:
             place = paths.ready.popleft()
             if place in walks:
@@ -210,18 +216,18 @@ class Meeting:
     def _known_walks(self, until: float) -> dict[int, Walk]:
         """As far as the times of all ranks follow from one another; else from the beginning."""
         members = [self._members[place] for place in sorted(self._members)]
-        arrivals = [member.arrived for member in members]
         if not self.course.follows or len(members) < len(self.course.ranks):
             return {
                 member.index: Walk(
-                    self._paths, member.index, member.processor, self._through, clock=arrived
+                    self._paths,
+                    member.index,
+                    member.processor,
+                    self._through,
+                    clock=member.arrived,
                 )
-                for member, arrived in zip(members, arrivals, strict=True)
+                for member in members
             }
-        rates = tuple(member.processor.rate for member in members)
-        times = self.course.times(arrivals, self._free, rates, until)
-        for source, target in self._free:
-            self._paths.free[source, target] = float(times.free[source])
+        times = self._times(until)
         return {
             member.index: Walk(
                 self._paths,
@@ -235,6 +241,17 @@ class Meeting:
             )
             for member in members
         }
+
+    def _times(self, until: float) -> Times:
+        """Those of all ranks, which follow from one another."""
+        members = [self._members[place] for place in sorted(self._members)]
+        arrivals = [member.arrived for member in members]
+        rates = tuple(member.processor.rate for member in members)
+        times = self.course.times(arrivals, self._free, rates, until)
+        free = times.free.tolist()
+        for source, target in self._free:
+            self._paths.free[source, target] = free[source]
+        return times
 
     def _through(self, walk: Walk) -> None:
         self._members[walk.index].finish(walk.waiting, walk.communicating)

@@ -17,7 +17,6 @@ from orchestra.cluster import Cluster, Jitter
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.engines.events import Failed, Finished, Pulse
 from orchestra.engines.failures import describe, failed_text
-from orchestra.engines.memory import keep_one_arena
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.carriers import GreenletCarrier
 from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
@@ -65,6 +64,7 @@ class SimulatedReporter:
     simulation: Simulation
     current_phase: str = ""
     current_step: int = 0
+    is_set_up: bool = False
     is_expendable: bool = False
 
     def progress(
@@ -82,6 +82,9 @@ class SimulatedReporter:
     def phase(self, name: str) -> None:
         if name != self.current_phase:
             self.current_phase = name
+            if name == "training" and not self.is_set_up:
+                self.is_set_up = True
+                gc.freeze()  # what was made until now lives as long as the run
             if self.rank == 0:
                 self.outer.phase(name)
 
@@ -152,10 +155,8 @@ class Simulation:
         began = time.monotonic()
         failure = bad_input = None
         thresholds = gc.get_threshold()
-        if self._values:
-            keep_one_arena()
-        else:  # many objects live as long as the run
-            gc.set_threshold(100_000, 10, 10)
+        # many objects live as long as a step of all ranks; without values, as long as the run
+        gc.set_threshold(10_000 if self._values else 100_000, 10, 10)
         for rank in range(self._ranks):
             self._start(rank, program)
         try:
@@ -173,6 +174,7 @@ class Simulation:
             failure = str(failed)
         finally:
             gc.set_threshold(*thresholds)
+            gc.unfreeze()
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
         meters = [port.meter for port in self._world.net.ports]

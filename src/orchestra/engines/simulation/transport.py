@@ -245,7 +245,7 @@ class SimulatedTransport:
         *,
         message_by_message: bool = False,
     ) -> int | None:
-        """See `AllReducesAtOnce`; with a vector of no elements there are no messages either way."""
+        """See `AllReduceAtOnce`; with a vector of no elements there are no messages either way."""
         if len(ranks) == 1 or not vector.numel():
             return None
         port, traffic, kernel, flow = self._port, self.traffic, self._kernel, self._kernel.current
