@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,3 +67,23 @@ def test_a_rank_goes_on_from_where_another_one_stood(streams: RandomStreams) -> 
     drawn = list(draws(3))
     streams.give(None)
     assert drawn == expected
+
+
+def test_numpys_second_normal_outlives_the_turns_of_others(streams: RandomStreams) -> None:
+    """Also where its generator stands at its end, as one does that was seeded and never used."""
+    streams.give(0)
+    seed(0)
+    state: Any = None
+    while state is None or state["state"]["pos"] != 624 or not state["has_gauss"]:
+        np.random.normal()
+        state = np.random.get_state(legacy=False)
+    alone = np.random.RandomState()
+    alone.set_state(state)
+    for _ in range(2):  # in the second turn nothing is drawn
+        streams.give(1)
+        streams.give(0)
+    assert np.random.normal() == alone.normal()
+    streams.give(1)
+    streams.give(0)
+    assert np.random.normal() == alone.normal()
+    streams.give(None)

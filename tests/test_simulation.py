@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -296,6 +297,21 @@ def test_who_goes_on_where_another_stopped_may_use_all_cores() -> None:
     assert run_ranks(3, program).failure is None
     assert seen == [every] * 9
     assert os.sched_getaffinity(0) == every
+
+
+def test_garbage_is_not_sought_among_what_lives_as_long_as_the_run() -> None:
+    thresholds = gc.get_threshold()
+    frozen = []
+
+    def program(runtime: Runtime) -> None:
+        frozen.append(gc.get_freeze_count())
+        runtime.reporter.phase("training")
+        frozen.append(gc.get_freeze_count())
+
+    assert run_ranks(1, program).failure is None
+    assert frozen[0] == 0 < frozen[1]
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
 
 
 def test_a_cancelled_event_does_not_happen(kernel: Kernel) -> None:

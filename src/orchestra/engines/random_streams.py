@@ -19,7 +19,7 @@ def seed(number: int) -> None:
 
 
 class Streams(NamedTuple):
-    """Where the generators of a rank stand; `legacy` where NumPy's was used."""
+    """Where the generators of a rank stand; `legacy` where NumPy keeps a second normal number."""
 
     torch: Tensor
     python: Any
@@ -37,6 +37,7 @@ class RandomStreams:
     def __init__(self) -> None:
         self._owner: int | None = None
         self._saved: dict[int | None, Streams] = {}
+        self._given: bytes | None = None  # NumPy's state as it was put in place, without a normal
 
     def give(self, rank: int | None) -> None:
         """The streams of `rank` are in place from now on; None: those of the process itself."""
@@ -47,13 +48,23 @@ class RandomStreams:
         if rank in self._saved:
             self._install(self._saved[rank])
         else:  # its program begins with a seed
-            np.random.mtrand.set_bit_generator(np.random.MT19937(0))
+            self._put(np.random.MT19937(0))
 
     def present(self) -> Streams:
         """The streams that are in place, as they are now."""
         bits = np.random.mtrand.get_bit_generator()
-        legacy = np.random.get_state(legacy=False) if _used(bits) else None
+        legacy = self._second_normal(bits)
         return Streams(torch.default_generator.get_state(), _python_state(), bits, legacy)
+
+    def _second_normal(self, bits: Any) -> Any:
+        """NumPy's state, if it keeps a normal number for later.
+
+        To ask takes a while. Without one to begin with, it has none until it has drawn something.
+        """
+        if self._given is not None and _bytes_of(bits) == self._given:
+            return None
+        state = np.random.get_state(legacy=False)
+        return state if state["has_gauss"] else None
 
     def go_on_from(self, streams: Streams) -> None:
         """The streams in place go on as another rank's did from `streams`."""
@@ -64,9 +75,14 @@ class RandomStreams:
     def _install(self, streams: Streams) -> None:
         torch.default_generator.set_state(streams.torch)
         _set_python_state(streams.python)
-        np.random.mtrand.set_bit_generator(streams.bits)
+        self._put(streams.bits)
         if streams.legacy is not None:
             np.random.set_state(streams.legacy)
+            self._given = None
+
+    def _put(self, bits: Any) -> None:
+        np.random.mtrand.set_bit_generator(bits)
+        self._given = _bytes_of(bits)
 
 
 class _Twister(ctypes.Structure):
@@ -109,12 +125,8 @@ def _set_python_state(state: Any) -> None:
     ctypes.memmove(ctypes.addressof(_GLOBAL), twister, len(twister))
 
 
-def _used(bits: Any) -> bool:
-    """Whether anything was drawn since the generator was seeded, which leaves it at its end.
-
-    Only then has NumPy perhaps kept a second normal number for later.
-    """
+def _bytes_of(bits: Any) -> bytes | None:
+    """The state of a bit generator, if it is NumPy's own kind."""
     if not isinstance(bits, np.random.MT19937):
-        return True
-    position: int = _Twister.from_address(bits.ctypes.state_address).position
-    return position != 624
+        return None
+    return bytes(_Twister.from_address(bits.ctypes.state_address))
