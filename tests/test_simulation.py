@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from tests.training import settings, step_lines, train_processes
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.carriers import GreenletCarrier, ThreadCarrier
-from orchestra.engines.simulation.kernel import Deadlock, Kernel
+from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
@@ -350,6 +351,38 @@ def test_an_abort_unwinds_all_that_is_parked_or_has_not_begun(kernel: Kernel) ->
         kernel.run()
     kernel.abort("over")
     assert (unwound, kernel.flows) == (["parked"], [])
+
+
+def test_ctrl_c_ends_a_run_while_a_flow_runs(kernel: Kernel) -> None:
+    unwound = []
+
+    def go_on_for_ever(rank: int) -> None:
+        try:
+            while True:
+                kernel.sleep(1.0)
+                if kernel.now() == 3.0 and rank == 0:
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        finally:
+            unwound.append(rank)
+
+    for rank in range(3):
+        kernel.start(rank, functools.partial(go_on_for_ever, rank), Free(), main=True)
+    with pytest.raises(KeyboardInterrupt):
+        kernel.run()
+    kernel.abort("over")
+    assert (sorted(unwound), kernel.flows) == ([0, 1, 2], [])
+
+
+def test_what_fails_at_the_end_of_a_flow_ends_the_run(kernel: Kernel) -> None:
+    def fail(_: Flow) -> None:
+        raise ValueError("at the end")
+
+    kernel.start(0, lambda: kernel.sleep(1.0), Free(), main=True).on_end.append(fail)
+    kernel.start(1, lambda: kernel.sleep(2.0), Free(), main=True)
+    with pytest.raises(ValueError, match="at the end"):
+        kernel.run()
+    kernel.abort("over")
+    assert not kernel.flows
 
 
 def test_each_of_hundreds_of_flows_begins_another_and_waits_for_its_end(kernel: Kernel) -> None:

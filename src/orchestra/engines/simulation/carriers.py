@@ -35,6 +35,10 @@ class Carrier(Protocol):
         """From this one, which runs: it is the turn of `other`, until it is this one's again."""
         ...
 
+    def await_turn(self) -> None:
+        """From this one, whose `pass_to` Ctrl-C has ended: wait until it is its turn."""
+        ...
+
     def join(self) -> None:
         """Nothing of it is left after this; its life is over."""
         ...
@@ -67,14 +71,18 @@ class ThreadCarrier:
 
     def pass_to(self, other: ThreadCarrier) -> None:
         other._take_over()
-        self._await_turn()
+        self.await_turn()
+
+    def await_turn(self) -> None:
+        self._baton.acquire()
+        self._affinity.release()
 
     def join(self) -> None:
         self._thread.join()
 
     def _live(self) -> None:
         assert self._life is not None
-        self._await_turn()
+        self.await_turn()
         following = self._life()
         assert isinstance(following, ThreadCarrier)
         following._take_over()
@@ -84,10 +92,6 @@ class ThreadCarrier:
         assert self._thread.native_id is not None
         self._affinity.bring_here(self._thread.native_id)
         self._baton.release()
-
-    def _await_turn(self) -> None:
-        self._baton.acquire()
-        self._affinity.release()
 
 
 class GreenletCarrier:
@@ -116,6 +120,9 @@ class GreenletCarrier:
 
     def pass_to(self, other: GreenletCarrier) -> None:
         other._greenlet.switch()
+
+    def await_turn(self) -> None:
+        """It is: what interrupts a greenlet goes on in its parent."""
 
     def join(self) -> None:
         assert self._greenlet.dead

@@ -6,6 +6,7 @@ A flow runs until it parks. Whoever parks carries out the events that come next,
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections import Counter, deque
@@ -104,6 +105,8 @@ class Flow:
             kernel.catch_up()
         except BaseException as error:
             self.error = error
+            if isinstance(error, KeyboardInterrupt):
+                kernel.fail(error)
         self.ended = True
         return kernel.leave(self)
 
@@ -288,8 +291,11 @@ class Kernel:
         """From a flow that has ended: whose turn comes next."""
         if self._aborted is not None:
             return self.launcher
-        for call in flow.on_end:
-            call(flow)
+        try:
+            for call in flow.on_end:
+                call(flow)
+        except Exception as error:
+            self.fail(error)
         self._remove(flow)
         return self._next()
 
@@ -304,10 +310,11 @@ class Kernel:
 
         Raises:
             Deadlock: flows wait, and nothing is due.
+            KeyboardInterrupt: Ctrl-C came; no flow runs any more.
         """
         first = self._next()
         if first is not self.launcher:
-            self.launcher.pass_to(first)
+            self._pass_to(first)
         if self.failure is not None:
             raise self.failure
 
@@ -320,8 +327,21 @@ class Kernel:
         self._aborted = RunAborted(reason)
         left, self.flows = [*self.flows, *self._dead], []
         for flow in left:
-            self.launcher.pass_to(flow.carrier)
+            self._pass_to(flow.carrier)
             flow.carrier.join()
+
+    def _pass_to(self, carrier: Carrier) -> None:
+        """From the launcher: let flows go on until it is its turn again.
+
+        Ctrl-C may come meanwhile, while a flow runs: the run ends once that one parks.
+        """
+        away: Call = functools.partial(self.launcher.pass_to, carrier)
+        while True:
+            try:
+                return away()
+            except KeyboardInterrupt as interrupt:
+                self.fail(interrupt)
+                away = self.launcher.await_turn
 
     def _check(self) -> None:
         if self._aborted is not None:
