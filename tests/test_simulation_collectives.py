@@ -136,13 +136,14 @@ class Trial:
 
 
 def check(trial: Trial) -> None:
-    """Both ways agree: times to 1e-12 of themselves, the rest exactly."""
+    """Both ways agree: values and bytes exactly, times but for rounding, which grows where links are
+    shared (decision 28)."""
     for at_once, by_messages in zip(trial.run(at_once=True), trial.run(at_once=False), strict=True):
         flat, expected = _flat(at_once), _flat(by_messages)
         assert len(flat) == len(expected)
         for value, wanted in zip(flat, expected, strict=True):
             if isinstance(wanted, float):
-                assert value == pytest.approx(wanted, rel=1e-12, abs=1e-15)
+                assert value == pytest.approx(wanted, rel=1e-10, abs=1e-12)
             else:
                 assert value == wanted
 
