@@ -300,6 +300,20 @@ def test_who_goes_on_where_another_stopped_may_use_all_cores() -> None:
     assert os.sched_getaffinity(0) == every
 
 
+def test_what_ranks_do_around_their_gradients_comes_together() -> None:
+    order: list[tuple[str, int]] = []
+
+    def program(runtime: Runtime) -> None:
+        for kind in ("update", "gradient", "update"):
+            note = functools.partial(order.append, (kind, runtime.rank))
+            runtime.compute.run(Work(kind, 1), note)
+
+    assert run_ranks(2, program).failure is None
+    first, rest = order[:2], order[2:]
+    assert first == [("update", 0), ("update", 1)]
+    assert rest == [(kind, rank) for rank in (0, 1) for kind in ("gradient", "update")]
+
+
 def test_garbage_is_not_sought_among_what_lives_as_long_as_the_run() -> None:
     thresholds = gc.get_threshold()
     frozen = []
