@@ -36,7 +36,7 @@ class Carrier(Protocol):
         ...
 
     def await_turn(self) -> None:
-        """From this one, whose `pass_to` Ctrl-C has ended: wait until it is its turn."""
+        """From this one, whose `pass_to` a signal has ended: wait until it is its turn."""
         ...
 
     def join(self) -> None:

@@ -105,7 +105,7 @@ class Flow:
             kernel.catch_up()
         except BaseException as error:
             self.error = error
-            if isinstance(error, KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt):  # no failure of this flow
                 kernel.fail(error)
         self.ended = True
         return kernel.leave(self)
@@ -310,7 +310,7 @@ class Kernel:
 
         Raises:
             Deadlock: flows wait, and nothing is due.
-            KeyboardInterrupt: Ctrl-C came; no flow runs any more.
+            BaseException: what a signal has raised, as Ctrl-C does; no flow runs any more.
         """
         first = self._next()
         if first is not self.launcher:
@@ -333,14 +333,15 @@ class Kernel:
     def _pass_to(self, carrier: Carrier) -> None:
         """From the launcher: let flows go on until it is its turn again.
 
-        Ctrl-C may come meanwhile, while a flow runs: the run ends once that one parks.
+        Ctrl-C or another signal may raise meanwhile, while a flow runs: the run ends once that
+        one parks.
         """
         away: Call = functools.partial(self.launcher.pass_to, carrier)
         while True:
             try:
                 return away()
-            except KeyboardInterrupt as interrupt:
-                self.fail(interrupt)
+            except BaseException as error:
+                self.fail(error)
                 away = self.launcher.await_turn
 
     def _check(self) -> None:
