@@ -18,6 +18,9 @@ from orchestra.engines.simulation.affinity import Affinity
 Life = Callable[[], "Carrier"]
 """What a carrier does from its first turn on; gives whose turn it is after its end."""
 
+LOOK_UP = 1.0
+"""Seconds after which the launching thread looks whether a signal has come."""
+
 
 class Carrier(Protocol):
     """Something that runs when it is its turn. It exists from the start, and waits for that."""
@@ -58,6 +61,7 @@ class ThreadCarrier:
         self._baton = _taken_lock()
         self._life = life
         self._thread = threading.current_thread()
+        self._timeout = LOOK_UP if life is None else -1.0
         if life is not None:
             self._thread = threading.Thread(target=self._live, name=name, daemon=True)
             self._thread.start()
@@ -74,7 +78,8 @@ class ThreadCarrier:
         self.await_turn()
 
     def await_turn(self) -> None:
-        self._baton.acquire()
+        while not self._baton.acquire(timeout=self._timeout):
+            pass  # a signal that came just before it waited has its effect here
         self._affinity.release()
 
     def join(self) -> None:
