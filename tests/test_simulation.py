@@ -381,8 +381,12 @@ def test_ctrl_c_ends_a_run_while_a_flow_runs(kernel: Kernel) -> None:
 
     for rank in range(3):
         kernel.start(rank, functools.partial(go_on_for_ever, rank), Free(), main=True)
-    with pytest.raises(KeyboardInterrupt):
-        kernel.run()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            kernel.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
     kernel.abort("over")
     assert (sorted(unwound), kernel.flows) == ([0, 1, 2], [])
 
