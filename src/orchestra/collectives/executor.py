@@ -109,8 +109,7 @@ def execute(
         return peak
     slots = memory.view(schedule.pieces, length)
     vector.copy_(slots[0])
-    for slot in slots[1:]:
-        transport.add(vector, slot)
+    transport.add(vector, *slots[1:])
     return memory.nbytes
 
 

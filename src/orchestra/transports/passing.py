@@ -44,8 +44,8 @@ class PassingTransport:
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         return self.inner.receive(source, tag, into)
 
-    def add(self, own: Tensor, arrived: Tensor) -> None:
-        self.inner.add(own, arrived)
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        self.inner.add(own, *arrived)
 
     def now(self) -> float:
         return self.inner.now()

@@ -139,8 +139,8 @@ class Transport(Protocol):
         """
         ...
 
-    def add(self, own: Tensor, arrived: Tensor) -> None:
-        """Add what has arrived to what is there; where time is virtual, it takes time."""
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        """Add all that has arrived to what is there; where time is virtual, it takes time."""
         ...
 
     def now(self) -> float:

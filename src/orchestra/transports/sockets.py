@@ -98,9 +98,10 @@ class SocketTransport:
         self._engine.post(receive)
         return receive
 
-    def add(self, own: Tensor, arrived: Tensor) -> None:
-        """Add what has arrived to what is there."""
-        own.add_(arrived)
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        """Add all that has arrived to what is there, in this order."""
+        for each in arrived:
+            own.add_(each)
 
     def now(self) -> float:
         """Seconds of a monotonic clock."""

@@ -230,10 +230,11 @@ class SimulatedTransport:
         self._port.mailbox.post(receive)
         return receive
 
-    def add(self, own: Tensor, arrived: Tensor) -> None:
-        """Add what has arrived to what is there, which takes as long as the overhead says."""
-        own.add_(arrived)
-        self._spend(self._port.net.overhead.add * own.nbytes)
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        """Add all that has arrived to what is there, which takes as long as the overhead says."""
+        for each in arrived:
+            own.add_(each)
+        self._spend(self._port.net.overhead.add * (own.nbytes * len(arrived)))
 
     def all_reduce_at_once(
         self,
