@@ -132,7 +132,7 @@ class ChargedCompute(SimulatedCompute):
         return result
 
     def _gather(self) -> None:
-        """A gradient takes no time here."""
+        """Gradients are only charged here: they leave the caches as they are."""
 
 
 def _nothing() -> None:
