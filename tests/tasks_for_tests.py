@@ -117,10 +117,16 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(images), labels)
 
 
-def images(samples: int = 128, model: str = "mlp", dtype: str = "float32") -> Task:
+def images(
+    samples: int = 128,
+    model: str = "mlp",
+    dtype: str = "float32",
+    sample_flops: float | None = None,
+) -> Task:
     """A classification of images by one of `MODELS`."""
     kind = getattr(torch, dtype)
     return Task(
+        sample_flops=sample_flops,
         model=lambda: initialised(MODELS[model](), kind),
         train=TensorData(*data(samples, kind)),
         test=TensorData(*data(16, kind)),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         tell_servers,
     )
     from orchestra.exchange.shards import Shards
+    from orchestra.exchange.shared_work import SharedWork, share_work
 
     __all__ = [
         "agree_on_loss",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         "PartialAverage",
         "PipelineStep",
         "Seat",
+        "SharedWork",
         "Shards",
         "average_replicas",
         "broadcast_buffers",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
         "push_and_pull",
         "PushSum",
         "scaled_copy",
+        "share_work",
         "stage_of",
         "sum_tied",
         "tell_servers",
@@ -97,6 +100,7 @@ else:
             "PartialAverage": "partial",
             "PipelineStep": "pipeline",
             "Seat": "pipeline",
+            "SharedWork": "shared_work",
             "Shards": "shards",
             "average_replicas": "replicas",
             "broadcast_buffers": "average",
@@ -117,6 +121,7 @@ else:
             "push_and_pull": "servers",
             "PushSum": "push_sum",
             "scaled_copy": "replicas",
+            "share_work": "shared_work",
             "stage_of": "pipeline",
             "sum_tied": "pipeline",
             "tell_servers": "servers",

@@ -34,10 +34,20 @@ class PushSum:
 
     Each step sends a share of the mass along every link and keeps the rest, so that the sums of
     x and of w over all ranks, messages included, never change. z = x / w tends to the mean.
-    Messages of a step may be added up to `overlap` steps later.
+    Messages of a step may be added up to `overlap` steps later. Where workers are `self_paced`,
+    those that have arrived are added, whatever step they are of, and a worker waits only until
+    its own of `overlap` steps ago have left.
     """
 
-    def __init__(self, worker: Worker, topology: Topology, shares: Shares, overlap: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        topology: Topology,
+        shares: Shares,
+        overlap: int,
+        *,
+        self_paced: bool = False,
+    ) -> None:
         self.mass = torch.cat([worker.parameters, worker.parameters.new_ones(1)])
         self.step = 0
         self._worker = worker
@@ -46,6 +56,10 @@ class PushSum:
         self._overlap = overlap
         self._leaving: list[Moving] = []
         self._arriving: list[Moving] = []
+        self._self_paced = self_paced
+        self._sent = torch.zeros(len(worker.workers))  # messages to each worker, since a drain
+        self._received = 0
+        self._next: Handle | None = None  # the receive from whoever is next; one is left at the end
 
     @property
     def x(self) -> Tensor:
@@ -67,19 +81,43 @@ class PushSum:
         ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
         graph = self._topology.graph(len(ranks), self.step)
         shares = self._shares(graph[own], own, self.step)
-        for peer in sources_of(graph)[own]:
+        for peer in () if self._self_paced else sources_of(graph)[own]:
             handle = transport.receive(ranks[peer], Tag.MIX, torch.empty_like(self.mass))
             self._arriving.append(Moving(self.step, handle))
         for peer in graph[own]:
             part = self._charged(lambda share=shares[peer]: self.mass * share)  # type: ignore[misc]
             self._leaving.append(Moving(self.step, transport.send(part, ranks[peer], Tag.MIX)))
+            self._sent[peer] += 1
         self._charged(lambda: self.mass.mul_(shares[own]))
+        if self._self_paced:
+            while self._waiting().done():
+                self._take_next()
         self._finish(self.step - self._overlap)
         self.step += 1
 
     def drain(self) -> None:
-        """Take in all that is on its way; the others have to do as many steps."""
+        """Collective: take in all that is on its way; nobody may go on before all have done so."""
+        if self._self_paced:
+            worker, sent = self._worker, self._sent.clone()
+            if len(worker.workers) > 1:
+                all_reduce(worker.transport, sent, "ring", worker.workers, Tag.COUNT)
+            while self._received < int(sent[worker.workers.index(worker.rank)]):
+                self._take_next()
+            self._sent.zero_()
+            self._received = 0
         self._finish(self.step)
+
+    def _waiting(self) -> Handle:
+        if self._next is None:
+            into = torch.empty_like(self.mass)
+            self._next = self._worker.transport.receive(None, Tag.MIX, into)
+        return self._next
+
+    def _take_next(self) -> None:
+        arrived = self._waiting().wait()
+        self._next = None
+        self._received += 1
+        self._charged(lambda: self.mass.add_(arrived))
 
     def _finish(self, due: int) -> None:
         """Add what has arrived, and wait for the messages of the steps up to `due`."""

@@ -22,6 +22,7 @@ from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.replicated_server import ReplicatedServer
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import ServerState
+from orchestra.schedules.work_queue import Applied, WorkQueue
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
@@ -51,11 +52,13 @@ def make_server(
     clips: bool,
     rate_divisor: Callable[[int], int],
     compensate: Compensate | None,
+    queue: WorkQueue | None = None,
     mirrors: Home | None = None,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
-    With `mirrors` it is a replica of that one.
+    With `mirrors` it is a replica of that one. Where workers take batches from `queue`, the first
+    server, or a replica of it, hands them out.
     """
     home = mirrors or next(home for home in homes if home.rank == worker.rank)
     part = home.slice
@@ -70,8 +73,14 @@ def make_server(
     def offer(consumed: int, now: Tensor) -> None:
         worker.snapshots.offer(consumed, now, offset=part.first, mirror=mirrors is not None)
 
+    state = ServerState(consistency, set(workers), consumed=worker.step.consumed)
+    if queue is not None:
+        state.applied, state.round = Applied(queue.start), queue.round
+        if home == homes[0]:
+            queue.restart()
+            state.queue = queue
     return Server(
-        ServerState(consistency, set(workers), consumed=worker.step.consumed),
+        state,
         values,
         [
             (tensor, piece.first - part.first)
@@ -175,6 +184,7 @@ def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: 
         stop=step.stop,
         rates=step.rates,
         used=gradients.used,
+        position=step.position,
     )
     if synchronous:
         step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)

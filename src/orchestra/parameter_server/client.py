@@ -17,6 +17,7 @@ from orchestra.parameter_server.wire import (
     encode_push,
     request,
 )
+from orchestra.schedules.work_queue import WorkInHand, WorkQueue
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 
@@ -30,11 +31,17 @@ class Home:
 
 
 class Client:
-    """Pushes to every server and waits for every answer."""
+    """Pushes to every server and waits for every answer.
 
-    def __init__(self, transport: Transport, homes: Sequence[Home]) -> None:
+    Where batches come from a queue, each answer brings what this worker does next; `work` holds it.
+    """
+
+    def __init__(
+        self, transport: Transport, homes: Sequence[Home], queue: WorkQueue | None = None
+    ) -> None:
         self.homes = homes
         self.clock = 0  # the step that this worker has behind it
+        self.work = None if queue is None else WorkInHand(queue, transport.rank)
         self._transport = transport
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -56,6 +63,7 @@ class Client:
         stop: bool,
         rates: tuple[float, ...],
         used: Sequence[bool],
+        position: int | None = None,
     ) -> list[Answer]:
         """Push flat `gradient`, pull flat `into`; the servers' answers, in their order."""
         pushes = []
@@ -63,11 +71,14 @@ class Client:
             flags = tuple(map(used.__getitem__, home.slice.tensors))
             push = Push(
                 self._transport.rank, self.clock + 1, samples, step_samples, loss, stop,
-                rates, flags,
+                rates, flags, position,
             )  # fmt: skip
             pushes.append(push)
         answers = self._exchange(pushes, gradient, into)
         self.clock = answers[0].clock
+        if self.work is not None:
+            assert answers[0].work is not None
+            self.work.item = answers[0].work
         return answers
 
     def _exchange(self, pushes: Sequence[Push], gradient: Tensor, into: Tensor) -> list[Answer]:

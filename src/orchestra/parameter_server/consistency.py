@@ -17,11 +17,12 @@ class Consistency(Protocol):
     """The two answers, and what follows from them.
 
     `tolerates_loss`: the others can go on without a worker. `drops_late`: a push for a step that
-    is over is not applied.
+    is over is not applied. `bounds`: a worker may have to wait for the slowest.
     """
 
     tolerates_loss: bool
     drops_late: bool
+    bounds: bool
 
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
         """Groups of workers whose pending pushes are to be applied now, each as one update.
@@ -30,11 +31,8 @@ class Consistency(Protocol):
         """
         ...
 
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
-        """Whether a worker that has step `clock` behind it may go on.
-
-        `clocks` tells how far each worker is; only those in `live` are at work.
-        """
+    def may_answer(self, ahead: int) -> bool:
+        """Whether a worker that is so many steps ahead of the slowest may go on."""
         ...
 
 
@@ -43,12 +41,13 @@ class Synchronous:
 
     tolerates_loss = False
     drops_late = False
+    bounds = False
 
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
         """All pending pushes together, once every live worker has pushed."""
         return [sorted(pending)] if pending and live <= pending.keys() else []
 
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
+    def may_answer(self, ahead: int) -> bool:
         """At once: the update held everybody's gradient."""
         return True
 
@@ -61,6 +60,7 @@ class FirstArrivals:
 
     tolerates_loss = True
     drops_late = True
+    bounds = False
 
     def __init__(self, count: int) -> None:
         assert count > 0
@@ -71,7 +71,7 @@ class FirstArrivals:
         needed = min(self.count, len(live))
         return [sorted(pending)] if pending and len(pending) >= needed else []
 
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
+    def may_answer(self, ahead: int) -> bool:
         """At once: whoever waits has its step behind it."""
         return True
 
@@ -81,12 +81,13 @@ class Asynchronous:
 
     tolerates_loss = True
     drops_late = False
+    bounds = False
 
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
         """Each push alone."""
         return [[worker] for worker in sorted(pending)]
 
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
+    def may_answer(self, ahead: int) -> bool:
         """At once."""
         return True
 
@@ -96,14 +97,15 @@ class Bounded(Asynchronous):
 
     Stale synchronous parallel (Ho et al., NIPS 2013). Who reads with c steps behind it sees all
     pushes of steps up to c - staleness, of every worker, and its own. Without a bound (None) it
-    is asynchronous.
+    is asynchronous. Where workers take batches from a queue, a step is a round of as many samples
+    as all workers take together, in their global order: the bounded delay of Li et al. (OSDI 2014).
     """
+
+    bounds = True
 
     def __init__(self, staleness: int | None) -> None:
         self.staleness = staleness
 
-    def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
-        """Once the slowest of those at work is near enough."""
-        if self.staleness is None:
-            return True
-        return clock - min(clocks.get(worker, 0) for worker in live) <= self.staleness
+    def may_answer(self, ahead: int) -> bool:
+        """Once the slowest is near enough."""
+        return self.staleness is None or ahead <= self.staleness

@@ -17,6 +17,7 @@ from orchestra.parameter_server.wire import (
     decode_pause,
     encode_request,
 )
+from orchestra.schedules.work_queue import WorkQueue
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
@@ -27,8 +28,14 @@ class ReplicatedClient(Client):
     `parameters`, flat, take the values that all workers agree on.
     """
 
-    def __init__(self, transport: Transport, homes: Sequence[Home], parameters: Tensor) -> None:
-        super().__init__(transport, homes)
+    def __init__(
+        self,
+        transport: Transport,
+        homes: Sequence[Home],
+        parameters: Tensor,
+        queue: WorkQueue | None = None,
+    ) -> None:
+        super().__init__(transport, homes, queue)
         self._parameters = parameters
         self._points = 0  # quiet points behind this worker
         self._stands_in: set[int] = set()  # slices that the next server serves

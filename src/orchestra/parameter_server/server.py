@@ -186,13 +186,11 @@ class Server:
             self._finish(self._sending.pop(worker))
         # Servers may hear of a loss at different times, but of who left in order they agree.
         pause = Pause(self._paused_at, complete=self.state.live | self._lost == self._workers)
+        self.state.resume()  # before anybody takes a checkpoint of it
         # The worker on this rank comes last: then all that this server has sent is counted.
         for worker in sorted(self.state.live, key=lambda rank: (rank == transport.rank, rank)):
             self._finish([transport.send(encode_pause(pause), worker, Tag.ANSWER)])
-        if not self.state.live:
-            return None
-        self.state.resume()
-        return pause
+        return pause if self.state.live else None
 
     def _finish(self, sending: Sequence[Handle]) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from orchestra.parameter_server.consistency import Consistency
+from orchestra.schedules.work_queue import Applied, WorkItem, WorkQueue
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,8 @@ class Push:
     """A worker's gradient of its step `clock` (from 1).
 
     `samples` are those behind the gradient; 0 where the worker had no data in this step.
-    `step_samples` are those of the step over all workers.
+    `step_samples` are those of the step over all workers. `position`: where they begin in the
+    global order, if they came from a queue.
     """
 
     worker: int
@@ -23,6 +25,7 @@ class Push:
     stop: bool
     rates: tuple[float, ...] = ()
     used: tuple[bool, ...] = ()
+    position: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Answer:
     `version` counts the updates applied when the answer leaves; `staleness` those applied between
     this worker's read and its push. `loss` and `stop` are those of the pushes applied together.
     `clock` is the step that the worker has behind it now. A push that was `dropped` came too late
-    for its step, and the worker may be several steps further than it was.
+    for its step, and the worker may be several steps further than it was. `work`: what the worker
+    does next, from the server that holds the queue.
     """
 
     worker: int
@@ -55,6 +59,7 @@ class Answer:
     clock: int
     dropped: bool = False
     used: tuple[bool, ...] = ()
+    work: WorkItem | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,10 @@ class ServerState:
     for them. `clocks` holds the step that each worker has behind it, `read` the version of the
     values that it was last given, `waiting` the answers held back. `staleness` is that of each
     push applied, `dropped` the number of those that came too late.
+
+    Where workers take batches from a queue, `applied` tells which are, `positions` where the last
+    batch of each worker began, and `round` how many samples all workers take together. One server
+    holds the `queue`.
     """
 
     consistency: Consistency
@@ -98,6 +107,10 @@ class ServerState:
     waiting: dict[int, Answer] = field(default_factory=dict)
     staleness: list[int] = field(default_factory=list)
     dropped: int = 0
+    queue: WorkQueue | None = None
+    applied: Applied | None = None
+    round: int = 0
+    positions: dict[int, int] = field(default_factory=dict)
     _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
     """Live and not paused, as long as that has not changed."""
 
@@ -107,6 +120,8 @@ class ServerState:
         assert push.worker not in self.pending, f"second push of worker {push.worker}"
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
+        if push.stop and self.queue is not None:
+            self.queue.close()
         drops = self.consistency.drops_late
         if drops and push.clock <= (newest := max(self.clocks.values(), default=0)):
             self._drop(push, newest)
@@ -127,12 +142,17 @@ class ServerState:
         self.paused.discard(worker)
         self.pending.pop(worker, None)
         self.waiting.pop(worker, None)
+        if self.queue is not None:
+            self.queue.lose(worker)
         return self._decide()
 
     def resume(self) -> None:
         """After a quiet point: the paused workers may push again."""
         self.paused.clear()
         self._at_work = None
+        if self.queue is not None:
+            for worker in self.queue.restart().keys() - self.live:
+                self.queue.lose(worker)
 
     def all_have_read(self) -> None:
         """At a quiet point: every worker was given the values as they are now."""
@@ -145,14 +165,47 @@ class ServerState:
         at_work = self._at_work
         for members in self.consistency.ready(self.pending, at_work):
             updates.append(self._account(tuple(self.pending.pop(worker) for worker in members)))
-        answers = [
-            replace(self.waiting.pop(worker), version=self.version, consumed=self.consumed)
-            for worker in sorted(self.waiting)
-            if self.consistency.may_answer(self.clocks[worker], self.clocks, at_work)
-        ]
+        answers = self._answers(at_work)
         self.read.update((answer.worker, answer.version) for answer in answers)
         quiet = not self.pending and not self.waiting and self.live <= self.paused
         return Decision(tuple(updates), tuple(answers), quiet)
+
+    def _answers(self, at_work: frozenset[int]) -> list[Answer]:
+        """To those who may go on; none for whom the queue has nothing yet."""
+        released = sorted(self.waiting)
+        if released and self.consistency.bounds:
+            slowest = self._slowest(at_work)
+            near = [
+                worker
+                for worker in released
+                if self.consistency.may_answer(self._steps(worker) - slowest)
+            ]
+            if not near and at_work <= self.waiting.keys():
+                # The batch that is missing was a lost worker's: somebody has to take it. Every
+                # server chooses the same one.
+                near = [min(released, key=self._steps)]
+            released = near
+        answers = []
+        for worker in released:
+            work = None if self.queue is None else self.queue.take(worker)
+            if work is not None or self.queue is None:
+                answer = self.waiting.pop(worker)
+                answers.append(
+                    replace(answer, version=self.version, consumed=self.consumed, work=work)
+                )
+        return answers
+
+    def _steps(self, worker: int) -> int:
+        """That `worker` has behind it; rounds, where batches come from a queue."""
+        if self.applied is None:
+            return self.clocks[worker]
+        return self.positions[worker] // self.round + 1
+
+    def _slowest(self, at_work: frozenset[int]) -> int:
+        """Steps that all at work have behind them."""
+        if self.applied is None:
+            return min((self.clocks.get(worker, 0) for worker in at_work), default=0)
+        return self.applied.before // self.round
 
     def _account(self, pushes: tuple[Push, ...]) -> Update:
         samples = sum(push.samples for push in pushes)
@@ -166,6 +219,9 @@ class ServerState:
         staleness = {push.worker: before - self.read.get(push.worker, 0) for push in pushes}
         for push in pushes:
             self.clocks[push.worker] = push.clock
+            if self.applied is not None and push.position is not None:
+                self.applied.add(push.position, push.position + push.samples)
+                self.positions[push.worker] = push.position
             if push.samples:
                 self.staleness.append(staleness[push.worker])
             self.waiting[push.worker] = Answer(

@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.parameter_server.state import Answer, Pause, Push
+from orchestra.schedules.work_queue import item_of
 
-PUSH_HEAD, ANSWER_HEAD = 7, 7
+PUSH_HEAD, ANSWER_HEAD = 8, 10
 """Numbers before the rates of a push, and before the flags of an answer."""
+
+NOTHING = (-1, 0, 0)
+"""In place of an item of work."""
 
 
 class Kind(enum.IntEnum):
@@ -82,34 +86,37 @@ def decode_pause(message: Tensor) -> Pause:
 
 def encode_push(push: Push) -> Tensor:
     """The message of a push."""
-    head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop)
+    position = -1 if push.position is None else push.position
+    head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop, position)
     return _vector((*head, len(push.rates), *push.rates), push.used)
 
 
 def decode_push(worker: int, message: Tensor) -> Push:
     """The push that `message` of `worker` holds."""
     numbers = message.numpy()
-    _, clock, samples, step_samples, loss, stop, rates = numbers[:PUSH_HEAD].tolist()
+    _, clock, samples, step_samples, loss, stop, position, rates = numbers[:PUSH_HEAD].tolist()
     used = PUSH_HEAD + int(rates)
     return Push(
         worker, int(clock), int(samples), int(step_samples), loss, bool(stop),
         tuple(numbers[PUSH_HEAD:used].tolist()), _flags(numbers[used:].tobytes()),
+        int(position) if position >= 0 else None,
     )  # fmt: skip
 
 
 def encode_answer(answer: Answer) -> Tensor:
     """The message of an answer."""
     head = (answer.version, answer.staleness, answer.loss, answer.stop, answer.consumed)
-    return _vector((*head, answer.clock, answer.dropped), answer.used)
+    return _vector((*head, answer.clock, answer.dropped, *(answer.work or NOTHING)), answer.used)
 
 
 def decode_answer(worker: int, message: Tensor) -> Answer:
     """The answer that `message` holds for `worker`."""
     numbers = message.numpy()
-    version, staleness, loss, stop, consumed, clock, dropped = numbers[:ANSWER_HEAD].tolist()
+    version, staleness, loss, stop, consumed, clock, dropped, *work = numbers[:ANSWER_HEAD].tolist()
     return Answer(
         worker, int(version), int(staleness), loss, bool(stop), int(consumed), int(clock),
         bool(dropped), _flags(numbers[ANSWER_HEAD:].tobytes()),
+        item_of(work) if work[0] >= 0 else None,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from orchestra import optimizers
 from orchestra.settings import Settings
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.parameter_server import Pause
+    from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -59,6 +60,14 @@ class Roles:
         if self.servers and not self.replicas:
             return self.servers[0]
         return next(rank for rank in self.workers if rank not in self.servers)
+
+
+class WorkSource(Protocol):
+    """Gives one worker its batches, one after the other."""
+
+    def take(self) -> WorkItem:
+        """What the worker does next; the one before is done."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,19 @@ class Strategy(Settings, ABC, Generic[S]):
         Synchronous strategies need that, and others that exchange in every step.
         """
         return self.currently_synchronous(state)
+
+    @property
+    def self_paced(self) -> bool:
+        """Whether a worker that is free can take the next batch, whatever the others do.
+
+        The batches of the run then lie in one queue (`worker.make_queue`), unless the experiment
+        says that all workers get equal parts.
+        """
+        return False
+
+    def work(self, state: S) -> WorkSource | None:
+        """What this worker takes its batches from, in the phase under way; None: from the plan."""
+        return None
 
     @property
     def hands_over_moments(self) -> bool:

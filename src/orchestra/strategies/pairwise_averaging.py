@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.base import Roles, Strategy, roles_of
 from orchestra.topologies import Complete, Graph, Topology, connect
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.exchange import PairwiseAverage
+    from orchestra.exchange import PairwiseAverage, SharedWork
     from orchestra.worker.worker import Worker
 
 
@@ -26,6 +26,7 @@ class PairwiseState:
 
     optimizer: Optimizer
     pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
+    work: SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
     step: int = 0
     partners: dict[int, tuple[int, ...]] = field(
         default_factory=dict, metadata=optimizers.TRANSIENT
@@ -60,9 +61,18 @@ class PairwiseAveraging(Strategy[PairwiseState]):
         """Nobody waits for more than one partner."""
         return False
 
-    def currently_lockstep(self, state: PairwiseState) -> bool:
-        """All count the steps alike."""
+    @property
+    def self_paced(self) -> bool:
+        """A partner averages in the background, at any step of its own."""
         return True
+
+    def work(self, state: PairwiseState) -> SharedWork | None:
+        """From the first worker."""
+        return state.work
+
+    def currently_lockstep(self, state: PairwiseState) -> bool:
+        """Where work is dealt out, all count the steps alike."""
+        return state.work is None
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
@@ -80,7 +90,8 @@ class PairwiseAveraging(Strategy[PairwiseState]):
         """Everyone begins with the parameters of the first rank."""
         exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
-        return PairwiseState(worker.local_optimizer(), exchange.PairwiseAverage(worker))
+        work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
+        return PairwiseState(worker.local_optimizer(), exchange.PairwiseAverage(worker), work)
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
         """From here the parameters are averaged, while the gradient of the old ones is taken."""
@@ -122,6 +133,9 @@ class PairwiseAveraging(Strategy[PairwiseState]):
         """The exact mean of the replicas."""
         state.pair.settle()
         state.pair.close()
+        if state.work is not None:
+            state.work.close()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
         worker.snapshots.renew(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from orchestra.exchange.servers import Compensate
     from orchestra.parameter_server import Client, Home, Pause, ReplicatedServer, Server
+    from orchestra.schedules.work_queue import WorkInHand, WorkQueue
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -238,6 +239,15 @@ class ParameterServer(Strategy[ParameterServerState]):
         return self.averages and not self.backup
 
     @property
+    def self_paced(self) -> bool:
+        """Where each push is applied on arrival."""
+        return not self.averages
+
+    def work(self, state: ParameterServerState) -> WorkInHand | None:
+        """What the last answer brought."""
+        return None if state.client is None else state.client.work
+
+    @property
     def hands_over_moments(self) -> bool:
         """Only where the workers have them; servers keep theirs, in slices."""
         return self.returns == "gradients"
@@ -293,7 +303,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         if worker.rank in roles.servers:
             state.server = self._make_server(worker, roles, state.homes)
         if worker.rank in roles.workers:
-            state.client = self._make_client(worker, state.homes)
+            state.client = self._make_client(worker, roles, state.homes)
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
@@ -318,13 +328,24 @@ class ParameterServer(Strategy[ParameterServerState]):
             compensate=self._compensate(),
         )
         if not self.replicas:
-            return make()
-        return exchange.make_replicated_server(worker, homes, lambda mirrors: make(mirrors=mirrors))
+            return make(queue=self._queue(worker, roles))
+        return exchange.make_replicated_server(
+            worker,
+            homes,
+            lambda mirrors: make(mirrors=mirrors, queue=self._queue(worker, roles)),
+        )
 
-    def _make_client(self, worker: Worker, homes: list[Home]) -> Client:
+    def _make_client(self, worker: Worker, roles: Roles, homes: list[Home]) -> Client:
+        queue = self._queue(worker, roles)
         if self.replicas:
-            return parameter_server.ReplicatedClient(worker.transport, homes, worker.parameters)
-        return parameter_server.Client(worker.transport, homes)
+            return parameter_server.ReplicatedClient(
+                worker.transport, homes, worker.parameters, queue
+            )
+        return parameter_server.Client(worker.transport, homes, queue)
+
+    def _queue(self, worker: Worker, roles: Roles) -> WorkQueue | None:
+        """A copy of the queue that self-paced workers share; None where work is dealt out."""
+        return worker.make_queue(roles.shares) if self.self_paced else None
 
     def _consistency(self, workers: int) -> Consistency:
         if self.backup:

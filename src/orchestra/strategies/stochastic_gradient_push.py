@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange
+from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.base import Roles, Strategy, roles_of
 from orchestra.topologies import Exponential, Topology, connected, random_shares, uniform_shares
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.exchange import PushSum
+    from orchestra.exchange import PushSum, SharedWork
     from orchestra.worker.worker import Worker
 
 
@@ -25,6 +25,7 @@ class PushState:
 
     optimizer: Optimizer
     push: PushSum
+    work: SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +45,11 @@ class StochasticGradientPush(Strategy[PushState]):
     every rank sends and hears alike, and to a number of its own elsewhere. What is n is the sum
     of all w, and the w of each rank in the variant whose x and w are not averages but sums
     (n p_ij in place of p_ij in the limit); z is the same in both.
+
+    With `overlap`, where workers take batches from a queue, each goes at its own pace and adds what
+    has arrived: asynchronous gradient push (Assran and Rabbat, IEEE TAC 2021). A fast worker sends
+    more often, so that its w becomes small and its parameters move further with each gradient;
+    in the mean z all gradients count alike.
 
     More peers first and fewer later: Switch(StochasticGradientPush(Exponential(peers=2)),
     StochasticGradientPush(), when=AfterFraction(0.3), moments="averaged").
@@ -75,9 +81,18 @@ class StochasticGradientPush(Strategy[PushState]):
         """With `overlap` messages are added when they are there."""
         return self.overlap > 0
 
+    @property
+    def self_paced(self) -> bool:
+        """With `overlap`: messages need not be of a certain step."""
+        return self.overlap > 0
+
+    def work(self, state: PushState) -> SharedWork | None:
+        """From the first worker."""
+        return state.work
+
     def currently_lockstep(self, state: PushState) -> bool:
-        """In every step others wait for this worker's mass."""
-        return True
+        """Where work is dealt out, others wait in every step for this worker's mass."""
+        return state.work is None
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the graph has to connect them."""
@@ -90,13 +105,17 @@ class StochasticGradientPush(Strategy[PushState]):
         exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
         shares = partial(random_shares, seed=self.seed)
+        work = None
+        if self.self_paced:
+            work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
         push = exchange.PushSum(
             worker,
             self.topology,
             shares if self.weights == "random" else uniform_shares,
             self.overlap,
+            self_paced=work is not None,
         )
-        return PushState(worker.local_optimizer(), push)
+        return PushState(worker.local_optimizer(), push, work)
 
     def reduce(self, worker: Worker, state: PushState) -> None:
         """The gradient stays here."""
@@ -120,13 +139,19 @@ class StochasticGradientPush(Strategy[PushState]):
 
     def agree(self, worker: Worker, state: PushState) -> None:
         """The exact mean of the replicas, and of their buffers."""
-        self.stop(worker, state)
+        self._come_together(worker, state)
         exchange.exact_mean_of_buffers(worker)
 
     def stop(self, worker: Worker, state: PushState) -> None:
         """The exact mean: sum of x / sum of w."""
+        if state.work is not None:
+            state.work.close()
+        self._come_together(worker, state)
+
+    def _come_together(self, worker: Worker, state: PushState) -> None:
         state.push.drain()
         z = state.push.x.double() / state.push.w  # in float32 its mean would not be the final one
+        worker.snapshots.offer(worker.step.consumed, z, weight=state.push.w)
         worker.snapshots.renew(worker.step.consumed, z, weight=state.push.w)
         state.push.agree()
         worker.parameters.copy_(state.push.x)

@@ -11,7 +11,7 @@ from orchestra.errors import InputError
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.strategies.base import CHANGED, Roles, Strategy, WorkSource
 from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from orchestra.exchange import CommonStep
     from orchestra.parameter_server import Pause
     from orchestra.worker.batches import Batch
-    from orchestra.worker.worker import Step, Worker
+    from orchestra.worker.worker import QueueOf, Step, Worker
 
 
 @dataclass
@@ -28,7 +28,8 @@ class SwitchState:
     """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
 
     `leaving` finds the step to switch at where workers do not decide alike; each of their steps
-    has cost `seconds` of computation in all.
+    has cost `seconds` of computation in all. `queue_of` is put aside until the switch: workers that
+    are to leave a phase after a common step take equal parts in it.
     """
 
     inner: Any
@@ -37,6 +38,7 @@ class SwitchState:
     steps: int = 0
     seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
     leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
+    queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,9 +155,20 @@ class Switch(Strategy[SwitchState]):
         """As the phase under way is; until the switch workers count the steps alike."""
         return not state.switched or self.then.currently_lockstep(state.inner)
 
+    @property
+    def self_paced(self) -> bool:
+        """As the second phase is."""
+        return self.then.self_paced
+
+    def work(self, state: SwitchState) -> WorkSource | None:
+        """That of the phase under way."""
+        return self._phase(state).work(state.inner)
+
     def start(self, worker: Worker) -> SwitchState:
         """Start the first phase."""
-        state = SwitchState(self.first.start(worker), self.when.begin())
+        state = SwitchState(None, self.when.begin())
+        state.queue_of, worker.queue_of = worker.queue_of, None
+        state.inner = self.first.start(worker)
         self._watch(worker, state)
         return state
 
@@ -262,6 +275,7 @@ class Switch(Strategy[SwitchState]):
         roles = self.then.roles(worker.budget_ranks)
         worker.set_workers(roles.workers)
         worker.snapshots.skip(worker.step.consumed)
+        worker.queue_of = state.queue_of
         if self.learning_rate == "divided":
             worker.rate_scale /= len(roles.workers)
         elif self.learning_rate == "multiplied":
@@ -273,9 +287,11 @@ class Switch(Strategy[SwitchState]):
         state = SwitchState(None, self.when.begin(), steps=saved["steps"])
         optimizers.restore(state.rule, saved["rule"])
         if saved["switched"]:
+            state.queue_of = worker.queue_of
             self._begin_second(worker, state)
             state.inner = self.then.resume(worker, saved["inner"])
         else:
+            state.queue_of, worker.queue_of = worker.queue_of, None
             state.inner = self.first.resume(worker, saved["inner"])
             self._watch(worker, state)
         return state

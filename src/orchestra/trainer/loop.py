@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestra.data.feed import Feed, Samples
-from orchestra.data.plan import plan_of
+from orchestra.data.plan import Plan, apportion, plan_of
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
-from orchestra.strategies.base import CHANGED, Roles, Strategy
+from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue
+from orchestra.strategies.base import CHANGED, Roles, Strategy, WorkSource
 from orchestra.trainer.evaluation import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
@@ -25,13 +26,31 @@ class Position:
     """How far a rank has come; kept in checkpoints.
 
     `steps` are the gradients that it computed. `consumed` are the samples of the cluster, as far
-    as this rank knows; the plan under way began at `plan_start` and stands at `plan_step`.
+    as this rank knows; the plan under way began at `plan_start` and stands at `plan_step`. `own`
+    counts the samples that the rank has read of its own shard, where it takes them from a queue.
     """
 
     steps: int = 0
     consumed: int = 0
     plan_start: int = 0
     plan_step: int = 0
+    own: int | None = None
+
+
+def plan_of_roles(training: Training, start: int, budget: int, shares: tuple[float, ...]) -> Plan:
+    """The plan of samples `start` to `budget`, for ranks that have these `shares` of a step."""
+    parts = sum(share > 0 for share in shares)
+    batch_size = round(training.batch_size * sum(shares) / parts)
+    return plan_of(min(start, budget), budget, batch_size, training.weighted(shares))
+
+
+def queue_of(training: Training, budget: int, start: int, shares: tuple[float, ...]) -> WorkQueue:
+    """The same samples in a queue; a batch of each worker is as large as in a step of the plan."""
+    plan = plan_of_roles(training, start, budget, shares)
+    counts = apportion(plan.global_batch, plan.shares)
+    sizes = tuple((rank, count) for rank, count in enumerate(counts) if count)
+    every = training.checkpoint_every
+    return WorkQueue(plan.start, budget, sizes, every and every * plan.global_batch)
 
 
 class Loop:
@@ -72,14 +91,11 @@ class Loop:
         self._moved = mover(worker.layout.device)
 
     def _feed_for(self, roles: Roles) -> Feed:
-        start = min(self.position.plan_start, self._budget)
-        parts = sum(share > 0 for share in roles.shares)
-        batch_size = round(self._training.batch_size * sum(roles.shares) / parts)
-        shares = self._training.weighted(roles.shares)
-        plan = plan_of(start, self._budget, batch_size, shares)
+        plan = plan_of_roles(self._training, self.position.plan_start, self._budget, roles.shares)
         own = self._training.sharding is not None
         self._works = self._worker.rank in roles.workers
-        return Feed(self._samples(shares), plan, roles.part(self._worker.rank), own)
+        self._queue = self._strategy.work(self._state)
+        return Feed(self._samples(plan.shares), plan, roles.part(self._worker.rank), own)
 
     def run(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
@@ -89,7 +105,12 @@ class Loop:
             if not self._works:
                 if not self._serve():
                     return
-            elif self.stopped or self.position.plan_step >= self._feed.plan.steps:
+            elif self.stopped:
+                return
+            elif self._queue is not None:
+                if not self._take(self._queue):
+                    return
+            elif self.position.plan_step >= self._feed.plan.steps:
                 return
             else:
                 self._step()
@@ -101,10 +122,11 @@ class Loop:
         if switched_at != self._switched_at and self._worker.rank == self._roles.workers[0]:
             self._tracer.happened(f"switch, after step {switched_at}")
         self._switched_at = switched_at
-        if roles != self._roles:
+        if roles != self._roles or self._strategy.work(self._state) is not self._queue:
             self.close()
             self.position.plan_start = self.position.consumed
             self.position.plan_step = 0
+            self.position.own = None
             self._roles = roles
             self._feed = self._feed_for(roles)
             self._trace_phase()
@@ -125,37 +147,82 @@ class Loop:
             self._take_checkpoint()
         return paused is not None
 
+    def _take(self, queue: WorkSource) -> bool:
+        """Do what comes next out of the queue; whether anything may come after it."""
+        item, worker, position = queue.take(), self._worker, self.position
+        if item.kind is Kind.BATCH:
+            part = self._part_of(item)
+            self._train(
+                self._feed.samples.read(*part),
+                Step(
+                    samples=item.samples,
+                    total_samples=item.samples,
+                    consumed=item.stop,
+                    planned=item.stop,
+                    position=item.start,
+                ),
+                done=item.start,
+            )
+            self._finish_step()
+            return True
+        worker.step.consumed = position.consumed = item.start
+        if item.kind is Kind.END:
+            return False
+        self.stopped = item.kind is Kind.STOP
+        self._checkpoint_together()
+        return True
+
+    def _part_of(self, item: WorkItem) -> tuple[int, int]:
+        """Where the samples of `item` are: in the stream of all, or of this rank's shard."""
+        position, feed = self.position, self._feed
+        if not feed.own:
+            return item.start, item.stop
+        if position.own is None:
+            position.own, _ = feed.plan.own_part(0, feed.rank)
+        first = position.own
+        position.own += item.samples
+        return first, position.own
+
     def _step(self) -> None:
-        worker, position = self._worker, self.position
+        position = self.position
         batch, samples = self._feed.next(position.plan_step)
         deal = self._feed.plan.deal(position.plan_step)
         position.plan_step += 1
-        synchronous = self._strategy.currently_synchronous(self._state)
         if not samples and not self._strategy.currently_lockstep(self._state):
             return
-        fraction = position.consumed / self._budget
-        factor = self._training.schedule.factor(fraction)
-        consumed = min(position.consumed + deal.samples, self._budget)
-        worker.begin_step(
+        self._train(
+            batch,
             Step(
-                samples,
-                deal.samples,
-                consumed,
-                consumed / self._epoch_samples,
-                tuple(rate * factor for rate in self._base_rates),
+                samples=samples,
+                total_samples=deal.samples,
+                consumed=min(position.consumed + deal.samples, self._budget),
                 planned=deal.stop,
-                fraction=deal.stop / self._budget,
-            )
+            ),
+            done=position.consumed,
         )
-        moved = self._moved(batch) if samples else None
-        self._strategy.gradient(worker, self._state, moved)
+        self._finish_step()
+        self.stopped = self._all_stop()
+        every = self._training.checkpoint_every
+        if self.stopped or (every is not None and position.steps % every == 0):
+            self._checkpoint_together()
+
+    def _train(self, batch: Any, step: Step, *, done: int) -> None:
+        """A step on `batch`, after `done` samples of the whole cluster."""
+        worker, strategy, state = self._worker, self._strategy, self._state
+        synchronous = strategy.currently_synchronous(state)
+        factor = self._training.schedule.factor(done / self._budget)
+        step.rates = tuple(rate * factor for rate in self._base_rates)
+        step.epoch = step.consumed / self._epoch_samples
+        step.fraction = step.planned / self._budget
+        worker.begin_step(step)
+        moved = self._moved(batch) if step.samples else None
+        strategy.gradient(worker, state, moved)
         if synchronous:  # before the update, which may end the phase
             first = self._roles.part(worker.rank) == self._roles.workers[0]
             self._offer_buffers(1.0 if first else 0.0)
-        self._strategy.update(worker, self._state)
+        strategy.update(worker, state)
         if not synchronous:
-            self._offer_buffers(float(self._recorder.totals.samples + samples))
-        self._finish_step()
+            self._offer_buffers(float(self._recorder.totals.samples + step.samples))
 
     def _finish_step(self) -> None:
         worker, position = self._worker, self.position
@@ -174,12 +241,11 @@ class Loop:
                 f"the loss became {worker.step.loss} at step {position.steps}; lower the learning "
                 "rate or clip_norm, or set stop_on_nonfinite to false to go on"
             )
-        self.stopped = self._all_stop()
-        every = self._training.checkpoint_every
-        if self.stopped or (every is not None and position.steps % every == 0):
-            complete = self._strategy.quiesce(worker, self._state, position.steps)
-            if complete:  # who has left takes part in nothing collective any more
-                self._take_checkpoint()
+
+    def _checkpoint_together(self) -> None:
+        """With nothing in flight; without those who have left, who take part in it no more."""
+        if self._strategy.quiesce(self._worker, self._state, self.position.steps):
+            self._take_checkpoint()
 
     def _all_stop(self) -> bool:
         """Whether this step is the last: agreed with its loss, or found as a common one."""

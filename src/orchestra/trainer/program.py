@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from orchestra.trainer.evaluation import (
     signs_of_life,
     time_to_target,
 )
-from orchestra.trainer.loop import Loop, Position
+from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.order import recorded, replayed, write_order
 from orchestra.trainer.parts import places_of, put_together, release
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
@@ -106,6 +107,8 @@ class Session:
         self.part = self._part_of(module)
         self.worker = _make_worker(runtime, run, self.task, module, self.part, self.budget)
         self.worker.set_workers(self.roles.workers)
+        if training.work == "shared":
+            self.worker.queue_of = functools.partial(queue_of, training, self.budget)
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
         self.position = Position()

@@ -58,6 +58,11 @@ class Training(Settings):
     sharding: Sharding | None = setting(
         None, "fixed shards, such as IID, Stratified, Dirichlet(0.3) or Contiguous; none: all share"
     )
+    work: Literal["shared", "equal"] = setting(
+        "shared",
+        "where workers need not step together: shared, a worker that is free takes the next batch; "
+        "equal, each has a part of its own",
+    )
     accumulation: int = setting(1, "micro-batches that a worker's batch is split into", low=1)
     epochs: int | None = setting(
         None,

@@ -6,6 +6,7 @@ taken. All ranks share one model, so that nothing is agreed on before the first 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,7 @@ from orchestra.trainer.evaluation import (
     moments,
     without_mirrors,
 )
-from orchestra.trainer.loop import Loop, Position
+from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.program import budget_of
 from orchestra.trainer.recorder import Recorder, Spent, Totals
 from orchestra.trainer.reports import rank_report
@@ -106,6 +107,8 @@ class ShapeSession:
         )
         self._parts = shared.parts
         self.worker.set_workers(self.roles.workers)
+        if training.work == "shared":
+            self.worker.queue_of = functools.partial(queue_of, training, shared.budget)
         self.worker.quiet = _is_quiet(run.strategy)
         self.position, self.totals = Position(), Totals()
         self.stopped = False

@@ -46,6 +46,8 @@ class Tag(enum.IntEnum):
     PAIR_MEAN = 35
     HAND_OVER = 36
     TAKEN = 37
+    WORK_REQUEST = 38  # to the queue of batches, and from it
+    WORK = 39
 
     # between the stages of a pipeline
     ACTIVATION = 40

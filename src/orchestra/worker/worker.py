@@ -16,6 +16,7 @@ from orchestra.errors import InputError
 from orchestra.optimizers.moments import Moments, install_moments
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.schedules import Schedule
+from orchestra.schedules.work_queue import WorkQueue
 from orchestra.transports.protocol import Collectives, Transport
 from orchestra.worker.batches import Batch, batch_samples, split_batch
 from orchestra.worker.gradients import Gradients
@@ -37,6 +38,7 @@ class Step:
     there is none). `seconds` are those that each worker computed for this step, where somebody
     gathers them; so are `counts`, each worker's samples, `squares`, |g|^2 of each one's gradient,
     and `square`, that of their mean. `staleness`: of this step's push at each server, in updates.
+    `position`: where the samples begin in the global order, if they came from a queue.
     """
 
     samples: int = 0
@@ -55,6 +57,7 @@ class Step:
     counts: tuple[int, ...] = ()
     squares: tuple[float, ...] = ()
     square: float = 0.0
+    position: int | None = None
 
     @property
     def weight(self) -> float:
@@ -95,6 +98,10 @@ class Measures:
     native_bytes: int = 0
     native_seconds: float = 0.0
     switched_at_step: int | None = None
+
+
+QueueOf = Callable[[int, tuple[float, ...]], WorkQueue]
+"""queue_of(start, shares): the samples from `start` on, for ranks with these shares of a step."""
 
 
 @functools.cache
@@ -139,6 +146,7 @@ class Worker(FlatModel):
         self.snapshots = snapshots or Snapshots((), runtime.transport.now)
         self.rate_scale = 1.0
         self.inherited: Moments = {}
+        self.queue_of: QueueOf | None = None
         self.workers = Group(tuple(range(runtime.ranks)))
         self._loss = loss
         self.accumulation = accumulation
@@ -189,6 +197,13 @@ class Worker(FlatModel):
         if self.runtime.native is None:
             raise InputError("this engine has no native collectives: name a schedule instead")
         return self.runtime.native()
+
+    def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:
+        """A queue of what is left of the data, for ranks with these shares of a step.
+
+        None where each worker gets a part of its own in place of it.
+        """
+        return None if self.queue_of is None else self.queue_of(self.step.consumed, shares)
 
     def set_workers(self, ranks: Sequence[int]) -> None:
         """The ranks that have data from now on."""

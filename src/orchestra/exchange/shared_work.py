@@ -1,0 +1,117 @@
+"""A queue of batches without a server: the first worker holds it, others ask a step ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+
+import torch
+
+from orchestra.errors import PeerLost
+from orchestra.schedules.work_queue import Kind, WorkInHand, WorkItem, WorkQueue, item_of
+from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.tags import Tag
+from orchestra.worker.worker import Worker
+
+
+class Word(enum.IntEnum):
+    """What a worker asks of the flow that holds the queue."""
+
+    NEXT = 0  # give me the item after the one that I begin now
+    STOP = 1  # the same, and the user wishes to stop
+    CLOSE = 2  # I take nothing more
+
+
+def share_work(worker: Worker, shares: tuple[float, ...]) -> SharedWork | None:
+    """This worker's end of a queue of all that is left; None where work is dealt out."""
+    queue, copy = worker.make_queue(shares), worker.make_queue(shares)
+    return None if queue is None or copy is None else SharedWork(worker, queue, copy)
+
+
+class SharedWork:
+    """This worker's batches from a queue that a background flow of the first worker holds.
+
+    A worker asks for its next item when it begins a batch, so that the answer is there when the
+    batch is done: no step waits for a round trip. A checkpoint keeps nothing of it: at a pause no
+    batch is under way, and all that follows is known from the samples before it.
+
+    Args:
+        queue: held by the flow of the first worker.
+        copy: the same, for what this worker knows without a message.
+    """
+
+    def __init__(self, worker: Worker, queue: WorkQueue, copy: WorkQueue) -> None:
+        self._worker = worker
+        self._holder = worker.workers.ranks[0]
+        self._in_hand = WorkInHand(copy, worker.rank)
+        self._asked: Handle | None = None
+        self._flow: Task[None] | None = None
+        if worker.rank == self._holder:
+            self._flow = worker.transport.spawn(_Holder(queue, worker.workers.ranks).run)
+
+    def take(self) -> WorkItem:
+        """What this worker does next; the one before is done."""
+        if self._asked is not None:
+            self._in_hand.item = item_of(self._asked.wait().tolist())
+            self._asked = None
+        item = self._in_hand.take()
+        if item.kind is Kind.BATCH:
+            self._tell(Word.STOP if self._worker.reporter.stop_requested() else Word.NEXT)
+            self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
+        return item
+
+    def close(self) -> None:
+        """Collective over the workers: nobody takes anything more."""
+        self._tell(Word.CLOSE)
+        if self._flow is not None:
+            self._flow.wait()
+
+    def _tell(self, word: Word) -> None:
+        message = torch.tensor([word], dtype=torch.float64)
+        self._worker.transport.send(message, self._holder, Tag.WORK_REQUEST).wait()
+
+
+class _Holder:
+    """The background flow of the first worker: it answers at once, whatever the main flows do."""
+
+    def __init__(self, queue: WorkQueue, workers: tuple[int, ...]) -> None:
+        self._queue = queue
+        self._open = set(workers)
+        self._paused: set[int] = set()
+        self._held = {rank: [item] for rank, item in queue.restart().items()}
+
+    def run(self, transport: Transport) -> None:
+        """Until all workers have closed."""
+        while self._open:
+            request = transport.receive(None, Tag.WORK_REQUEST)
+            try:
+                word = Word(int(request.wait()))
+            except PeerLost as lost:
+                self._lose(lost.rank)
+                continue
+            if word is Word.CLOSE:
+                self._open.discard(request.source)
+                continue
+            answer = torch.tensor(self._next(request.source, word), dtype=torch.float64)
+            with contextlib.suppress(PeerLost):
+                transport.send(answer, request.source, Tag.WORK).wait()
+
+    def _next(self, worker: int, word: Word) -> WorkItem:
+        """The item after the one that `worker` begins; what it had before that one is done."""
+        if worker in self._paused:  # all have passed the quiet point, and this one is the first
+            self._paused.clear()
+            self._held = {rank: [item] for rank, item in self._queue.restart().items()}
+        if word is Word.STOP:
+            self._queue.close()
+        item = self._queue.next(worker)
+        if item.kind is Kind.BATCH:
+            self._held[worker] = [*self._held[worker][-1:], item]
+        elif item.kind is not Kind.END:
+            self._paused.add(worker)
+        return item
+
+    def _lose(self, worker: int) -> None:
+        self._open.discard(worker)
+        for item in self._held.pop(worker, ()):
+            if item.kind is Kind.BATCH:
+                self._queue.give_back(item)
