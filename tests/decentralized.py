@@ -65,6 +65,28 @@ def gradients(ranks: int, steps: int) -> Gradient:
     return gradient
 
 
+def gradients_taken(result: Trained, ranks: int, steps: int) -> Gradient:
+    """The same of what each rank took from the queue in its own step, as its records say."""
+    task = quadratic(ranks * steps * BATCH)
+    samples = open_samples(task.train, 0, task.collate)
+    curvature = CURVATURE.numpy()
+    positions = [[line["position"] for line in result.lines(rank)] for rank in range(ranks)]
+
+    def gradient(rank: int, step: int, x: Matrix) -> Matrix:
+        first = positions[rank][step]
+        _, points = samples.read(first, first + BATCH)
+        value: Matrix = curvature * (x - points.double().numpy().mean(0))
+        return value
+
+    return gradient
+
+
+def each_batch_once(result: Trained, ranks: int, steps: int) -> bool:
+    """Whether the ranks together took each batch of the run, and none twice."""
+    positions = sorted(line["position"] for rank in range(ranks) for line in result.lines(rank))
+    return positions == list(range(0, ranks * steps * BATCH, BATCH))
+
+
 def train_quadratic(
     strategy: Strategy[Any], ranks: int, steps: int, folder: Path, **training: Any
 ) -> Trained:

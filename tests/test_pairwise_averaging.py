@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.decentralized import (
+    Gradient,
     Matrix,
     distance_between,
+    each_batch_once,
     gradients,
+    gradients_taken,
     momentum_sgd,
     train_quadratic,
 )
@@ -62,9 +65,12 @@ def logging(monkeypatch: pytest.MonkeyPatch) -> Events:
     return events
 
 
-def ad_psgd(events: Events, ranks: int, steps: int, momentum: float) -> tuple[Matrix, list[int]]:
+def ad_psgd(
+    events: Events, gradient: Gradient, steps: list[int], momentum: float
+) -> tuple[Matrix, list[int]]:
     """Lian et al. 2018, Algorithm 1, along `events`; and the averages between read and write."""
-    gradient, descent = gradients(ranks, steps), momentum_sgd(0.1, momentum, ranks)
+    ranks = len(steps)
+    descent = momentum_sgd(0.1, momentum, ranks)
     x, read, step = np.zeros((ranks, 5)), np.zeros((ranks, 5)), [0] * ranks
     todo = {rank: deque(own) for rank, own in events.items()}
     staleness = []
@@ -73,7 +79,7 @@ def ad_psgd(events: Events, ranks: int, steps: int, momentum: float) -> tuple[Ma
         for rank, own in todo.items():
             if own and own[0][0] == "take":
                 averages = own.popleft()[1]
-                if step[rank] < steps:  # the last one only settles
+                if step[rank] < steps[rank]:  # the last one only settles
                     staleness.append(averages)
                     x[rank] -= descent(rank, gradient(rank, step[rank], read[rank]))
                     read[rank] = x[rank]
@@ -88,17 +94,20 @@ def ad_psgd(events: Events, ranks: int, steps: int, momentum: float) -> tuple[Ma
     return x, staleness
 
 
+@pytest.mark.parametrize("work", ["shared", "equal"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_it_follows_the_equations_of_the_paper(
-    ranks: int, momentum: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int, momentum: float, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = logging(monkeypatch)
-    optimizer = f"SGD(lr=0.1, momentum={momentum})"
-    result = train_quadratic(PairwiseAveraging(), ranks, STEPS, tmp_path, optimizer=optimizer)
-    replicas, staleness = ad_psgd(events, ranks, STEPS, momentum)
+    options = {"optimizer": f"SGD(lr=0.1, momentum={momentum})", "work": work}
+    result = train_quadratic(PairwiseAveraging(), ranks, STEPS, tmp_path, **options)
+    taken = gradients_taken if work == "shared" else lambda _, *sizes: gradients(*sizes)
+    steps = [len(result.lines(rank)) for rank in range(ranks)]
+    replicas, staleness = ad_psgd(events, taken(result, ranks, STEPS), steps, momentum)
     assert sum(staleness) > 0
-    assert len(staleness) == ranks * STEPS
+    assert len(staleness) == ranks * STEPS == sum(steps)
     final = result.final["x"].numpy()
     assert distance_between(final, replicas.mean(0)) < 1e-12
     recorded: list[int] = [
@@ -200,18 +209,28 @@ class Stopped(PairwiseAveraging):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_all_leave_after_one_step_and_resume(ranks: int, tmp_path: Path) -> None:
-    stopped = train_quadratic(Stopped(at=6), ranks, 200, tmp_path)
+    stopped = train_quadratic(Stopped(at=6), ranks, 200, tmp_path, work="equal")
     assert all(report.stopped for report in stopped.reports)
     steps = {len(stopped.lines(rank)) for rank in range(ranks)}
     assert len(steps) == 1
     assert 6 <= steps.pop() < 200
-    resumed = train_quadratic(Stopped(), ranks, 200, tmp_path)
+    resumed = train_quadratic(Stopped(), ranks, 200, tmp_path, work="equal")
     assert {len(resumed.lines(rank)) for rank in range(ranks)} == {200}
 
 
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_stopped_queue_is_resumed_where_it_was(ranks: int, tmp_path: Path) -> None:
+    stopped = train_quadratic(Stopped(at=6), ranks, 200, tmp_path)
+    assert all(report.stopped for report in stopped.reports)
+    taken = sum(len(stopped.lines(rank)) for rank in range(ranks))
+    assert 6 <= taken < 200 * ranks
+    assert each_batch_once(train_quadratic(Stopped(), ranks, 200, tmp_path), ranks, 200)
+
+
 def test_checkpoints_are_taken_in_the_run(tmp_path: Path) -> None:
-    train_quadratic(PairwiseAveraging(), 3, 40, tmp_path, checkpoint_every=5)
-    assert (tmp_path / "checkpoints" / "0008" / "manifest.json").exists()
+    result = train_quadratic(PairwiseAveraging(), 3, 40, tmp_path, checkpoint_every=5)
+    assert (tmp_path / "checkpoints" / "0007" / "manifest.json").exists()
+    assert each_batch_once(result, 3, 40)
 
 
 def test_links_between_even_and_odd_have_to_connect() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.decentralized import (
     Matrix,
     distance_between,
+    each_batch_once,
     gradients,
     momentum_sgd,
     replicas_of,
@@ -135,7 +136,7 @@ def test_it_follows_the_equations_of_the_paper(
 ) -> None:
     strategy = PatientPush(topology, overlap=overlap, weights=weights, seed=3)
     optimizer = f"SGD(lr=0.1, momentum={momentum})"
-    result = train_quadratic(strategy, ranks, STEPS, tmp_path, optimizer=optimizer)
+    result = train_quadratic(strategy, ranks, STEPS, tmp_path, optimizer=optimizer, work="equal")
     shares = uniform_shares if weights == "uniform" else partial(random_shares, seed=3)
     z, w = sgp(topology, ranks, shares, overlap, momentum)
     assert distance_between(replicas_of(result), z) < 1e-12
@@ -307,7 +308,8 @@ def test_receivers_of_a_suspended_peer_advance_by_the_overlap_and_resume(
     strategy = Gated(CIRCLE, overlap=overlap, gate=overlap)
     results: list[Any] = []
     run = threading.Thread(
-        target=lambda: results.append(train_quadratic(strategy, 3, 20, tmp_path)), daemon=True
+        target=lambda: results.append(train_quadratic(strategy, 3, 20, tmp_path, work="equal")),
+        daemon=True,
     )
     run.start()
     try:
@@ -349,7 +351,7 @@ def stopped_at(step: int, overlap: int = 0) -> Stopped:
 
 def test_a_resumed_run_has_all_its_mass(tmp_path: Path) -> None:
     """The drain takes mass in early, so that the run after it differs; its sum does not."""
-    options: dict[str, Any] = {"snapshots": 4}
+    options: dict[str, Any] = {"snapshots": 4, "work": "equal"}
     stopped = train_quadratic(stopped_at(5, overlap=3), 4, 40, tmp_path, **options)
     steps = {len(stopped.lines(rank)) for rank in range(4)}
     assert len(steps) == 1
@@ -367,6 +369,39 @@ def test_a_resumed_run_without_overlap_ends_as_one_that_was_not_stopped(tmp_path
     train_quadratic(stopped_at(5), 4, 40, tmp_path / "other")
     resumed = train_quadratic(stopped_at(1000), 4, 40, tmp_path / "other")
     assert equal(resumed.final, whole.final)
+
+
+def test_who_is_free_takes_the_next_batch_and_no_mass_is_lost(tmp_path: Path) -> None:
+    """Rank 0 is held until the others have taken all that is left but the batch that it holds."""
+    gate = GATES[99] = Gate(at=5)
+    strategy = Gated(CIRCLE, overlap=1, gate=99)
+    results: list[Any] = []
+
+    def train() -> None:
+        results.append(train_quadratic(strategy, 3, 20, tmp_path, checkpoint_every=None))
+
+    run = threading.Thread(target=train, daemon=True)
+    run.start()
+    try:
+        # The batch that it computes, and the next one, which it has asked for, are its own.
+        left = 60 - (gate.at + 2)
+        wait_until(lambda: gate.done.get(1, 0) + gate.done.get(2, 0) >= left - 2, "all to be taken")
+        assert gate.done[0] == gate.at
+    finally:
+        gate.open.set()
+        run.join(60)
+    (result,) = results
+    assert each_batch_once(result, 3, 20)
+    assert len(result.lines(0)) == gate.at + 2
+    assert sum(state.push.w for state in result.states) == pytest.approx(3, abs=1e-12)
+
+
+def test_a_stopped_queue_is_resumed_where_it_was_with_all_mass(tmp_path: Path) -> None:
+    stopped = train_quadratic(stopped_at(5, overlap=3), 4, 40, tmp_path)
+    assert 5 <= sum(len(stopped.lines(rank)) for rank in range(4)) < 160
+    resumed = train_quadratic(stopped_at(1000, overlap=3), 4, 40, tmp_path)
+    assert each_batch_once(resumed, 4, 40)
+    assert [state.push.w for state in resumed.states] == [1.0] * 4
 
 
 def test_a_graph_that_falls_apart_is_refused() -> None:

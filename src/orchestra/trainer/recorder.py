@@ -118,6 +118,8 @@ class Recorder:
         }
         if step.staleness:
             line["staleness"] = step.staleness
+        if step.position is not None:
+            line["position"] = step.position
         self._spent_last = spent
         self._lines.append(line)
         if self._scalars is not None:
