@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from orchestra.collectives import all_reduce
+from orchestra.optimizers.moments import export_moments
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
@@ -23,6 +25,34 @@ def average_replicas(
     values.mul_(weight)
     buffer = all_reduce(transport, values, algorithm, worker.workers, Tag.REPLICAS)
     worker.measures.peak_buffer_bytes = max(worker.measures.peak_buffer_bytes, buffer)
+
+
+def average_moments(
+    worker: Worker, optimizer: torch.optim.Optimizer, weight: float, algorithm: str
+) -> None:
+    """The moments in `optimizer` become their sum over the workers, `weight` times each one's.
+
+    The weights have to sum to 1. A parameter that some worker has not updated yet keeps its own.
+    """
+    if len(worker.workers) == 1:
+        return
+    moments = export_moments(optimizer, worker.named_parameters())
+    names = list(worker.named_parameters())
+    there = torch.tensor([float(name in moments) for name in names])
+    all_reduce(worker.transport, there, algorithm, worker.workers, Tag.AGREE)
+    tensors = [
+        value
+        for name, workers in zip(names, there.tolist(), strict=True)
+        if workers == len(worker.workers)
+        for _, value in sorted(moments[name].items())
+        if isinstance(value, Tensor) and value.dim()
+    ]
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    average_replicas(worker, worker.transport, flat, weight, algorithm)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def scaled_copy(worker: Worker, values: Tensor) -> Tensor:
