@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
@@ -13,26 +15,48 @@ from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
 
-def average_replicas(
-    worker: Worker, transport: Transport, values: Tensor, weight: float, algorithm: str
-) -> None:
-    """values <- sum over the workers of weight x values; the weights have to sum to 1.
+class Counts(TypedDict):
+    """The samples behind this worker's values and behind those of all workers; None: not known."""
 
-    `transport` is that of the flow which does it.
+    samples: int
+    total: int | None
+
+
+def average_replicas(
+    worker: Worker,
+    transport: Transport,
+    values: Tensor,
+    algorithm: str,
+    *,
+    samples: int,
+    total: int | None,
+) -> None:
+    """values <- their mean over the workers, weighted by the samples behind them.
+
+    `transport` is that of the flow which does it. Workers that do not know the `total` add up.
     """
     if len(worker.workers) == 1:
         return
-    values.mul_(weight)
+    if total is None:
+        counts = torch.tensor([samples], dtype=torch.float64)
+        all_reduce(transport, counts, algorithm, worker.workers, Tag.REPLICAS)
+        total = int(counts)
+    values.mul_(samples / total)
     buffer = all_reduce(transport, values, algorithm, worker.workers, Tag.REPLICAS)
     worker.measures.peak_buffer_bytes = max(worker.measures.peak_buffer_bytes, buffer)
 
 
 def average_moments(
-    worker: Worker, optimizer: torch.optim.Optimizer, weight: float, algorithm: str
+    worker: Worker,
+    optimizer: torch.optim.Optimizer,
+    algorithm: str,
+    *,
+    samples: int,
+    total: int | None,
 ) -> None:
-    """The moments in `optimizer` become their sum over the workers, `weight` times each one's.
+    """The moments in `optimizer` become their mean over the workers, as `average_replicas`.
 
-    The weights have to sum to 1. A parameter that some worker has not updated yet keeps its own.
+    Those of a parameter that some worker has not updated yet stay as they are.
     """
     if len(worker.workers) == 1:
         return
@@ -50,7 +74,7 @@ def average_moments(
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    average_replicas(worker, worker.transport, flat, weight, algorithm)
+    average_replicas(worker, worker.transport, flat, algorithm, samples=samples, total=total)
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))
 

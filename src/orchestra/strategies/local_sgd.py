@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from orchestra.exchange.replicas import Counts
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
-NOTHING = 1e-30
+NOTHING = 2.0**-100
 """The weight of a replica without samples, lest all weights be 0."""
 
 
@@ -43,8 +44,8 @@ class Fragment:
 
     @property
     def weight(self) -> float:
-        """Of this replica in the average: its part of the samples since the last one."""
-        return self.samples / self.total if self.total else 1.0
+        """Of this replica in an exact mean: the samples behind it since the last average."""
+        return self.samples or NOTHING
 
 
 @dataclass
@@ -228,12 +229,17 @@ class LocalSGD(Strategy[LocalSGDState]):
             exchange.average_replicas,
             worker,
             values=values,
-            weight=fragment.weight,
             algorithm=self.algorithm,
+            **self._counts(worker, fragment),
         )
         fragment.samples = fragment.total = 0
         fragment.averages += 1
         return average
+
+    def _counts(self, worker: Worker, fragment: Fragment) -> Counts:
+        """A loop of the user's own may not know the samples of other workers."""
+        total = None if worker.own_loop else fragment.total
+        return {"samples": fragment.samples, "total": total}
 
     def _round(self, worker: Worker) -> Round:
         return Round(worker.step.rates[0], len(worker.workers))
@@ -253,9 +259,7 @@ class LocalSGD(Strategy[LocalSGDState]):
 
     def _send(self, worker: Worker, state: LocalSGDState, index: int) -> None:
         fragment, (first, end) = state.fragments[index], state.cuts[index]
-        if not fragment.total:
-            return
-        weight = fragment.weight
+        counts = self._counts(worker, fragment)
         fragment.travelling = exchange.scaled_copy(worker, worker.parameters[first:end])
         fragment.due = state.steps + self.overlap
         average = self._averaging(worker, fragment, fragment.travelling)
@@ -265,7 +269,7 @@ class LocalSGD(Strategy[LocalSGDState]):
             average(worker.transport)
             self._arrive(worker, state, index)
             if isinstance(self.outer, SlowMo) and self._rule(fragment) is self.outer:
-                self._treat_moments(worker, state.optimizer, weight)
+                self._treat_moments(worker, state.optimizer, counts)
 
     def _arrive(self, worker: Worker, state: LocalSGDState, index: int) -> None:
         """What the average becomes, into the replica."""
@@ -287,13 +291,13 @@ class LocalSGD(Strategy[LocalSGDState]):
                 return Average()
         return self.outer
 
-    def _treat_moments(self, worker: Worker, optimizer: Optimizer, weight: float) -> None:
+    def _treat_moments(self, worker: Worker, optimizer: Optimizer, counts: Counts) -> None:
         """After a slow update, as `SlowMo.buffers` says."""
         assert isinstance(self.outer, SlowMo)
         if self.outer.buffers == "reset":
             optimizer.state.clear()
         elif self.outer.buffers == "average":
-            exchange.average_moments(worker, optimizer, weight, self.algorithm)
+            exchange.average_moments(worker, optimizer, self.algorithm, **counts)
 
     def _land(self, fragment: Fragment) -> None:
         if fragment.flow is not None:

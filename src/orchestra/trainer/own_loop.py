@@ -233,7 +233,7 @@ class Batches:
         total = part.total
         if total is None:
             total = part.samples
-            if self._loop.strategy.currently_lockstep(self._loop.state):
+            if self._loop.strategy.currently_synchronous(self._loop.state):
                 counts = torch.tensor([float(total)], dtype=torch.float64)
                 all_reduce(worker.transport, counts, "ring", worker.workers, Tag.COUNT)
                 total = int(counts)
