@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from orchestra.exchange.collective import Collective, make_collective
     from orchestra.exchange.common_step import CommonStep
+    from orchestra.exchange.elastic import look_ahead, pull_on_centre, step_elastically
     from orchestra.exchange.gossip import (
         exact_mean,
         exact_mean_of_buffers,
@@ -36,8 +37,13 @@ if TYPE_CHECKING:
         stage_of,
         sum_tied,
     )
-    from orchestra.exchange.push_sum import PushSum
-    from orchestra.exchange.replicas import average_replicas, fragments_of, scaled_copy
+    from orchestra.exchange.push_sum import PushSum, SelfPacedPushSum
+    from orchestra.exchange.replicas import (
+        average_moments,
+        average_replicas,
+        fragments_of,
+        scaled_copy,
+    )
     from orchestra.exchange.servers import (
         collect_slices,
         homes_of,
@@ -59,8 +65,10 @@ if TYPE_CHECKING:
         "PartialAverage",
         "PipelineStep",
         "Seat",
+        "SelfPacedPushSum",
         "SharedWork",
         "Shards",
+        "average_moments",
         "average_replicas",
         "broadcast_buffers",
         "clip_stages",
@@ -73,15 +81,18 @@ if TYPE_CHECKING:
         "is_stage",
         "make_collective",
         "keep_gradient",
+        "look_ahead",
         "make_replicated_server",
         "make_server",
         "mix_with_neighbours",
         "PairwiseAverage",
+        "pull_on_centre",
         "push_and_pull",
         "PushSum",
         "scaled_copy",
         "share_work",
         "stage_of",
+        "step_elastically",
         "sum_tied",
         "tell_servers",
         "start_together",
@@ -100,8 +111,10 @@ else:
             "PartialAverage": "partial",
             "PipelineStep": "pipeline",
             "Seat": "pipeline",
+            "SelfPacedPushSum": "push_sum",
             "SharedWork": "shared_work",
             "Shards": "shards",
+            "average_moments": "replicas",
             "average_replicas": "replicas",
             "broadcast_buffers": "average",
             "clip_stages": "pipeline",
@@ -114,15 +127,18 @@ else:
             "is_stage": "pipeline",
             "make_collective": "collective",
             "keep_gradient": "gossip",
+            "look_ahead": "elastic",
             "make_replicated_server": "servers",
             "make_server": "servers",
             "mix_with_neighbours": "gossip",
             "PairwiseAverage": "pairwise",
+            "pull_on_centre": "elastic",
             "push_and_pull": "servers",
             "PushSum": "push_sum",
             "scaled_copy": "replicas",
             "share_work": "shared_work",
             "stage_of": "pipeline",
+            "step_elastically": "elastic",
             "sum_tied": "pipeline",
             "tell_servers": "servers",
             "start_together": "average",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
+Exchanges = Literal["every_tau_steps", "one_at_a_time", "every_step"]
+
 Shares = Callable[[tuple[int, ...], int, int], Mapping[int, float]]
-"""shares(targets, rank, step): what the rank sends to each target and keeps; they sum to 1."""
+"""shares(targets, rank, exchange): what the rank sends to each target and keeps; sum 1."""
 
 
 @dataclass(frozen=True)
 class Moving:
-    """A message of mixing step `step` on its way, out or in."""
+    """A message that was sent, or is expected, since step `step`."""
 
     step: int
     handle: Handle
@@ -32,11 +34,10 @@ class Moving:
 class PushSum:
     """This rank's mass: x and behind it w, in one flat vector, [layout.size + 1].
 
-    Each step sends a share of the mass along every link and keeps the rest, so that the sums of
+    An exchange sends a share of the mass along every link and keeps the rest, so that the sums of
     x and of w over all ranks, messages included, never change. z = x / w tends to the mean.
-    Messages of a step may be added up to `overlap` steps later. Where workers are `self_paced`,
-    those that have arrived are added, whatever step they are of, and a worker waits only until
-    its own of `overlap` steps ago have left.
+    Messages of a step may be added up to `overlap` steps later; `exchanges` tells in which steps
+    an exchange begins. The graph of an exchange is that of its number.
     """
 
     def __init__(
@@ -45,21 +46,19 @@ class PushSum:
         topology: Topology,
         shares: Shares,
         overlap: int,
-        *,
-        self_paced: bool = False,
+        exchanges: Exchanges = "every_tau_steps",
     ) -> None:
         self.mass = torch.cat([worker.parameters, worker.parameters.new_ones(1)])
         self.step = 0
+        self.exchanges = 0
         self._worker = worker
         self._topology = topology
         self._shares = shares
         self._overlap = overlap
+        self._period = max(overlap, 1) if exchanges == "every_tau_steps" else 1
+        self._one_at_a_time = exchanges == "one_at_a_time" and overlap > 0
         self._leaving: list[Moving] = []
         self._arriving: list[Moving] = []
-        self._self_paced = self_paced
-        self._sent = torch.zeros(len(worker.workers))  # messages to each worker, since a drain
-        self._received = 0
-        self._next: Handle | None = None  # the receive from whoever is next; one is left at the end
 
     @property
     def x(self) -> Tensor:
@@ -76,48 +75,54 @@ class PushSum:
         return self.x / self.mass[-1]
 
     def mix(self) -> None:
-        """Send, and add what is here; wait for what is due."""
+        """Send, if an exchange begins, and add what is here; wait for what is due."""
+        due = self.step - self._overlap
+        if self._one_at_a_time:
+            self._finish(due)
+            if not self._arriving:
+                self._send()
+        else:
+            if self.step % self._period == 0:
+                self._send()
+            self._finish(due)
+        self.step += 1
+
+    def _send(self) -> tuple[int, ...]:
+        """Begin the next exchange; the workers that are sent to."""
         worker, transport = self._worker, self._worker.transport
         ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
-        graph = self._topology.graph(len(ranks), self.step)
-        shares = self._shares(graph[own], own, self.step)
-        for peer in () if self._self_paced else sources_of(graph)[own]:
-            handle = transport.receive(ranks[peer], Tag.MIX, torch.empty_like(self.mass))
-            self._arriving.append(Moving(self.step, handle))
+        graph = self._topology.graph(len(ranks), self.exchanges)
+        shares = self._shares(graph[own], own, self.exchanges)
+        self._expect([ranks[peer] for peer in sources_of(graph)[own]])
         for peer in graph[own]:
             part = self._charged(lambda share=shares[peer]: self.mass * share)  # type: ignore[misc]
             self._leaving.append(Moving(self.step, transport.send(part, ranks[peer], Tag.MIX)))
-            self._sent[peer] += 1
         self._charged(lambda: self.mass.mul_(shares[own]))
-        if self._self_paced:
-            while self._waiting().done():
-                self._take_next()
-        self._finish(self.step - self._overlap)
-        self.step += 1
+        self.exchanges += 1
+        return graph[own]
+
+    def _expect(self, sources: Sequence[int]) -> None:
+        """The ranks `sources` send in this exchange, too."""
+        for source in sources:
+            into = torch.empty_like(self.mass)
+            handle = self._worker.transport.receive(source, Tag.MIX, into)
+            self._arriving.append(Moving(self.step, handle))
 
     def drain(self) -> None:
-        """Collective: take in all that is on its way; nobody may go on before all have done so."""
-        if self._self_paced:
-            worker, sent = self._worker, self._sent.clone()
-            if len(worker.workers) > 1:
-                all_reduce(worker.transport, sent, "ring", worker.workers, Tag.COUNT)
-            while self._received < int(sent[worker.workers.index(worker.rank)]):
-                self._take_next()
-            self._sent.zero_()
-            self._received = 0
+        """Collective, after a step of all: take in all that is on its way."""
+        if self._one_at_a_time and len(self._worker.workers) > 1:
+            for _ in range(self._most_exchanges() - self.exchanges):
+                self._finish(self.step)
+                self._send()
         self._finish(self.step)
 
-    def _waiting(self) -> Handle:
-        if self._next is None:
-            into = torch.empty_like(self.mass)
-            self._next = self._worker.transport.receive(None, Tag.MIX, into)
-        return self._next
-
-    def _take_next(self) -> None:
-        arrived = self._waiting().wait()
-        self._next = None
-        self._received += 1
-        self._charged(lambda: self.mass.add_(arrived))
+    def _most_exchanges(self) -> int:
+        """Where each begins them at its own pace, those of the worker that is furthest."""
+        worker = self._worker
+        begun = torch.zeros(len(worker.workers), dtype=torch.float64)
+        begun[worker.workers.index(worker.rank)] = self.exchanges
+        all_reduce(worker.transport, begun, "ring", worker.workers, Tag.AGREE)
+        return int(begun.max())
 
     def _finish(self, due: int) -> None:
         """Add what has arrived, and wait for the messages of the steps up to `due`."""
@@ -148,9 +153,64 @@ class PushSum:
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint keeps; taken when nothing is on its way."""
         assert not self._arriving
-        return {"mass": self.mass, "step": self.step}
+        return {"mass": self.mass, "step": self.step, "exchanges": self.exchanges}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
         self.mass.copy_(saved["mass"])
         self.step = saved["step"]
+        self.exchanges = saved["exchanges"]
+
+
+class SelfPacedPushSum(PushSum):
+    """Push-sum among workers that take as many steps as they can.
+
+    A worker adds whatever has arrived, and waits for nobody. One that has sent `overlap` times
+    since it last heard of anybody keeps its mass: its w would become arbitrarily small otherwise,
+    and its steps in z arbitrarily long.
+    """
+
+    def __init__(self, worker: Worker, topology: Topology, shares: Shares, overlap: int) -> None:
+        super().__init__(worker, topology, shares, overlap)
+        self._sent = torch.zeros(len(worker.workers), dtype=torch.float64)  # since the last drain
+        self._received = 0
+        self._unheard = 0  # exchanges since something arrived
+        self._arrival: Handle | None = None  # of whatever comes next; one is left at the end
+
+    def mix(self) -> None:
+        """Add what is here; send."""
+        while self._next_arrival().done():
+            self._add_next()
+        if self._unheard < self._overlap:
+            for peer in self._send():
+                self._sent[peer] += 1
+            self._unheard += 1
+        self._finish(self.step - self._overlap)
+        self.step += 1
+
+    def drain(self) -> None:
+        """Collective: take in all that is on its way. Nobody may send before all have done so."""
+        worker, sent = self._worker, self._sent.clone()
+        if len(worker.workers) > 1:
+            all_reduce(worker.transport, sent, "ring", worker.workers, Tag.COUNT)
+        while self._received < int(sent[worker.workers.index(worker.rank)]):
+            self._add_next()
+        self._sent.zero_()
+        self._received = 0
+        self._finish(self.step)
+
+    def _expect(self, sources: Sequence[int]) -> None:
+        """Nothing of anybody in particular."""
+
+    def _next_arrival(self) -> Handle:
+        if self._arrival is None:
+            into = torch.empty_like(self.mass)
+            self._arrival = self._worker.transport.receive(None, Tag.MIX, into)
+        return self._arrival
+
+    def _add_next(self) -> None:
+        arrived = self._next_arrival().wait()
+        self._arrival = None
+        self._received += 1
+        self._unheard = 0
+        self._charged(lambda: self.mass.add_(arrived))

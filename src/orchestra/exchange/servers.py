@@ -49,16 +49,17 @@ def make_server(
     consistency: Consistency,
     *,
     updates: bool,
-    clips: bool,
-    rate_divisor: Callable[[int], int],
-    compensate: Compensate | None,
+    clips: bool = False,
+    rate_divisor: Callable[[int], int] = lambda staleness: 1,
+    compensate: Compensate | None = None,
     queue: WorkQueue | None = None,
     mirrors: Home | None = None,
+    elastic: bool = False,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
     With `mirrors` it is a replica of that one. Where workers take batches from `queue`, the first
-    server, or a replica of it, hands them out.
+    server, or a replica of it, hands them out. Where it is `elastic` its slice is a centre.
     """
     home = mirrors or next(home for home in homes if home.rank == worker.rank)
     part = home.slice
@@ -91,7 +92,8 @@ def make_server(
         clip=_clip_together(worker.clip_norm, servers) if clips else None,
         rate_divisor=rate_divisor,
         compensation=compensate(values, workers) if compensate is not None else None,
-        on_update=offer if updates else None,
+        on_update=offer if updates or elastic else None,
+        elastic=elastic,
     )
 
 

@@ -1,4 +1,4 @@
-"""A queue of batches without a server: the first worker holds it, others ask a step ahead."""
+"""A queue of batches that one rank holds; workers ask it a step ahead."""
 
 from __future__ import annotations
 
@@ -22,31 +22,40 @@ class Word(enum.IntEnum):
     CLOSE = 2  # I take nothing more
 
 
-def share_work(worker: Worker, shares: tuple[float, ...]) -> SharedWork | None:
-    """This worker's end of a queue of all that is left; None where work is dealt out."""
+def share_work(
+    worker: Worker, shares: tuple[float, ...], holder: int | None = None
+) -> SharedWork | None:
+    """This rank's end of a queue of all that is left; None where work is dealt out.
+
+    `holder` is the rank that holds it: the first worker, unless another one is named.
+    """
     queue, copy = worker.make_queue(shares), worker.make_queue(shares)
-    return None if queue is None or copy is None else SharedWork(worker, queue, copy)
+    if queue is None or copy is None:
+        return None
+    return SharedWork(worker, queue, copy, worker.workers.ranks[0] if holder is None else holder)
 
 
 class SharedWork:
-    """This worker's batches from a queue that a background flow of the first worker holds.
+    """A worker's batches from a queue that a background flow of the rank `holder` holds.
 
     A worker asks for its next item when it begins a batch, so that the answer is there when the
     batch is done: no step waits for a round trip. A checkpoint keeps nothing of it: at a pause no
     batch is under way, and all that follows is known from the samples before it.
 
     Args:
-        queue: held by the flow of the first worker.
-        copy: the same, for what this worker knows without a message.
+        queue: held by the flow.
+        copy: the same, for what a worker knows without a message.
     """
 
-    def __init__(self, worker: Worker, queue: WorkQueue, copy: WorkQueue) -> None:
+    def __init__(self, worker: Worker, queue: WorkQueue, copy: WorkQueue, holder: int) -> None:
         self._worker = worker
-        self._holder = worker.workers.ranks[0]
-        self._in_hand = WorkInHand(copy, worker.rank)
+        self._holder = holder
+        self._works = worker.rank in worker.workers.ranks
+        if self._works:
+            self._in_hand = WorkInHand(copy, worker.rank)
         self._asked: Handle | None = None
         self._flow: Task[None] | None = None
-        if worker.rank == self._holder:
+        if worker.rank == holder:
             self._flow = worker.transport.spawn(_Holder(queue, worker.workers.ranks).run)
 
     def take(self) -> WorkItem:
@@ -61,8 +70,9 @@ class SharedWork:
         return item
 
     def close(self) -> None:
-        """Collective over the workers: nobody takes anything more."""
-        self._tell(Word.CLOSE)
+        """Collective over the workers and the holder: nobody takes anything more."""
+        if self._works:
+            self._tell(Word.CLOSE)
         if self._flow is not None:
             self._flow.wait()
 
@@ -72,7 +82,7 @@ class SharedWork:
 
 
 class _Holder:
-    """The background flow of the first worker: it answers at once, whatever the main flows do."""
+    """The background flow: it answers at once, whatever the main flows do."""
 
     def __init__(self, queue: WorkQueue, workers: tuple[int, ...]) -> None:
         self._queue = queue

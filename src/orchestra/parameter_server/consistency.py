@@ -96,16 +96,16 @@ class Bounded(Asynchronous):
     """One update a push, on arrival; nobody is more than `staleness` steps ahead of the slowest.
 
     Stale synchronous parallel (Ho et al., NIPS 2013). Who reads with c steps behind it sees all
-    pushes of steps up to c - staleness, of every worker, and its own. Without a bound (None) it
-    is asynchronous. Where workers take batches from a queue, a step is a round of as many samples
-    as all workers take together, in their global order: the bounded delay of Li et al. (OSDI 2014).
+    pushes of steps up to c - staleness, of every worker, and its own. Where workers take batches
+    from a queue, a step is a round of as many samples as all workers take together, in their global
+    order: the bounded delay of Li et al. (OSDI 2014).
     """
 
     bounds = True
 
-    def __init__(self, staleness: int | None) -> None:
+    def __init__(self, staleness: int) -> None:
         self.staleness = staleness
 
     def may_answer(self, ahead: int) -> bool:
         """Once the slowest is near enough."""
-        return self.staleness is None or ahead <= self.staleness
+        return ahead <= self.staleness

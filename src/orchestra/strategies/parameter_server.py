@@ -58,6 +58,30 @@ class ParameterServerState:
     missed: Missed = field(default_factory=Missed)
 
 
+def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
+    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
+    if placement == "beside":
+        if servers > ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside workers need as many ranks, "
+                f"not {ranks}: lower servers or raise ranks"
+            )
+        if replicas and servers == ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside {ranks} workers leave none "
+                "that could evaluate after any server's death: lower servers or raise ranks"
+            )
+        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
+    workers = ranks - servers
+    if workers < 1:
+        raise InputError(
+            f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
+            "worker: raise ranks, lower servers, or set placement='beside'"
+        )
+    shares = (1.0,) * workers + (0.0,) * servers
+    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
+
+
 @dataclass(frozen=True, repr=False)
 class ParameterServer(Strategy[ParameterServerState]):
     """Workers push gradients to servers, which update their slices, and pull parameters.
@@ -74,7 +98,7 @@ class ParameterServer(Strategy[ParameterServerState]):
                   (its staleness), and the more accuracy that costs
     bounded       as asynchronous, but nobody is more than `staleness` steps ahead of the slowest
                   (stale synchronous parallel; Ho et al., NIPS 2013). For speeds that change.
-                  staleness=0 is synchronous, in everything; with no bound it is asynchronous
+                  staleness=0 is synchronous, in everything
 
     Against staleness, where each push is applied on arrival: learning_rate="divided" by the
     workers, which makes a round of pushes as large as one synchronous step; "by_staleness" (alpha /
@@ -132,7 +156,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
     staleness: int | None = setting(
-        None, "with bounded: steps that a worker may be ahead of the slowest; none: no bound", low=0
+        None, "with bounded: steps that a worker may be ahead of the slowest", low=0
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -170,6 +194,12 @@ class ParameterServer(Strategy[ParameterServerState]):
             raise InputError(
                 f"ParameterServer: staleness={self.staleness} needs consistency='bounded', "
                 f"not {self.consistency!r}"
+            )
+        if self.staleness is None and self.consistency == "bounded":
+            raise InputError(
+                "ParameterServer: consistency='bounded' needs its bound: give both, as in "
+                "ParameterServer(consistency='bounded', staleness=1), or set "
+                "consistency='asynchronous'"
             )
         if self.averages:
             self._need_pushes_on_arrival()
@@ -254,35 +284,13 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
-        roles = self._placed(ranks)
+        roles = placed_roles("ParameterServer", ranks, self.servers, self.placement, self.replicas)
         if self.backup >= len(roles.workers):
             raise InputError(
                 f"ParameterServer: {self.backup} backup workers of {len(roles.workers)} leave none "
                 "to wait for: raise ranks or lower backup"
             )
         return roles
-
-    def _placed(self, ranks: int) -> Roles:
-        if self.placement == "beside":
-            if self.servers > ranks:
-                raise InputError(
-                    f"ParameterServer: {self.servers} servers beside workers need as many ranks, "
-                    f"not {ranks}: lower servers or raise ranks"
-                )
-            if self.replicas and self.servers == ranks:
-                raise InputError(
-                    f"ParameterServer: {self.servers} servers beside {ranks} workers leave none "
-                    "that could evaluate after any server's death: lower servers or raise ranks"
-                )
-            return Roles((1.0,) * ranks, tuple(range(self.servers)), replicas=self.replicas)
-        workers = ranks - self.servers
-        if workers < 1:
-            raise InputError(
-                f"ParameterServer: {ranks} ranks with {self.servers} dedicated servers leave no "
-                "worker: raise ranks, lower servers, or set placement='beside'"
-            )
-        shares, servers = (1.0,) * workers + (0.0,) * self.servers, tuple(range(workers, ranks))
-        return Roles(shares, servers, replicas=self.replicas)
 
     def start(self, worker: Worker) -> ParameterServerState:
         """Everyone begins with the parameters of the first rank; each server takes its slice."""
@@ -352,7 +360,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             return FirstArrivals(workers - self.backup)
         if self.averages:
             return Synchronous()
-        return Bounded(self.staleness) if self.consistency == "bounded" else Asynchronous()
+        return Asynchronous() if self.staleness is None else Bounded(self.staleness)
 
     def _rate_divisor(self, workers: int) -> Callable[[int], int]:
         """What a push's learning rate is divided by, for its staleness."""

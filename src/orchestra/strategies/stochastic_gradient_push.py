@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange import PushSum, SharedWork
+    from orchestra.exchange.push_sum import Shares
     from orchestra.worker.worker import Worker
 
 
@@ -41,15 +42,30 @@ class StochasticGradientPush(Strategy[PushState]):
     p_ji is what i sends to j; each worker's shares sum to 1, itself included, so that the sums
     of all x and of all w stay as they are. The optimizer acts on x and stays with the worker.
 
+    With `overlap` tau a worker goes on while messages travel, adds them when they are there, and
+    waits for those that are tau steps old. When it sends is `exchanges`:
+
+    every_tau_steps   tau-OSGP (Section 3 and Algorithm 2 of the paper): in steps that tau divides,
+                      after the local step and before it adds what has come
+    one_at_a_time     the authors' code (gossip_module/distributed.py of
+                      facebookresearch/stochastic_gradient_push, where synch_freq is tau - 1): at
+                      the beginning of a step, before its gradient, and only once the messages of
+                      the last exchange have been added
+    every_step        the delays of the paper's analysis: up to tau exchanges at once
+
+    For tau = 1 the first and the last are the same. Graphs and random weights are those of the
+    number of the exchange, as the authors' code rotates peers.
+
     The weights: P^k 1 tends to n times the stationary distribution of P, so w_i tends to 1 where
     every rank sends and hears alike, and to a number of its own elsewhere. What is n is the sum
     of all w, and the w of each rank in the variant whose x and w are not averages but sums
     (n p_ij in place of p_ij in the limit); z is the same in both.
 
-    With `overlap`, where workers take batches from a queue, each goes at its own pace and adds what
-    has arrived: asynchronous gradient push (Assran and Rabbat, IEEE TAC 2021). A fast worker sends
-    more often, so that its w becomes small and its parameters move further with each gradient;
-    in the mean z all gradients count alike.
+    With `overlap`, where workers take batches from a queue, each goes at its own pace, adds what
+    has arrived, and waits for nobody: asynchronous gradient push (Assran and Rabbat, IEEE TAC
+    2021). It sends up to tau times before it hears of anybody, whatever `exchanges` says. Who sends
+    more often than it hears has a small w, so that its parameters move further with each gradient;
+    in the mean of all, which is sum x / sum w, all gradients count alike.
 
     More peers first and fewer later: Switch(StochasticGradientPush(Exponential(peers=2)),
     StochasticGradientPush(), when=AfterFraction(0.3), moments="averaged").
@@ -66,10 +82,21 @@ class StochasticGradientPush(Strategy[PushState]):
     overlap: int = setting(
         0, "tau: steps that a worker may be ahead of the messages sent to it", low=0
     )
+    exchanges: Literal["every_tau_steps", "one_at_a_time", "every_step"] = setting(
+        "every_tau_steps", "with overlap: in which steps a worker sends"
+    )
     weights: Literal["uniform", "random"] = setting(
         "uniform", "random: each worker divides its mass by chance, anew in each step"
     )
     seed: int = setting(0, "of random weights", low=0)
+
+    def check(self) -> None:
+        """Without overlap every step has its exchange."""
+        if self.exchanges != "every_tau_steps" and not self.overlap:
+            raise InputError(
+                f"StochasticGradientPush: exchanges={self.exchanges!r} needs messages that may be "
+                "late: set overlap to 1 or more"
+            )
 
     @property
     def synchronous(self) -> bool:
@@ -104,18 +131,23 @@ class StochasticGradientPush(Strategy[PushState]):
         """Everyone begins with the parameters of the first rank, and weight 1."""
         exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
-        shares = partial(random_shares, seed=self.seed)
+        shares: Shares = partial(random_shares, seed=self.seed)
+        if self.weights == "uniform":
+            shares = uniform_shares
         work = None
         if self.self_paced:
             work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
-        push = exchange.PushSum(
-            worker,
-            self.topology,
-            shares if self.weights == "random" else uniform_shares,
-            self.overlap,
-            self_paced=work is not None,
-        )
+        if work is None:
+            push = exchange.PushSum(worker, self.topology, shares, self.overlap, self.exchanges)
+        else:
+            push = exchange.SelfPacedPushSum(worker, self.topology, shares, self.overlap)
         return PushState(worker.local_optimizer(), push, work)
+
+    def before_forward(self, worker: Worker, state: PushState) -> None:
+        """As in the authors' code: what has come is added and an exchange begins, then z."""
+        if self.exchanges == "one_at_a_time":
+            state.push.mix()
+            worker.parameters.copy_(state.push.z())
 
     def reduce(self, worker: Worker, state: PushState) -> None:
         """The gradient stays here."""
@@ -127,7 +159,8 @@ class StochasticGradientPush(Strategy[PushState]):
         worker.parameters.copy_(state.push.x)
         worker.update_locally(state.optimizer)
         state.push.x.copy_(worker.parameters)
-        state.push.mix()
+        if self.exchanges != "one_at_a_time":
+            state.push.mix()
         worker.parameters.copy_(state.push.z())
         worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=state.push.w)
 
