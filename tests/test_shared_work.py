@@ -1,0 +1,229 @@
+"""Work for whoever is free: each sample once, on unlike nodes, across deaths and pauses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.simulated import simulated
+from tests.training import settings, step_lines
+
+from orchestra.parameter_server.consistency import Bounded
+from orchestra.parameter_server.state import Push, ServerState
+from orchestra.records.record import RunRecord
+from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
+from orchestra.settings import parse
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.registry import STRATEGIES
+
+EIGHT = """
+all_nodes:
+  cores: 2
+  jitter: null
+  loopback: {bandwidth: 30 GB/s, latency: 1 us}
+  link: {bandwidth: 100 Gbit/s, latency: 1 us}
+nodes:
+  fast: {count: 6, flops: 10 GFLOP/s}
+  slow: {count: 2, flops: 2.5 GFLOP/s}
+  server: {flops: 100 GFLOP/s}
+ranks: spread
+"""
+SPEEDS = 6 * 10 + 2 * 2.5  # samples a second at 1 GFLOP for each
+ASYNCHRONOUS = 'ParameterServer(consistency="asynchronous")'
+SELF_PACED = {
+    ASYNCHRONOUS: 9,
+    'ParameterServer(consistency="bounded", staleness=4)': 9,
+    'ParameterServer(consistency="asynchronous", servers=2, replicas=1, placement="beside")': 8,
+    "PairwiseAveraging()": 8,
+    "StochasticGradientPush(overlap=1)": 8,
+    "StochasticGradientPush(overlap=2, exchanges='every_step')": 8,
+    "ElasticAveraging(4)": 9,
+    "Switch(AllReduce('ring'), PairwiseAveraging(), when=AfterSteps(1))": 8,
+}
+
+
+def strategy_of(text: str) -> Strategy[Any]:
+    strategy: Strategy[Any] = parse(text, STRATEGIES, where="test")
+    return strategy
+
+
+def on_eight_nodes(text: str, folder: Path, **training: Any) -> RunRecord:
+    file = folder / "eight.yaml"
+    file.write_text(EIGHT)
+    run = settings(strategy_of(text), SELF_PACED[text], "images(sample_flops=1e9)", **training)
+    return simulated(run, folder / "run", on=str(file))
+
+
+def positions(folder: Path, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """[first, end) of each batch that `ranks` took, in the global order."""
+    lines = [line for rank in ranks for line in step_lines(folder, rank) if "position" in line]
+    return sorted((line["position"], line["position"] + line["samples"]) for line in lines)
+
+
+def covers(batches: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Whether `batches` are `start` to `stop`, each sample once."""
+    edges = [start, *(end for _, end in batches)]
+    return edges[-1] == stop and [first for first, _ in batches] == edges[:-1]
+
+
+@pytest.mark.parametrize("text", SELF_PACED)
+def test_unlike_nodes_are_used_as_they_are(text: str, tmp_path: Path) -> None:
+    """Two of eight at a quarter of the speed: within 5 % of the sum of the speeds."""
+    options: dict[str, Any] = {"tensors": "shapes", "engine": "simulation", "steps": 100}
+    shared = on_eight_nodes(text, tmp_path, **options)
+    assert shared.samples_per_second is not None
+    assert 0.95 * SPEEDS < shared.samples_per_second < SPEEDS
+    equal = on_eight_nodes(text, tmp_path / "..", work="equal", **options)
+    assert equal.samples_per_second is not None
+    assert equal.samples_per_second < 8 * 2.5 * 1.05
+
+
+@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("text", SELF_PACED)
+def test_each_sample_is_taken_once(text: str, every: int | None, tmp_path: Path) -> None:
+    if "Switch" in text and every:
+        pytest.skip("the first phase deals the samples out")
+    record = on_eight_nodes(text, tmp_path, steps=10, checkpoint_every=every)
+    taken = positions(tmp_path / "run", range(SELF_PACED[text]))
+    stop = 10 * 8 * SELF_PACED[text]
+    assert record.samples == stop
+    assert covers(taken, taken[0][0], stop)
+    assert taken[0][0] == (64 if "Switch" in text else 0)
+    counts = [len(positions(tmp_path / "run", [rank])) for rank in range(8)]
+    assert min(counts[:6]) > max(counts[6:])
+    assert (tmp_path / "run" / "checkpoints").exists() == bool(every)
+
+
+def test_shards_are_read_at_each_workers_own_pace(tmp_path: Path) -> None:
+    from orchestra.data.sharding import Contiguous
+
+    record = on_eight_nodes(ASYNCHRONOUS, tmp_path, steps=10, sharding=Contiguous())
+    assert record.samples == 10 * 8 * 9
+
+
+@pytest.mark.parametrize("text", [t for t in SELF_PACED if "Server(" in t or "Elastic" in t])
+def test_the_batch_of_a_dead_worker_is_given_out_again(text: str, tmp_path: Path) -> None:
+    usual = on_eight_nodes(text, tmp_path, steps=10)
+    assert usual.train_seconds is not None
+    half = usual.train_seconds / 2
+    file = tmp_path / "dying.yaml"
+    file.write_text(EIGHT + f"faults:\n  - Death: {{of: rank 3, at: {half} s}}\n")
+    run = settings(strategy_of(text), SELF_PACED[text], "images(sample_flops=1e9)", steps=10)
+    record = simulated(run, tmp_path / "dying", on=str(file))
+    assert list(record.left_out) == ["3"]
+    others = [rank for rank in range(8) if rank != 3]
+    taken = positions(tmp_path / "dying", others)
+    assert len(taken) == len(set(taken))
+    stop = 10 * 8 * SELF_PACED[text]
+    own = sum(end - first for first, end in taken)
+    # What the survivors did not take, the dead one had: all batches of it that were applied.
+    last = max(line["consumed"] for rank in others for line in step_lines(tmp_path / "dying", rank))
+    assert last == stop
+    assert 0 < stop - own < stop / 8
+
+
+def test_equal_work_is_what_it_was(tmp_path: Path) -> None:
+    record = on_eight_nodes(ASYNCHRONOUS, tmp_path, steps=10, work="equal")
+    lines = [len(step_lines(tmp_path / "run", rank)) for rank in range(8)]
+    assert max(lines) - min(lines) <= 1
+    assert record.samples == 10 * 8 * 9
+
+
+# The bound
+
+
+class Books:
+    """Workers and some servers, with a queue and a bound, in an order drawn by chance."""
+
+    def __init__(self, workers: int, servers: int, bound: int, chance: random.Random) -> None:
+        self.sizes = tuple((rank, 2) for rank in range(workers))
+        self.bound, self.chance, self.workers = bound, chance, workers
+        self.stop = 2 * workers * 12
+        self.servers = [self._server(first=not number) for number in range(servers)]
+        items = WorkQueue(0, self.stop, self.sizes).first(0)
+        self.clocks = dict.fromkeys(range(workers), 0)
+        self.items: dict[int, WorkItem] = dict(items)
+        self.in_flight: list[tuple[int, Push]] = []
+        self.waits: dict[int, set[int]] = {}
+        self.applied: list[int] = []
+
+    def _server(self, *, first: bool) -> ServerState:
+        state = ServerState(Bounded(self.bound), set(range(self.workers)))
+        state.applied, state.round = Applied(0), 2 * self.workers
+        if first:
+            state.queue = WorkQueue(0, self.stop, self.sizes)
+            state.queue.restart()
+        return state
+
+    def run(self, deaths: int) -> None:
+        """Until all have left; every choice is by chance."""
+        alive = set(range(self.workers))
+        while alive:
+            free = [w for w in alive if w not in self.waits]
+            arriving = list(range(len(self.in_flight)))
+            assert free or arriving, "everybody waits for nobody"
+            choice = self.chance.randrange(len(free) + len(arriving))
+            if choice < len(free):
+                worker = free[choice]
+                if self.items[worker].kind is Kind.END:
+                    alive.discard(worker)
+                    for server in self.servers:
+                        self._answered(server.leave(worker).answers, server)
+                elif deaths and len(alive) > 1 and self.chance.random() < 0.1:
+                    deaths -= 1
+                    alive.discard(worker)
+                    for server in self.servers:
+                        self._answered(server.leave(worker).answers, server)
+                else:
+                    self._push(worker)
+            else:
+                self._arrive(*self.in_flight.pop(choice - len(free)))
+
+    def _push(self, worker: int) -> None:
+        item = self.items[worker]
+        self.clocks[worker] += 1
+        push = Push(worker, self.clocks[worker], 2, 2, 0.0, False, position=item.start)
+        self.waits[worker] = set(range(len(self.servers)))
+        self.in_flight += [(server, push) for server in range(len(self.servers))]
+
+    def _arrive(self, number: int, push: Push) -> None:
+        server = self.servers[number]
+        if number == 0:
+            assert push.position is not None
+            self.applied.append(push.position)
+        self._answered(server.push(push).answers, server)
+
+    def _answered(self, answers: Any, server: ServerState) -> None:
+        number = self.servers.index(server)
+        assert server.applied is not None
+        for answer in answers:
+            ahead = server.positions[answer.worker] // server.round + 1
+            slowest = server.applied.before // server.round
+            everyone = server.live - server.paused - {answer.worker}
+            waited = everyone <= server.waiting.keys() | {a.worker for a in answers}
+            assert ahead - slowest <= self.bound or waited
+            if answer.work is not None:
+                self.items[answer.worker] = answer.work
+            self.waits[answer.worker].discard(number)
+            if not self.waits[answer.worker]:
+                del self.waits[answer.worker]
+
+
+@given(
+    st.integers(2, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(0, 999)
+)
+def test_nobody_is_further_ahead_than_the_bound(
+    workers: int, servers: int, bound: int, deaths: int, seed: int
+) -> None:
+    """With deaths too, which nobody waits for for ever; every batch is applied once."""
+    books = Books(workers, servers, bound, random.Random(seed))
+    books.run(deaths)
+    assert sorted(books.applied) == list(range(0, books.stop, 2))
+    for state in books.servers:
+        assert state.applied is not None
+        assert state.applied.before == books.stop
