@@ -26,6 +26,7 @@ ROUNDS = 3
 MORE = 20
 
 DEDICATED = ParameterServer(consistency="asynchronous")
+BOUNDED = ParameterServer(consistency="bounded", staleness=STEPS)
 BESIDE = ParameterServer(consistency="asynchronous", placement="beside")
 
 
@@ -61,7 +62,7 @@ def train_suspending(strategy: ParameterServer, ranks: int, victim: int, folder:
     """Let the others complete 20 more steps, three times, each while `victim` is suspended."""
     samples = WORKERS * STEPS * BATCH
     task = f"tests.gated:gated({str(folder)!r}, {samples})"
-    training = Training(ranks=ranks, batch_size=BATCH, epochs=1, snapshots=0)
+    training = Training(ranks=ranks, batch_size=BATCH, epochs=1, snapshots=0, work="equal")
     run = Run("test", task, strategy, 0, training)
     steps = Steps()
     let_run(folder, 0)
@@ -119,3 +120,37 @@ def test_the_others_go_on_while_a_worker_is_suspended(
     # before the last message that the victim had sent.
     longest = sorted(line["staleness"][0] for line in lines[victim])[-ROUNDS:]
     assert min(longest) >= (WORKERS - 1) * (MORE - 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [(DEDICATED, WORKERS + 1), (BOUNDED, WORKERS + 1), (BESIDE, WORKERS)],
+    ids=repr,
+)  # fmt: skip
+def test_the_others_take_over_what_suspended_workers_would_have_taken(
+    strategy: ParameterServer, ranks: int, tmp_path: Path
+) -> None:
+    """Two of the four workers are suspended by turns; each batch is taken once."""
+    batches = WORKERS * STEPS
+    task = f"tests.gated:gated({str(tmp_path)!r}, {batches * BATCH})"
+    training = Training(ranks=ranks, batch_size=BATCH, epochs=1, snapshots=0)
+    run, steps = Run("test", task, strategy, 0, training), Steps()
+    let_run(tmp_path, 0)
+    running = Running(train_noted, (run, tmp_path), ranks, on_event=steps.on_event)
+    try:
+        processes = pids(tmp_path, ranks)
+        let_run(tmp_path, MORE)
+        steps.wait_for({0, 1, 2, 3}, MORE)
+        with suspended(processes[1]):
+            let_run(tmp_path, 2 * MORE)
+            steps.wait_for({0, 2, 3}, 2 * MORE)
+        with suspended(processes[2]):
+            let_run(tmp_path, STEPS + MORE)  # the others take what it would have taken
+            steps.wait_for({0, 1, 3}, STEPS + MORE)
+    finally:
+        let_run(tmp_path, batches)
+        outcome = running.outcome()
+    assert outcome.left_out == {}
+    lines = {rank: step_lines(tmp_path, rank) for rank in range(WORKERS)}
+    taken = sorted(line["position"] for own in lines.values() for line in own)
+    assert taken == list(range(0, batches * BATCH, BATCH)), "each batch once"
+    assert len(lines[2]) < STEPS

@@ -397,6 +397,7 @@ OTHER = {
     "tune": "{settings: {optimizer.lr: [0.01, 0.1], schedule: [Cosine]}, by: loss, seed: 7}",
     "batch_size": "7",
     "shares": "[1, 2, 3, 4]",
+    "work": "equal",
     "sharding": "Dirichlet(0.25)",
     "accumulation": "2",
     "epochs": "3",

@@ -14,7 +14,7 @@ from tests.simulated import simulated
 from tests.training import settings, step_lines
 
 from orchestra.parameter_server.consistency import Bounded
-from orchestra.parameter_server.state import Push, ServerState
+from orchestra.parameter_server.state import Decision, Push, ServerState
 from orchestra.records.record import RunRecord
 from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 from orchestra.settings import parse
@@ -170,15 +170,18 @@ class Books:
             choice = self.chance.randrange(len(free) + len(arriving))
             if choice < len(free):
                 worker = free[choice]
-                if self.items[worker].kind is Kind.END:
+                if self.items[worker].kind is Kind.WAIT:
+                    self.waits[worker] = {0}
+                    self._answered(self.servers[0].wait(worker), self.servers[0])
+                elif self.items[worker].kind is Kind.END:
                     alive.discard(worker)
                     for server in self.servers:
-                        self._answered(server.leave(worker).answers, server)
+                        self._answered(server.leave(worker), server)
                 elif deaths and len(alive) > 1 and self.chance.random() < 0.1:
                     deaths -= 1
                     alive.discard(worker)
                     for server in self.servers:
-                        self._answered(server.leave(worker).answers, server)
+                        self._answered(server.leave(worker), server)
                 else:
                     self._push(worker)
             else:
@@ -196,16 +199,19 @@ class Books:
         if number == 0:
             assert push.position is not None
             self.applied.append(push.position)
-        self._answered(server.push(push).answers, server)
+        self._answered(server.push(push), server)
 
-    def _answered(self, answers: Any, server: ServerState) -> None:
+    def _answered(self, decision: Decision, server: ServerState) -> None:
         number = self.servers.index(server)
         assert server.applied is not None
-        for answer in answers:
+        for worker, item in decision.work:
+            self.items[worker] = item
+            del self.waits[worker]
+        for answer in decision.answers:
             ahead = server.positions[answer.worker] // server.round + 1
             slowest = server.applied.before // server.round
-            everyone = server.live - server.paused - {answer.worker}
-            waited = everyone <= server.waiting.keys() | {a.worker for a in answers}
+            everyone = server.live - server.paused - server.idle
+            waited = everyone <= server.waiting.keys() | {a.worker for a in decision.answers}
             assert ahead - slowest <= self.bound or waited
             if answer.work is not None:
                 self.items[answer.worker] = answer.work

@@ -14,10 +14,12 @@ from orchestra.parameter_server.wire import (
     Kind,
     decode_answer,
     decode_pause,
+    decode_work,
     encode_push,
     request,
 )
-from orchestra.schedules.work_queue import WorkInHand, WorkQueue
+from orchestra.schedules.work_queue import Kind as WorkKind
+from orchestra.schedules.work_queue import WorkInHand, WorkItem, WorkQueue
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 
@@ -33,7 +35,8 @@ class Home:
 class Client:
     """Pushes to every server and waits for every answer.
 
-    Where batches come from a queue, each answer brings what this worker does next; `work` holds it.
+    Where batches come from a queue, each answer brings what this worker does next, which `work`
+    holds and `take` gives.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class Client:
         self.homes = homes
         self.clock = 0  # the step that this worker has behind it
         self.work = None if queue is None else WorkInHand(queue, transport.rank)
+        self._told_to_wait = False
+        self._waits = 0  # how often this worker was told to wait for work
         self._transport = transport
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -51,6 +56,21 @@ class Client:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
         self.clock = saved["clock"]
+
+    def take(self) -> WorkItem:
+        """What this worker does next; the one before is done."""
+        assert self.work is not None
+        if self._told_to_wait:
+            self._waits += 1
+            self.work.item = self._wait_for_work()
+        item = self.work.take()
+        self._told_to_wait = item.kind is WorkKind.WAIT
+        return item
+
+    def _wait_for_work(self) -> WorkItem:
+        server = self.homes[0].rank
+        self._transport.send(request(Kind.WAIT, self._waits), server, Tag.REQUEST).wait()
+        return decode_work(self._transport.receive(server, Tag.ANSWER).wait())
 
     def push(
         self,

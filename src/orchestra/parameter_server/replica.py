@@ -14,17 +14,19 @@ from dataclasses import dataclass
 
 from orchestra.parameter_server.state import Answer, Decision, Pause, ServerState
 from orchestra.parameter_server.wire import Kind, Request
+from orchestra.schedules.work_queue import WorkItem
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What `worker` is told: the answer to its push, or of a quiet point; None if all have left.
+    """What `worker` is told: the answer to its push, of a quiet point, what to do next; None if all
+    have left.
 
     `values` tells whether the values come with it.
     """
 
     worker: int
-    content: Answer | Pause | None
+    content: Answer | Pause | WorkItem | None
     values: bool
 
 
@@ -43,6 +45,8 @@ class Replica:
         self.gives_values = False
         self._last_pause: Request
         self._answers: dict[int, Answer] = {}
+        self._work: dict[int, WorkItem] = {}
+        self._waits: dict[int, int] = {}  # requests for work that were taken of each worker
         self._asking: dict[int, Request] = {}
         self._left: set[int] = set()
         self._unconfirmed: deque[list[Reply]] = deque()  # what each request passed on led to
@@ -55,7 +59,7 @@ class Replica:
     def hear(self, request: Request) -> bool:
         """A request has come from its worker; whether it is new, and so to be taken."""
         worker = request.worker
-        if request.kind in (Kind.PUSH, Kind.PAUSE) and worker not in self.state.live:
+        if request.kind in (Kind.PUSH, Kind.PAUSE, Kind.WAIT) and worker not in self.state.live:
             return False  # it is lost, and its loss came first
         if request.kind is Kind.LOST:
             self._asking.pop(worker, None)
@@ -75,11 +79,15 @@ class Replica:
         elif request.kind is Kind.PAUSE:
             self._last_pause = request
             decision = state.pause(worker)
+        elif request.kind is Kind.WAIT:
+            self._waits[worker] = request.step
+            decision = state.wait(worker)
         else:
             if request.kind is Kind.LEAVE:
                 self._left.add(worker)
             decision = state.leave(worker)
         self._answers.update((answer.worker, answer) for answer in decision.answers)
+        self._work.update(decision.work)
         if decision.quiet and state.live:
             self.points += 1
             self.pause = Pause(self._last_pause.step, complete=not self._left)
@@ -119,6 +127,8 @@ class Replica:
             return not seen and worker not in state.pending
         if request.kind is Kind.PAUSE:
             return request.points == self.points and worker not in state.paused
+        if request.kind is Kind.WAIT:
+            return request.step > self._waits.get(worker, 0)
         return worker in state.live
 
     def _reply(self, request: Request) -> Reply | None:
@@ -130,4 +140,7 @@ class Replica:
         if request.kind is Kind.PAUSE:
             done = self.points > request.points
             return Reply(worker, self.pause, request.values) if done else None
+        if request.kind is Kind.WAIT:
+            done = worker not in state.idle
+            return Reply(worker, self._work[worker], values=False) if done else None
         return None if state.live else Reply(worker, None, values=True)

@@ -15,9 +15,10 @@ from orchestra.parameter_server.wire import (
     Request,
     decode_answer,
     decode_pause,
+    decode_work,
     encode_request,
 )
-from orchestra.schedules.work_queue import WorkQueue
+from orchestra.schedules.work_queue import WorkItem, WorkQueue
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
@@ -50,6 +51,10 @@ class ReplicatedClient(Client):
                 _Question(self, place, request, gradient=gradient[first:end], into=into[first:end])
             )
         return [decode_answer(self._transport.rank, question.wait()) for question in questions]
+
+    def _wait_for_work(self) -> WorkItem:
+        request = Request(self._transport.rank, Kind.WAIT, step=self._waits)
+        return decode_work(self._ask(0, request).wait())
 
     def pause(self, step: int) -> bool:
         """Push no more until every worker has paused too; whether none has left."""

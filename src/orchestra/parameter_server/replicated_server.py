@@ -20,7 +20,9 @@ from orchestra.parameter_server.wire import (
     encode_answer,
     encode_pause,
     encode_request,
+    encode_work,
 )
+from orchestra.schedules.work_queue import WorkItem
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
@@ -61,10 +63,7 @@ class Held:
         for reply in sorted(replies, key=lambda reply: reply.worker == transport.rank):
             worker, content, handles = reply.worker, reply.content, []
             if content is not None:
-                head = (
-                    encode_answer(content) if isinstance(content, Answer) else encode_pause(content)
-                )
-                handles.append(transport.send(head, worker, self.answer_tag))
+                handles.append(transport.send(_encode(content), worker, self.answer_tag))
             if reply.values:
                 handles.append(transport.send(self._values_of(reply), worker, self.values_tag))
             self.sending[worker] = handles
@@ -234,6 +233,12 @@ class ReplicatedServer:
         """Go on from `saved`."""
         self._own.server.load_state_dict(saved["own"])
         self._mirror.server.load_state_dict(saved["mirror"])
+
+
+def _encode(content: Answer | Pause | WorkItem) -> Tensor:
+    if isinstance(content, Answer):
+        return encode_answer(content)
+    return encode_pause(content) if isinstance(content, Pause) else encode_work(content)
 
 
 def _send(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:

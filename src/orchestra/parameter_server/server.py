@@ -19,6 +19,7 @@ from orchestra.parameter_server.wire import (
     decode_push,
     encode_answer,
     encode_pause,
+    encode_work,
 )
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
@@ -96,6 +97,8 @@ class Server:
             return self.state.pause(worker)
         if kind is Kind.LEAVE:
             return self.state.leave(worker)
+        if kind is Kind.WAIT:
+            return self.state.wait(worker)
         for sending in self._sending.pop(worker, ()):
             sending.wait()
         gradient = transport.receive(worker, Tag.GRADIENT).wait()  # it came before the request
@@ -124,6 +127,8 @@ class Server:
         self.apply(transport, decision.apply)
         for answer in decision.answers:
             self._answer(transport, answer)
+        for worker, item in decision.work:
+            self._finish([transport.send(encode_work(item), worker, Tag.ANSWER)])
 
     def apply(self, transport: Transport, updates: Sequence[Update]) -> None:
         """Apply `updates`, in order; the gradients of their pushes are kept."""

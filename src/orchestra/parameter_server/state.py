@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from orchestra.parameter_server.consistency import Consistency
-from orchestra.schedules.work_queue import Applied, WorkItem, WorkQueue
+from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Decision:
-    """Apply the updates, in order; then answer."""
+    """Apply the updates, in order; then answer, and give `work` to those who asked for it."""
 
     apply: tuple[Update, ...] = ()
     answers: tuple[Answer, ...] = ()
+    work: tuple[tuple[int, WorkItem], ...] = ()
     quiet: bool = False
 
 
@@ -93,7 +95,7 @@ class ServerState:
 
     Where workers take batches from a queue, `applied` tells which are, `positions` where the last
     batch of each worker began, and `round` how many samples all workers take together. One server
-    holds the `queue`.
+    holds the `queue`; `idle` workers wait for something to come back to it, or for the end.
     """
 
     consistency: Consistency
@@ -111,8 +113,9 @@ class ServerState:
     applied: Applied | None = None
     round: int = 0
     positions: dict[int, int] = field(default_factory=dict)
+    idle: set[int] = field(default_factory=set)
     _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
-    """Live and not paused, as long as that has not changed."""
+    """Live, not paused and not idle, as long as that has not changed."""
 
     def push(self, push: Push) -> Decision:
         """A gradient has arrived."""
@@ -135,11 +138,18 @@ class ServerState:
         self._at_work = None
         return self._decide()
 
+    def wait(self, worker: int) -> Decision:
+        """`worker` was told to wait, and asks for work."""
+        self.idle.add(worker)
+        self._at_work = None
+        return self._decide()
+
     def leave(self, worker: int) -> Decision:
         """`worker` is gone for good: it has finished, or was lost with its push, if any."""
         self.live.discard(worker)
         self._at_work = None
         self.paused.discard(worker)
+        self.idle.discard(worker)
         self.pending.pop(worker, None)
         self.waiting.pop(worker, None)
         if self.queue is not None:
@@ -161,17 +171,27 @@ class ServerState:
     def _decide(self) -> Decision:
         updates = []
         if self._at_work is None:
-            self._at_work = frozenset(self.live - self.paused)
+            self._at_work = frozenset(self.live - self.paused - self.idle)
         at_work = self._at_work
         for members in self.consistency.ready(self.pending, at_work):
             updates.append(self._account(tuple(self.pending.pop(worker) for worker in members)))
         answers = self._answers(at_work)
         self.read.update((answer.worker, answer.version) for answer in answers)
         quiet = not self.pending and not self.waiting and self.live <= self.paused
-        return Decision(tuple(updates), tuple(answers), quiet)
+        return Decision(tuple(updates), tuple(answers), tuple(self._work()), quiet)
+
+    def _work(self) -> Iterator[tuple[int, WorkItem]]:
+        """For those who are idle, as soon as there is something for them."""
+        for worker in sorted(self.idle):
+            assert self.queue is not None
+            item = self.queue.take(worker)
+            if item.kind is not Kind.WAIT:
+                self.idle.discard(worker)
+                self._at_work = None
+                yield worker, item
 
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
-        """To those who may go on; none for whom the queue has nothing yet."""
+        """To those who may go on."""
         released = sorted(self.waiting)
         if released and self.consistency.bounds:
             slowest = self._slowest(at_work)
@@ -185,15 +205,15 @@ class ServerState:
                 # server chooses the same one.
                 near = [min(released, key=self._steps)]
             released = near
-        answers = []
-        for worker in released:
-            work = None if self.queue is None else self.queue.take(worker)
-            if work is not None or self.queue is None:
-                answer = self.waiting.pop(worker)
-                answers.append(
-                    replace(answer, version=self.version, consumed=self.consumed, work=work)
-                )
-        return answers
+        return [
+            replace(
+                self.waiting.pop(worker),
+                version=self.version,
+                consumed=self.consumed,
+                work=None if self.queue is None else self.queue.take(worker),
+            )
+            for worker in released
+        ]
 
     def _steps(self, worker: int) -> int:
         """That `worker` has behind it; rounds, where batches come from a queue."""

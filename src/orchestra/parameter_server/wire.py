@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.parameter_server.state import Answer, Pause, Push
-from orchestra.schedules.work_queue import item_of
+from orchestra.schedules.work_queue import WorkItem, item_of
 
 PUSH_HEAD, ANSWER_HEAD = 8, 10
 """Numbers before the rates of a push, and before the flags of an answer."""
@@ -23,7 +23,7 @@ NOTHING = (-1, 0, 0)
 
 
 class Kind(enum.IntEnum):
-    """What a request asks for, or says; the last three where slices have replicas."""
+    """What a request asks for, or says; LOST, CONFIRMED and DONE where slices have replicas."""
 
     PUSH = 0
     PAUSE = 1
@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     LOST = 3  # the worker is
     CONFIRMED = 4  # by the other replica: it has taken the next request
     DONE = 5  # the worker has all that it wanted of this server
+    WAIT = 6  # for work, where there is none left
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Request:
     """What `worker` asks of a slice, or that it is lost.
 
     `push` comes with PUSH. A PAUSE comes after step `step`, from a worker that has `points` quiet
-    points behind it; with `values` it wants them as they are at this one.
+    points behind it; with `values` it wants them as they are at this one. `step` numbers the WAITs
+    of a worker, from 1.
     """
 
     worker: int
@@ -82,6 +84,16 @@ def decode_pause(message: Tensor) -> Pause:
     """The pause that `message` holds."""
     step, complete = message.tolist()
     return Pause(int(step), bool(complete))
+
+
+def encode_work(item: WorkItem) -> Tensor:
+    """What a worker that waits for work is told."""
+    return torch.tensor(item, dtype=torch.float64)
+
+
+def decode_work(message: Tensor) -> WorkItem:
+    """The item that `message` holds."""
+    return item_of(message.tolist())
 
 
 def encode_push(push: Push) -> Tensor:

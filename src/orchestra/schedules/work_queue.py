@@ -18,6 +18,7 @@ class Kind(enum.IntEnum):
     PAUSE = 1  # wait with all others for a quiet point, then go on
     STOP = 2  # the same, and do not go on: the user wishes to stop
     END = 3  # leave: the budget is used up
+    WAIT = 4  # ask again: others hold the last batches, which come back if they are lost
 
 
 class WorkItem(NamedTuple):
@@ -82,15 +83,12 @@ class WorkQueue:
         self._next = max(item.stop for item in items.values())
         return items
 
-    def take(self, worker: int) -> WorkItem | None:
-        """The next item of `worker`, whose last batch is done.
-
-        None: there is none yet. Others hold the last batches, which come back if they are lost.
-        """
+    def take(self, worker: int) -> WorkItem:
+        """The next item of `worker`, whose last batch is done."""
         self._held.pop(worker, None)
-        waits = self._next == self._stop and not self._closed
-        if waits and self._held and not self._returned:
-            return None
+        over = self._next == self._stop and not (self._returned or self._closed)
+        if over and self._held:
+            return WorkItem(Kind.WAIT, self._next, self._next)
         return self._hold(worker)
 
     def lose(self, worker: int) -> None:

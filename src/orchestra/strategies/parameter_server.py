@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from orchestra.exchange.servers import Compensate
     from orchestra.parameter_server import Client, Home, Pause, ReplicatedServer, Server
-    from orchestra.schedules.work_queue import WorkInHand, WorkQueue
+    from orchestra.schedules.work_queue import WorkQueue
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -273,9 +273,10 @@ class ParameterServer(Strategy[ParameterServerState]):
         """Where each push is applied on arrival."""
         return not self.averages
 
-    def work(self, state: ParameterServerState) -> WorkInHand | None:
-        """What the last answer brought."""
-        return None if state.client is None else state.client.work
+    def work(self, state: ParameterServerState) -> Client | None:
+        """What answers bring."""
+        client = state.client
+        return None if client is None or client.work is None else client
 
     @property
     def hands_over_moments(self) -> bool:

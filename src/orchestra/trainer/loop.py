@@ -150,6 +150,10 @@ class Loop:
     def _take(self, queue: WorkSource) -> bool:
         """Do what comes next out of the queue; whether anything may come after it."""
         item, worker, position = queue.take(), self._worker, self.position
+        if item.kind is Kind.WAIT:
+            worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
+            item = queue.take()
+            worker.reporter.phase("training")
         if item.kind is Kind.BATCH:
             part = self._part_of(item)
             self._train(
