@@ -7,6 +7,7 @@ orchestra: `tests/test_papers.py` compares the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -331,7 +332,7 @@ def loss_stable(losses: Sequence[float], window: int, threshold: float) -> int |
     """
     for seen in range(window, len(losses) + 1):
         last = losses[seen - window : seen]
-        change = sum(abs(b - a) / a for a, b in zip(last[:-1], last[1:], strict=True))
+        change = sum(abs(b - a) / a for a, b in pairwise(last))
         if change / (window - 1) <= threshold:
             return seen
     return None

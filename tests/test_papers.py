@@ -1,0 +1,169 @@
+"""Every strategy's update rule against its paper's, as transcribed in `tests/papers.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests import papers
+from tests.arrivals import RATE, Served
+from tests.tanh_net import INPUTS, Run, Vector, gradient_of, start
+from tests.test_push_sum import PatientPush
+from torch import Tensor, nn
+
+from orchestra.strategies.local_sgd import LocalSGD
+from orchestra.strategies.outer import Nesterov, SlowMo
+from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
+
+BATCH = 4
+RANKS = 4
+STEPS = 24
+
+
+def assert_equal(values: Vector, paper: Vector) -> None:
+    np.testing.assert_allclose(values, paper, rtol=1e-12, atol=1e-12)
+
+
+def trained(
+    strategy: Any,
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    ranks: int = RANKS,
+    momentum: float = 0.0,
+    **training: Any,
+) -> Run:
+    training = {"optimizer": f"SGD(lr={RATE}, momentum={momentum})", **training}
+    samples = steps * ranks * BATCH
+    return Run(strategy, ranks, samples, folder, batch_size=BATCH, **training)
+
+
+def test_the_gradient_by_hand_is_the_loss_s() -> None:
+    random = np.random.default_rng(0)
+    inputs, targets, x = random.normal(size=(5, 2)), random.normal(size=5), start()
+
+    def loss(x: Vector) -> float:
+        hidden = np.tanh(inputs @ x[:8].reshape(4, 2).T + x[8:12])
+        return float(0.5 * np.mean((hidden @ x[12:] - targets) ** 2))
+
+    steps = 1e-6 * np.eye(len(x))
+    differences = [(loss(x + d) - loss(x - d)) / 2e-6 for d in steps]
+    np.testing.assert_allclose(gradient_of(inputs, targets, x), differences, atol=1e-9)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("period", [1, 5, None])
+def test_local_sgd_weighs_by_samples(period: int | None, momentum: float, tmp_path: Path) -> None:
+    """Shares of 3 to 1; 23 steps, so that the last round is short, and so is its last batch."""
+    samples = 23 * RANKS * BATCH - 5
+    optimizer = f"SGD(lr={RATE}, momentum={momentum})"
+    run = Run(
+        LocalSGD(period),
+        RANKS,
+        samples,
+        tmp_path,
+        batch_size=BATCH,
+        optimizer=optimizer,
+        shares=(3.0, 1.0, 3.0, 1.0),
+    )
+    assert run.samples[0] == [6, 2, 6, 2]
+    assert len(set(map(tuple, run.samples))) == 2
+    x = papers.local_sgd(run.gradient, run.samples, start(), RATE, period, momentum)
+    assert_equal(run.final, x)
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_stochastic_gradient_push(ranks: int, tmp_path: Path) -> None:
+    run = trained(StochasticGradientPush(), tmp_path, ranks=ranks)
+    p = papers.one_peer_exponential(ranks)
+    x, w = papers.sgp(run.gradient, STEPS, start(), RATE, p)
+    assert_equal(run.replicas, x / w[:, None])
+    assert_equal(run.final, x.sum(0) / w.sum())
+
+
+@pytest.mark.parametrize("tau", [1, 2])
+def test_overlapped_push_with_a_message_in_every_step(tau: int, tmp_path: Path) -> None:
+    run = trained(PatientPush(overlap=tau), tmp_path)
+    x, w = papers.overlap_sgp(
+        run.gradient, STEPS, start(), RATE, papers.one_peer_exponential(RANKS), tau
+    )
+    assert_equal(run.final, x.sum(0) / w.sum())
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.7])
+@pytest.mark.parametrize("tau", [1, 4])
+def test_slowmo(tau: int, alpha: float, tmp_path: Path) -> None:
+    run = trained(LocalSGD(tau, outer=SlowMo(0.6, rate=alpha)), tmp_path, momentum=0.9)
+    x = papers.slowmo(run.gradient, RANKS, STEPS, start(), lambda t: RATE, 0.9, tau, alpha, 0.6)
+    assert_equal(run.final, x)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_block_momentum_is_slowmo_and_with_nesterov_that_of_diloco(
+    nesterov: bool, tmp_path: Path
+) -> None:
+    eta, zeta, block = 0.7, 0.9, 4
+    outer = Nesterov(zeta, eta) if nesterov else SlowMo(eta, rate=zeta)
+    run = trained(LocalSGD(block, outer=outer), tmp_path)
+    blocks = STEPS // block
+    w = papers.bmuf(run.gradient, RANKS, blocks, block, start(), RATE, eta, zeta, nesterov)
+    assert_equal(run.final, w)
+
+
+# Servers: the order of the pushes is given
+
+
+WORKERS = 3
+ORDER = [0, 1, 0, 2, 2, 1, 0, 0, 0, 1, 2, 1, 1, 0, 2, 0, 1, 1, 1, 2, 0, 0]
+BOUNDED = [0, 0, 0, 1, 2, 0, 1, 1, 1, 2, 2, 0, 1, 2, 0, 0, 2, 2, 1, 2, 0, 1]
+SAMPLES = np.random.default_rng(4).normal(size=(WORKERS, len(ORDER), BATCH, INPUTS + 1))
+
+
+class Whole(nn.Module):
+    """The parameters of the network as one vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.from_numpy(start()))
+
+
+def fixed_gradient(worker: int, step: int, x: Vector) -> Vector:
+    """Of a batch that belongs to the worker's step."""
+    batch = SAMPLES[worker, step]
+    return gradient_of(batch[:, :INPUTS], batch[:, INPUTS], x)
+
+
+def served(order: list[int], **settings: Any) -> Vector:
+    """What a server has when the pushes have arrived in `order`."""
+    clock: Counter[int] = Counter()
+
+    def gradient(worker: int, values: Tensor, first: int) -> Tensor:
+        clock[worker] += 1
+        return torch.from_numpy(fixed_gradient(worker, clock[worker] - 1, values.numpy()))
+
+    values = Served(ParameterServer(**settings), WORKERS, Whole, gradient).serve(order)
+    return values.numpy()
+
+
+@pytest.mark.parametrize("bound", [2, np.inf])
+def test_stale_synchronous_parallel(bound: float) -> None:
+    order = ORDER if bound == np.inf else BOUNDED
+    settings: dict[str, Any] = {"consistency": "asynchronous"}
+    if bound < np.inf:
+        settings = {"consistency": "bounded", "staleness": int(bound)}
+    w = papers.stale_synchronous_parallel(fixed_gradient, WORKERS, order, start(), RATE, bound)
+    assert_equal(served(order, **settings), w)
+
+
+@pytest.mark.parametrize(("kind", "m"), [("constant", None), ("adaptive", 0.95), ("adaptive", 0.0)])
+def test_delay_compensation(kind: str, m: float | None) -> None:
+    settings: dict[str, Any] = {"delay_compensation": kind, "lambda0": 0.4}
+    if m is not None:
+        settings["mean_square"] = m
+    w = papers.dc_asgd(fixed_gradient, WORKERS, ORDER, start(), RATE, 0.4, m)
+    assert_equal(served(ORDER, consistency="asynchronous", **settings), w)
