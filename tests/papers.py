@@ -131,6 +131,15 @@ def one_peer_exponential(nodes: int) -> MixingMatrices:
     return matrix
 
 
+def star(nodes: int) -> MixingMatrices:
+    """Node 0 sends to all, all to node 0, each dividing its mass evenly: w does not stay 1."""
+    p = np.zeros((nodes, nodes))
+    p[:, 0] = 1 / nodes
+    p[0, 1:] = 0.5
+    p[range(1, nodes), range(1, nodes)] = 0.5
+    return lambda k: p
+
+
 def sgp(
     gradient: Gradient, steps: int, x0: Vector, gamma: float, p: MixingMatrices
 ) -> tuple[Matrix, Vector]:

@@ -19,6 +19,7 @@ from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Nesterov, SlowMo
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
+from orchestra.topologies import Exponential, Star, Topology
 
 BATCH = 4
 RANKS = 4
@@ -77,21 +78,26 @@ def test_local_sgd_weighs_by_samples(period: int | None, momentum: float, tmp_pa
     assert_equal(run.final, x)
 
 
-@pytest.mark.parametrize("ranks", [4, 5])
-def test_stochastic_gradient_push(ranks: int, tmp_path: Path) -> None:
-    run = trained(StochasticGradientPush(), tmp_path, ranks=ranks)
-    p = papers.one_peer_exponential(ranks)
+GRAPHS = [(Exponential(peers=1), papers.one_peer_exponential(5)), (Star(), papers.star(5))]
+
+
+@pytest.mark.parametrize(("topology", "p"), GRAPHS, ids=["exponential", "star"])
+def test_stochastic_gradient_push(
+    topology: Topology, p: papers.MixingMatrices, tmp_path: Path
+) -> None:
+    run = trained(StochasticGradientPush(topology), tmp_path, ranks=5)
     x, w = papers.sgp(run.gradient, STEPS, start(), RATE, p)
     assert_equal(run.replicas, x / w[:, None])
     assert_equal(run.final, x.sum(0) / w.sum())
 
 
 @pytest.mark.parametrize("tau", [1, 2])
-def test_overlapped_push_with_a_message_in_every_step(tau: int, tmp_path: Path) -> None:
-    run = trained(PatientPush(overlap=tau), tmp_path)
-    x, w = papers.overlap_sgp(
-        run.gradient, STEPS, start(), RATE, papers.one_peer_exponential(RANKS), tau
-    )
+@pytest.mark.parametrize(("topology", "p"), GRAPHS, ids=["exponential", "star"])
+def test_overlapped_push_with_a_message_in_every_step(
+    topology: Topology, p: papers.MixingMatrices, tau: int, tmp_path: Path
+) -> None:
+    run = trained(PatientPush(topology, overlap=tau), tmp_path, ranks=5)
+    x, w = papers.overlap_sgp(run.gradient, STEPS, start(), RATE, p, tau)
     assert_equal(run.final, x.sum(0) / w.sum())
 
 
