@@ -19,7 +19,9 @@ from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Nesterov, SlowMo
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
+from orchestra.strategies.switch_rules import LossStable
 from orchestra.topologies import Exponential, Star, Topology
+from orchestra.worker.worker import Step
 
 BATCH = 4
 RANKS = 4
@@ -173,3 +175,14 @@ def test_delay_compensation(kind: str, m: float | None) -> None:
         settings["mean_square"] = m
     w = papers.dc_asgd(fixed_gradient, WORKERS, ORDER, start(), RATE, 0.4, m)
     assert_equal(served(ORDER, consistency="asynchronous", **settings), w)
+
+
+@pytest.mark.parametrize(("window", "threshold"), [(6, 0.01), (3, 0.02)])
+def test_loss_stable(window: int, threshold: float) -> None:
+    noise = np.random.default_rng(1).uniform(-0.01, 0.01, size=80)
+    losses = [(0.3 + 3 * np.exp(-t / 8)) * (1 + change) for t, change in enumerate(noise)]
+    rule = LossStable(window, threshold)
+    state = rule.begin()
+    fired = [rule.observe(state, Step(loss=float(loss))) for loss in losses]
+    assert fired.index(True) + 1 == papers.loss_stable(losses, window, threshold)
+    assert fired.index(True) > 20
