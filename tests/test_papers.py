@@ -15,8 +15,9 @@ from tests.tanh_net import INPUTS, Run, Vector, gradient_of, start
 from tests.test_push_sum import PatientPush
 from torch import Tensor, nn
 
+from orchestra.optimizers.settings import StepDecay
 from orchestra.strategies.local_sgd import LocalSGD
-from orchestra.strategies.outer import Nesterov, SlowMo
+from orchestra.strategies.outer import Elastic, Nesterov, SlowMo
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
 from orchestra.strategies.switch_rules import LossStable
@@ -109,6 +110,31 @@ def test_slowmo(tau: int, alpha: float, tmp_path: Path) -> None:
     run = trained(LocalSGD(tau, outer=SlowMo(0.6, rate=alpha)), tmp_path, momentum=0.9)
     x = papers.slowmo(run.gradient, RANKS, STEPS, start(), lambda t: RATE, 0.9, tau, alpha, 0.6)
     assert_equal(run.final, x)
+
+
+@pytest.mark.parametrize("buffers", ["maintain", "reset", "average"])
+@pytest.mark.parametrize(("base", "tau"), [(2, 6), (3, 12), (6, 6)])
+def test_slowmo_with_two_periods_and_its_three_treatments_of_buffers(
+    base: int, tau: int, buffers: Any, tmp_path: Path
+) -> None:
+    """The learning rate falls between two outer iterations."""
+    strategy = LocalSGD(base, outer=SlowMo(0.6, rate=0.8, every=tau, buffers=buffers))
+    schedule = StepDecay((0.5,), 0.3)
+    run = trained(strategy, tmp_path, momentum=0.9, schedule=schedule)
+    x = papers.slowmo(
+        run.gradient, RANKS, STEPS, start(), lambda t: RATE if t * tau < STEPS / 2 else 0.3 * RATE,
+        0.9, tau, 0.8, 0.6, buffers, base,
+    )  # fmt: skip
+    assert_equal(run.final, x)
+
+
+@pytest.mark.parametrize("tau", [1, 4, 5])
+def test_synchronous_easgd(tau: int, tmp_path: Path) -> None:
+    beta = 0.6
+    run = trained(LocalSGD(tau, outer=Elastic(beta)), tmp_path)
+    x, center = papers.easgd(run.gradient, RANKS, STEPS, start(), RATE, beta / RANKS, tau)
+    assert_equal(run.final, center)
+    assert_equal(run.replicas, x)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
