@@ -39,7 +39,8 @@ def quadratic(samples: int = 60) -> Task:
     """Samples drawn by a seed, in float64."""
     generator = torch.Generator().manual_seed(3)
     points = torch.randn(samples, SIZE, dtype=torch.float64, generator=generator)
-    return Task(model=Point, train=TensorData(points), loss=half_square, collate=TensorData.collate)
+    data = TensorData(points)
+    return Task(model=Point, train=data, test=data, loss=half_square, collate=TensorData.collate)
 
 
 def start() -> Vector:
@@ -47,13 +48,15 @@ def start() -> Vector:
     return np.arange(1.0, SIZE + 1.0)
 
 
-def mean_samples(ranks: int, batch_size: int, samples: int = 60) -> list[list[tuple[Vector, int]]]:
+def mean_samples(
+    ranks: int, batch_size: int, samples: int = 60, shares: tuple[float, ...] | None = None
+) -> list[list[tuple[Vector, int]]]:
     """For each step of an epoch and each rank the mean of its samples, and how many they are.
 
     The gradient of x there is x minus that mean.
     """
     task = quadratic(samples)
-    plan = Plan(0, samples, batch_size, (1.0,) * ranks)
+    plan = Plan(0, samples, batch_size, shares or (1.0,) * ranks)
     feeds = [Feed(open_samples(task.train, 0, task.collate), plan, rank) for rank in range(ranks)]
     steps = []
     for step in range(plan.steps):

@@ -30,25 +30,42 @@ def train(
     samples: int = SAMPLES,
     **training: Any,
 ) -> Trained:
+    training = {"optimizer": f"SGD(lr={RATE})", **training}
     return train_threads(
         strategy, ranks, folder, f"tests.quadratic:quadratic({samples})", batch_size=BATCH,
-        optimizer=f"SGD(lr={RATE})", **training,
+        **training,
     )  # fmt: skip
 
 
-def followed(every: int, outer: Outer, ranks: int = RANKS) -> Vector:
+def averaged(x: list[Vector], samples: Vector) -> Vector:
+    """Weighted by the samples behind each; they are all alike where there are none."""
+    result: Vector = np.average(x, axis=0, weights=samples if samples.any() else None)
+    return result
+
+
+def followed(
+    every: int,
+    outer: Outer,
+    ranks: int = RANKS,
+    shares: tuple[float, ...] | None = None,
+) -> Vector:
     """The same by hand: whole vectors, no fragments; the last round may be cut short."""
     x = [start() for _ in range(ranks)]
     begun, velocity, centre = start(), np.zeros_like(start()), start()
     samples = np.zeros(ranks)
-    for step, parts in enumerate(mean_samples(ranks, BATCH, SAMPLES), start=1):
+    for step, parts in enumerate(mean_samples(ranks, BATCH, SAMPLES, shares), start=1):
+        forces = [np.zeros_like(centre)] * ranks
+        if isinstance(outer, Elastic) and step > 1 and (step - 1) % every == 0:
+            forces = [outer.beta / ranks * (replica - centre) for replica in x]
+            centre = centre + outer.beta * (averaged(x, samples) - centre)
+            samples[:] = 0
         for rank, (mean, count) in enumerate(parts):
-            if count:
-                x[rank] = x[rank] - RATE * (x[rank] - mean)
+            gradient = x[rank] - mean if count else np.zeros_like(mean)
+            x[rank] = x[rank] - RATE * gradient - forces[rank]
             samples[rank] += count
-        if step % every:
+        if step % every or isinstance(outer, Elastic):
             continue
-        average = sum(w * replica for w, replica in zip(samples / samples.sum(), x, strict=True))
+        average = averaged(x, samples)
         samples[:] = 0
         match outer:
             case Average():
@@ -62,11 +79,7 @@ def followed(every: int, outer: Outer, ranks: int = RANKS) -> Vector:
                 velocity = mu * velocity + delta
                 begun = begun - eta * (delta + mu * velocity)
                 x = [begun] * ranks
-            case Elastic(beta=beta):
-                x = [replica - beta / ranks * (replica - centre) for replica in x]
-                centre = centre + beta * (average - centre)
-    result: Vector = centre if isinstance(outer, Elastic) else np.mean(x, axis=0)
-    return result
+    return centre if isinstance(outer, Elastic) else averaged(x, samples)
 
 
 OUTERS = [
@@ -89,6 +102,22 @@ def test_every_outer_optimizer_is_its_papers(outer: Outer, every: int, tmp_path:
 def test_one_average_at_the_end_is_the_mean_of_runs_apart(tmp_path: Path) -> None:
     trained = train(LocalSGD(None), tmp_path)
     np.testing.assert_allclose(final(trained.final), followed(10**6, Average()), rtol=1e-12)
+
+
+@pytest.mark.parametrize("every", [None, 3])  # of 8 steps
+@pytest.mark.parametrize("outer", [Average(), Elastic(0.6)], ids=repr)
+def test_every_average_is_weighted_by_the_samples_behind_it(
+    every: int | None, outer: Outer, tmp_path: Path
+) -> None:
+    """The one at the end, too, and that of the last snapshot."""
+    if every is None and isinstance(outer, Elastic):
+        pytest.skip("a centre that nothing is averaged into")
+    shares = (3.0, 1.0)
+    trained = train(LocalSGD(every, outer=outer), tmp_path, 2, shares=shares, snapshots=2)
+    expected = followed(every or 10**6, outer, 2, shares)
+    np.testing.assert_allclose(final(trained.final), expected, rtol=1e-12)
+    (chief,) = (report.chief for report in trained.reports if report.chief is not None)
+    assert chief.curve[-1].metrics["loss"] == pytest.approx(chief.final_loss, rel=1e-14)
 
 
 def test_rounds_of_epochs_average_after_each_pass(tmp_path: Path) -> None:
@@ -114,6 +143,39 @@ def test_one_worker_equals_single_at_outer_rate_1_without_momentum(
     local = train(LocalSGD(2, outer=outer), tmp_path / "local", ranks=1)
     single = train(parse("Single()", STRATEGIES, where="here"), tmp_path / "single", ranks=1)
     assert final(local.final).tobytes() == final(single.final).tobytes()
+
+
+def slowly(buffers: str, every: int, slowly_every: int, samples: int) -> Vector:
+    """SlowMo over local SGD with momentum 0.9, whose buffers are h."""
+    x, h = [start()] * RANKS, [np.zeros_like(start())] * RANKS
+    begun, velocity = start(), np.zeros_like(start())
+    for step, parts in enumerate(mean_samples(RANKS, BATCH, samples), start=1):
+        h = [0.9 * own + x[k] - parts[k][0] for k, own in enumerate(h)]
+        x = [replica - RATE * own for replica, own in zip(x, h, strict=True)]
+        if step % every == 0:
+            x = [np.mean(x, axis=0)] * RANKS
+        if step % slowly_every == 0:
+            velocity = 0.4 * velocity + (begun - x[0]) / RATE
+            begun = begun - 0.8 * RATE * velocity
+            x = [begun] * RANKS
+            if buffers == "average":
+                h = [np.mean(h, axis=0)] * RANKS
+            elif buffers == "reset":
+                h = [np.zeros_like(begun)] * RANKS
+    result: Vector = np.mean(x, axis=0)
+    return result
+
+
+@pytest.mark.parametrize("buffers", ["maintain", "reset", "average"])
+@pytest.mark.parametrize(("every", "slowly_every"), [(2, 6), (3, 3)])
+def test_slow_updates_have_a_period_and_treat_buffers(
+    buffers: Any, every: int, slowly_every: int, tmp_path: Path
+) -> None:
+    outer = SlowMo(0.4, rate=0.8, every=slowly_every, buffers=buffers)
+    options: dict[str, Any] = {"optimizer": f"SGD(lr={RATE}, momentum=0.9)", "samples": 240}
+    trained = train(LocalSGD(every, outer=outer), tmp_path, **options)
+    expected = slowly(buffers, every, slowly_every, 240)
+    np.testing.assert_allclose(final(trained.final), expected, rtol=1e-12)
 
 
 def streamed(every: int, overlap: int, mix: float) -> Vector:
@@ -149,8 +211,10 @@ def streamed(every: int, overlap: int, mix: float) -> Vector:
                 samples[index] = 0
     for index in list(flying):
         arrive(index)
-    result: Vector = np.mean(x, axis=0)
-    return result
+    ends = [
+        averaged([replica[cut] for replica in x], n) for cut, n in zip(cuts, samples, strict=True)
+    ]
+    return np.concatenate(ends)
 
 
 @pytest.mark.parametrize(("every", "overlap", "mix"), [(2, 1, 0.5), (4, 1, 0.25), (4, 2, 0.0)])
@@ -170,6 +234,9 @@ def test_streaming_averages_one_fragment_at_a_time_and_late(
         ({"every": None, "overlap": 1}, "need rounds of steps"),
         ({"every": 4, "overlap": 1, "outer": Elastic()}, "does not go with Elastic"),
         ({"every": 4, "every_epochs": 1}, "both set"),
+        ({"every": 4, "outer": SlowMo(every=6)}, "every=6.* is no multiple .* divisor of 6"),
+        ({"every": None, "outer": SlowMo(every=6)}, "is no multiple"),
+        ({"every": 4, "fragments": 2, "outer": SlowMo(buffers="reset")}, "leave out fragments"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:

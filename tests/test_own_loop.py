@@ -25,6 +25,7 @@ from torch.utils.data import (
 from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.worker.runtime import Runtime
@@ -210,11 +211,16 @@ def model_of() -> nn.Module:
 
 
 def trained(
-    runtime: Runtime, strategy: Strategy[Any], kind: str, count: int, epochs: int = 2
+    runtime: Runtime,
+    strategy: Strategy[Any],
+    kind: str,
+    count: int,
+    epochs: int = 2,
+    momentum: float = 0.5,
 ) -> tuple[State, int]:
     """A loop of the user's own on one rank: final parameters, and how often it stepped."""
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     loop = OwnLoop(
         runtime,
         model,
@@ -233,10 +239,10 @@ def trained(
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, steps
 
 
-def by_hand(order: list[list[int]], count: int, epochs: int = 2) -> State:
+def by_hand(order: list[list[int]], count: int, epochs: int = 2, momentum: float = 0.5) -> State:
     """The same loop in one process, over the samples of each step of all workers together."""
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     features, targets = samples(count).tensors
     for _ in range(epochs):
         for indices in order:
@@ -280,6 +286,20 @@ def test_uneven_data_counts_each_sample_once(strategy: str, count: int, kind: st
     expected = by_hand(steps, count)
     for state, taken in results:
         assert taken == 2 * len(steps)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["in order", "stream"])
+@pytest.mark.parametrize("every", [1, None])
+def test_averages_of_replicas_are_weighted_in_a_loop_of_ones_own(
+    every: int | None, kind: str
+) -> None:
+    """The mean of three workers' steps is the step of the mean; they have 2, 2 and 1 samples."""
+    strategy = LocalSGD(every)
+    results = run_ranks(3, lambda runtime: trained(runtime, strategy, kind, 5, 1, momentum=0.0))
+    expected = by_hand([list(range(5))], 5, 1, momentum=0.0)
+    for state, _ in results:
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
 

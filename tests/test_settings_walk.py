@@ -44,7 +44,7 @@ HOLDERS: dict[type, tuple[str, str]] = {
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous'"
 BESIDE: dict[str, str] = {
     "AllReduce.ranks_per_node": "AllReduce('hierarchical')",
-    "ParameterServer.staleness": "ParameterServer(consistency='bounded')",
+    "ParameterServer.staleness": "ParameterServer(consistency='bounded', staleness=3)",
     "ParameterServer.replicas": "ParameterServer(servers=2)",
     "ParameterServer.learning_rate": f"{ASYNCHRONOUS})",
     "ParameterServer.delay_compensation": f"{ASYNCHRONOUS})",
@@ -56,6 +56,7 @@ BESIDE: dict[str, str] = {
 VALUES: dict[str, object] = {
     "AllReduce.order": (1, 0, 3, 2),
     "Pipeline.cuts": ("4",),
+    "SlowMo.every": 16,
     "Straggler.ratio": 2.375,
     "Training.cluster": "wifi(nodes=3)",
     "Training.shares": (2.0, 1.0, 1.0, 1.0),

@@ -190,9 +190,10 @@ def test_learning_rate_divided_by_the_workers() -> None:
     assert_close(served(**ASYNCHRONOUS, learning_rate="divided").serve(ORDER), w)
 
 
-def test_an_infinite_bound_is_asynchronous_bit_for_bit() -> None:
+def test_a_bound_out_of_reach_is_asynchronous_bit_for_bit() -> None:
     settings: dict[str, Any] = {"delay_compensation": "adaptive", "learning_rate": "by_staleness"}
-    one, other = served(**ASYNCHRONOUS, **settings), served(consistency="bounded", **settings)
+    one = served(**ASYNCHRONOUS, **settings)
+    other = served(consistency="bounded", staleness=10**6, **settings)
     assert torch.equal(one.serve(ORDER), other.serve(ORDER))
     assert one.transports[0].answers == other.transports[0].answers
 
@@ -238,6 +239,7 @@ def test_who_is_given_the_values_at_a_quiet_point_computes_there() -> None:
     [
         ({"staleness": 2}, "staleness=2 needs consistency='bounded', not 'synchronous'"),
         ({"consistency": "asynchronous", "staleness": 0}, "needs consistency='bounded'"),
+        ({"consistency": "bounded"}, "needs its bound: give both, as in ParameterServer("),
         ({"learning_rate": "divided"}, "learning_rate='divided' needs consistency='asynchronous'"),
         (
             {"consistency": "bounded", "staleness": 0, "delay_compensation": "adaptive"},

@@ -37,7 +37,12 @@ if TYPE_CHECKING:
         sum_tied,
     )
     from orchestra.exchange.push_sum import PushSum
-    from orchestra.exchange.replicas import average_replicas, fragments_of, scaled_copy
+    from orchestra.exchange.replicas import (
+        average_moments,
+        average_replicas,
+        fragments_of,
+        scaled_copy,
+    )
     from orchestra.exchange.servers import (
         collect_slices,
         homes_of,
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
         "PipelineStep",
         "Seat",
         "Shards",
+        "average_moments",
         "average_replicas",
         "broadcast_buffers",
         "clip_stages",
@@ -98,6 +104,7 @@ else:
             "PipelineStep": "pipeline",
             "Seat": "pipeline",
             "Shards": "shards",
+            "average_moments": "replicas",
             "average_replicas": "replicas",
             "broadcast_buffers": "average",
             "clip_stages": "pipeline",

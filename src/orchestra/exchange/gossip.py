@@ -12,6 +12,8 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
+WHOLE = slice(None)
+
 
 def keep_gradient(worker: Worker) -> None:
     """The gradient stays this worker's own; one of no samples counts for nothing."""
@@ -46,19 +48,20 @@ def mix_with_neighbours(worker: Worker, topology: Topology, step: int) -> None:
     worker.compute.run(Work("mix", len(arrived) * worker.layout.size), mix)
 
 
-def exact_mean(worker: Worker, weight: float = 1.0) -> None:
-    """Everyone's parameters become the mean over the workers, weighted by `weight`.
+def exact_mean(worker: Worker, weight: float = 1.0, part: slice = WHOLE) -> None:
+    """Everyone's parameters in `part` become the mean over the workers, weighted by `weight`.
 
     Summed in float64, where a sum of float32 numbers is exact in practice.
     """
-    worker.parameters.copy_(_mean(worker, worker.parameters, weight))
+    values = worker.parameters[part]
+    values.copy_(_mean(worker, values, weight))
 
 
-def exact_mean_of_buffers(worker: Worker) -> None:
-    """Floating buffers become their mean over the workers, others those of the first worker."""
+def exact_mean_of_buffers(worker: Worker, weight: float = 1.0) -> None:
+    """Floating buffers become their mean, weighted by `weight`, others the first worker's."""
     for packed in pack(worker.buffers):
         if packed.values.is_floating_point():
-            packed.values.copy_(_mean(worker, packed.values, 1.0))
+            packed.values.copy_(_mean(worker, packed.values, weight))
         else:
             broadcast(
                 worker.transport,

@@ -95,15 +95,12 @@ class Bounded(Asynchronous):
     """One update a push, on arrival; nobody is more than `staleness` steps ahead of the slowest.
 
     Stale synchronous parallel (Ho et al., NIPS 2013). Who reads with c steps behind it sees all
-    pushes of steps up to c - staleness, of every worker, and its own. Without a bound (None) it
-    is asynchronous.
+    pushes of steps up to c - staleness, of every worker, and its own.
     """
 
-    def __init__(self, staleness: int | None) -> None:
+    def __init__(self, staleness: int) -> None:
         self.staleness = staleness
 
     def may_answer(self, clock: int, clocks: Mapping[int, int], live: frozenset[int]) -> bool:
         """Once the slowest of those at work is near enough."""
-        if self.staleness is None:
-            return True
         return clock - min(clocks.get(worker, 0) for worker in live) <= self.staleness

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -11,48 +11,66 @@ from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.outer import Average, Elastic, Outer, OuterState, Round
+from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from orchestra.transports.protocol import Task
+    from orchestra.exchange.replicas import Counts
+    from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
+
+NOTHING = 2.0**-100
+"""The weight of a replica without samples, lest all weights be 0."""
 
 
 @dataclass
 class Fragment:
     """A part of the parameters that is averaged at once, and how it stands.
 
-    `samples` are this worker's since the last average, `total` those of all workers. While an
-    average is on its way `travelling` holds it, to be applied at step `due`.
+    `samples` are this worker's since the last average, `total` those of all workers; `averages`
+    are those made so far. While one is on its way `travelling` holds it, to be applied at step
+    `due`.
     """
 
     outer: OuterState
     samples: int = 0
     total: int = 0
+    averages: int = 0
     travelling: Tensor | None = None
     due: int = 0
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
 
+    @property
+    def weight(self) -> float:
+        """Of this replica in an exact mean: the samples behind it since the last average."""
+        return self.samples or NOTHING
+
 
 @dataclass
 class LocalSGDState:
-    """`fragments` lie at `cuts` (first, end) of the flat parameters; `epochs` are those over."""
+    """`fragments` lie at `cuts` (first, end) of the flat parameters; `epochs` are those over.
+
+    `ended` are the fragments whose round is over, where the outer rule takes them with the next
+    gradient. `samples` are this worker's since its buffers were last averaged.
+    """
 
     optimizer: Optimizer
     fragments: list[Fragment]
     cuts: list[tuple[int, int]] = field(metadata=optimizers.TRANSIENT)
     steps: int = 0
     epochs: int = 0
+    ended: list[int] = field(default_factory=list)
+    samples: int = 0
 
 
 @dataclass(frozen=True, repr=False)
 class LocalSGD(Strategy[LocalSGDState]):
     """Each worker takes `every` steps of its own; then the replicas are averaged.
 
-    Averages are weighted by the samples behind each replica. `outer` makes of the average what
+    Averages are weighted by the samples behind each replica since the last one; so is the one at
+    the end, which closes a round that was cut short. `outer` makes of the average what
     the next round begins with: DiLoCo is LocalSGD(500, outer=Nesterov()) with Adam as the
     optimizer; post-local SGD (Lin et al., ICLR 2020) is Switch(AllReduce(), LocalSGD()).
 
@@ -65,6 +83,10 @@ class LocalSGD(Strategy[LocalSGDState]):
     variants = (
         ("LocalSGD(8)", "for slow links, and steps that are short"),
         ("LocalSGD(8, outer=SlowMo(0.5))", "the same, where plain averages lose accuracy"),
+        (
+            "LocalSGD(3, outer=SlowMo(0.5, every=48))",
+            "the same, with plain averages between two slow updates",
+        ),
         (
             "LocalSGD(16, outer=Nesterov(0.7, 0.9))",
             "for very slow links and long trainings (DiLoCo)",
@@ -117,8 +139,24 @@ class LocalSGD(Strategy[LocalSGDState]):
                 f"{self.every // self.fragments} steps between two exchanges: raise every, or "
                 "lower overlap or fragments"
             )
-        if self.overlap and isinstance(self.outer, Elastic):
+        if self.overlap and self.outer.beside_gradient:
             raise InputError("LocalSGD: overlap does not go with Elastic, whose replicas differ")
+        if isinstance(self.outer, SlowMo):
+            self._check_slow_updates(self.outer, by_steps=by_steps)
+
+    def _check_slow_updates(self, outer: SlowMo, *, by_steps: bool) -> None:
+        if outer.every is not None and (
+            not by_steps or self.every is None or outer.every % self.every
+        ):
+            raise InputError(
+                f"LocalSGD: SlowMo(every={outer.every}) is no multiple of the steps between two "
+                f"averages: set LocalSGD's every to a divisor of {outer.every}"
+            )
+        if outer.buffers != "maintain" and (self.fragments > 1 or self.overlap):
+            raise InputError(
+                f"LocalSGD: SlowMo(buffers={outer.buffers!r}) needs averages of all parameters at "
+                "once: leave out fragments and overlap"
+            )
 
     @property
     def synchronous(self) -> bool:
@@ -151,18 +189,60 @@ class LocalSGD(Strategy[LocalSGDState]):
     def update(self, worker: Worker, state: LocalSGDState) -> None:
         """A local step; then what is due: averages arrive, and others leave."""
         worker.clip()
+        moves = [self._move_beside_gradient(worker, state, index) for index in state.ended]
         worker.update_locally(state.optimizer)
+        for own, move in moves:
+            own.add_(move)
+        state.ended = []
         state.steps += 1
+        state.samples += worker.step.samples
         for fragment in state.fragments:
             fragment.samples += worker.step.samples
             fragment.total += worker.step.total_samples
         for index, fragment in enumerate(state.fragments):
             if fragment.travelling is not None and state.steps >= fragment.due:
                 self._arrive(worker, state, index)
-        for index in self._leaving(worker, state):
-            self._send(worker, state, index)
-        for (first, _), worth in self._worth(worker, state):
-            worker.snapshots.offer(worker.step.consumed, worth, offset=first)
+        leaving = self._leaving(worker, state)
+        if self.outer.beside_gradient:
+            state.ended = leaving
+        else:
+            for index in leaving:
+                self._send(worker, state, index)
+        for (first, _), worth, weight in self._worth(worker, state):
+            worker.snapshots.offer(worker.step.consumed, worth, offset=first, weight=weight)
+
+    def _move_beside_gradient(
+        self, worker: Worker, state: LocalSGDState, index: int
+    ) -> tuple[Tensor, Tensor]:
+        """A fragment, and what the outer rule adds to it where the gradient was computed."""
+        fragment, own = state.fragments[index], worker.parameters[slice(*state.cuts[index])]
+        average, moved = exchange.scaled_copy(worker, own), own.clone()
+        self._averaging(worker, fragment, average)(worker.transport)
+        self.outer.step(fragment.outer, moved, average, self._round(worker))
+        return own, moved.sub_(own)
+
+    def _averaging(
+        self, worker: Worker, fragment: Fragment, values: Tensor
+    ) -> Callable[[Transport], None]:
+        """What averages `values`, a copy of `fragment`, in a flow; its samples count anew."""
+        average = partial(
+            exchange.average_replicas,
+            worker,
+            values=values,
+            algorithm=self.algorithm,
+            **self._counts(worker, fragment),
+        )
+        fragment.samples = fragment.total = 0
+        fragment.averages += 1
+        return average
+
+    def _counts(self, worker: Worker, fragment: Fragment) -> Counts:
+        """A loop of the user's own may not know the samples of other workers."""
+        total = None if worker.own_loop else fragment.total
+        return {"samples": fragment.samples, "total": total}
+
+    def _round(self, worker: Worker) -> Round:
+        return Round(worker.step.rates[0], len(worker.workers))
 
     def _leaving(self, worker: Worker, state: LocalSGDState) -> list[int]:
         """The fragments whose round ends with this step."""
@@ -179,24 +259,17 @@ class LocalSGD(Strategy[LocalSGDState]):
 
     def _send(self, worker: Worker, state: LocalSGDState, index: int) -> None:
         fragment, (first, end) = state.fragments[index], state.cuts[index]
-        if not fragment.total:
-            return
-        weight = fragment.samples / fragment.total
+        counts = self._counts(worker, fragment)
         fragment.travelling = exchange.scaled_copy(worker, worker.parameters[first:end])
-        fragment.samples = fragment.total = 0
         fragment.due = state.steps + self.overlap
-        average = partial(
-            exchange.average_replicas,
-            worker,
-            values=fragment.travelling,
-            weight=weight,
-            algorithm=self.algorithm,
-        )
+        average = self._averaging(worker, fragment, fragment.travelling)
         if self.overlap:
             fragment.flow = worker.transport.spawn(average)
         else:
             average(worker.transport)
             self._arrive(worker, state, index)
+            if isinstance(self.outer, SlowMo) and self._rule(fragment) is self.outer:
+                self._treat_moments(worker, state.optimizer, counts)
 
     def _arrive(self, worker: Worker, state: LocalSGDState, index: int) -> None:
         """What the average becomes, into the replica."""
@@ -205,15 +278,26 @@ class LocalSGD(Strategy[LocalSGDState]):
         assert fragment.travelling is not None
         own = worker.parameters[first:end]
         learnt = own.clone() if self.overlap else own
-        self.outer.step(
-            fragment.outer,
-            own,
-            fragment.travelling,
-            Round(worker.step.rates[0], len(worker.workers)),
-        )
+        self._rule(fragment).step(fragment.outer, own, fragment.travelling, self._round(worker))
         if self.overlap:
             own.lerp_(learnt, self.mix)
         fragment.travelling = None
+
+    def _rule(self, fragment: Fragment) -> Outer:
+        """What becomes of the last average of `fragment`."""
+        if isinstance(self.outer, SlowMo) and self.outer.every is not None:
+            assert self.every is not None
+            if fragment.averages % (self.outer.every // self.every):
+                return Average()
+        return self.outer
+
+    def _treat_moments(self, worker: Worker, optimizer: Optimizer, counts: Counts) -> None:
+        """After a slow update, as `SlowMo.buffers` says."""
+        assert isinstance(self.outer, SlowMo)
+        if self.outer.buffers == "reset":
+            optimizer.state.clear()
+        elif self.outer.buffers == "average":
+            exchange.average_moments(worker, optimizer, self.algorithm, **counts)
 
     def _land(self, fragment: Fragment) -> None:
         if fragment.flow is not None:
@@ -229,15 +313,18 @@ class LocalSGD(Strategy[LocalSGDState]):
     def agree(self, worker: Worker, state: LocalSGDState) -> None:
         """The exact mean of what the workers have learnt, and of their buffers."""
         self._settle(worker, state)
-        exchange.exact_mean(worker)
-        exchange.exact_mean_of_buffers(worker)
+        self._average_exactly(worker, state)
+        exchange.exact_mean_of_buffers(worker, state.samples or NOTHING)
+        state.samples, state.ended = 0, []
+        for fragment in state.fragments:
+            fragment.samples = fragment.total = 0
 
     def stop(self, worker: Worker, state: LocalSGDState) -> None:
         """The exact mean of what the workers have learnt."""
         self._settle(worker, state)
-        for (first, _), worth in self._worth(worker, state):
-            worker.snapshots.renew(worker.step.consumed, worth, offset=first)
-        exchange.exact_mean(worker)
+        for (first, _), worth, weight in self._worth(worker, state):
+            worker.snapshots.renew(worker.step.consumed, worth, offset=first, weight=weight)
+        self._average_exactly(worker, state)
 
     def _settle(self, worker: Worker, state: LocalSGDState) -> None:
         """What is on its way arrives; every replica becomes what it is worth."""
@@ -245,14 +332,21 @@ class LocalSGD(Strategy[LocalSGDState]):
         for index, fragment in enumerate(state.fragments):
             if fragment.travelling is not None:
                 self._arrive(worker, state, index)
-        for (first, end), worth in self._worth(worker, state):
+        for (first, end), worth, _ in self._worth(worker, state):
             worker.parameters[first:end].copy_(worth)
+
+    def _average_exactly(self, worker: Worker, state: LocalSGDState) -> None:
+        """The average of a round that is cut short here."""
+        for cut, fragment in zip(state.cuts, state.fragments, strict=True):
+            exchange.exact_mean(worker, fragment.weight, slice(*cut))
 
     def _worth(
         self, worker: Worker, state: LocalSGDState
-    ) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    ) -> Iterator[tuple[tuple[int, int], Tensor, float]]:
+        """Of each fragment the place, what this replica is worth, and its weight in the average."""
         for cut, fragment in zip(state.cuts, state.fragments, strict=True):
-            yield cut, self.outer.worth(fragment.outer, worker.parameters[slice(*cut)])
+            worth = self.outer.worth(fragment.outer, worker.parameters[slice(*cut)])
+            yield cut, worth, fragment.weight
 
     def optimizer_of(self, state: LocalSGDState) -> Optimizer:
         """This worker's own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from orchestra.settings import Settings, setting
 
@@ -35,6 +35,14 @@ class Round:
 @dataclass(frozen=True, repr=False)
 class Outer(Settings, ABC):
     """From the average of the replicas to what the next round begins with."""
+
+    @property
+    def beside_gradient(self) -> bool:
+        """Whether it takes the replicas at which the next gradient is computed, not those before.
+
+        What it changes is then added beside the local step of that gradient.
+        """
+        return False
 
     def begin(self, parameters: Tensor) -> OuterState:
         """The state before the first round."""
@@ -64,14 +72,26 @@ class Average(Outer):
 
 @dataclass(frozen=True, repr=False)
 class SlowMo(Outer):
-    """Slow momentum (Wang et al., ICLR 2020); with rate 1 it is BMUF.
+    """Slow momentum (Wang et al., ICLR 2020), Algorithm 1; with rate 1 it is BMUF.
 
     u <- beta u + (x_0 - x) / gamma;  x_0 <- x_0 - alpha gamma u.
+
+    The base algorithm is local SGD, which averages every H steps (`LocalSGD.every`; 3 by default in
+    fairscale, the authors' code). The rule above comes every tau steps (`every` here; 48 there), in
+    place of that plain average. Then the buffers of the base optimizer are maintained, reset or
+    averaged over the workers (Algorithm 1, line 2); fairscale maintains them.
     """
 
     momentum: float = setting(0.5, "beta: of the slow momentum", low=0.0, high=1.0)
     _: KW_ONLY
     rate: float = setting(1.0, "alpha: the slow learning rate", above=0.0)
+    every: int | None = setting(
+        None, "tau: steps from one slow update to the next, a multiple of LocalSGD's; none: those",
+        low=1,
+    )  # fmt: skip
+    buffers: Literal["maintain", "reset", "average"] = setting(
+        "maintain", "what becomes of the local optimizers' moments at a slow update"
+    )
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
         """As above; a local rate of 0 moves nothing, so it adds nothing to the momentum."""
@@ -111,16 +131,27 @@ class Nesterov(Outer):
 class Elastic(Outer):
     """Elastic averaging (EASGD; Zhang, Choromanska and LeCun, NeurIPS 2015), synchronous.
 
-    With the centre c: x_i <- x_i - alpha (x_i - c), and c <- c + beta (x - c), beta = p alpha
-    for p workers, both from the values before. The replicas stay apart; c is what was learnt.
+    With the centre c, and beta = p alpha for p workers, in the steps t that tau divides
+    (equations 3 and 4; tau is LocalSGD's `every`):
+
+        x_i <- x_i - eta g_i(x_i) - alpha (x_i - c);  c <- c + beta (x - c)
+
+    with gradient, force and average all of the x_i and c before the step. In other steps x_i takes
+    its gradient alone. The replicas stay apart; c is what was learnt. Where workers do not wait for
+    each other: `ElasticAveraging`.
     """
 
     beta: float = setting(
         0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
     )
 
+    @property
+    def beside_gradient(self) -> bool:
+        """Gradient and elastic force are those of one x_i."""
+        return True
+
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
-        """As above."""
+        """As above, without the gradient."""
         centre = state.start
         assert centre is not None
         own.lerp_(centre, self.beta / round.workers)

@@ -73,7 +73,7 @@ class ParameterServer(Strategy[ParameterServerState]):
                   (its staleness), and the more accuracy that costs
     bounded       as asynchronous, but nobody is more than `staleness` steps ahead of the slowest
                   (stale synchronous parallel; Ho et al., NIPS 2013). For speeds that change.
-                  staleness=0 is synchronous, in everything; with no bound it is asynchronous
+                  staleness=0 is synchronous, in everything
 
     Against staleness, where each push is applied on arrival: learning_rate="divided" by the
     workers, which makes a round of pushes as large as one synchronous step; "by_staleness" (alpha /
@@ -131,7 +131,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
     staleness: int | None = setting(
-        None, "with bounded: steps that a worker may be ahead of the slowest; none: no bound", low=0
+        None, "with bounded: steps that a worker may be ahead of the slowest", low=0
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -169,6 +169,12 @@ class ParameterServer(Strategy[ParameterServerState]):
             raise InputError(
                 f"ParameterServer: staleness={self.staleness} needs consistency='bounded', "
                 f"not {self.consistency!r}"
+            )
+        if self.staleness is None and self.consistency == "bounded":
+            raise InputError(
+                "ParameterServer: consistency='bounded' needs its bound: give both, as in "
+                "ParameterServer(consistency='bounded', staleness=1), or set "
+                "consistency='asynchronous'"
             )
         if self.averages:
             self._need_pushes_on_arrival()
@@ -331,7 +337,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             return FirstArrivals(workers - self.backup)
         if self.averages:
             return Synchronous()
-        return Bounded(self.staleness) if self.consistency == "bounded" else Asynchronous()
+        return Asynchronous() if self.staleness is None else Bounded(self.staleness)
 
     def _rate_divisor(self, workers: int) -> Callable[[int], int]:
         """What a push's learning rate is divided by, for its staleness."""
