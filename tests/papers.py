@@ -148,29 +148,42 @@ def sgp(
 
 
 def overlap_sgp(
-    gradient: Gradient, steps: int, x0: Vector, gamma: float, p: MixingMatrices, tau: int
+    gradient: Gradient,
+    steps: int,
+    x0: Vector,
+    gamma: float,
+    p: MixingMatrices,
+    tau: int,
+    every: int = 1,
 ) -> tuple[Matrix, Vector]:
-    """SGP whose messages are `tau` steps old (Assran et al., section 3: "the gossip updates
-    incorporate outdated messages, (x_j^(k'), w_j^(k')) where k - k' <= tau"): node i sends in every
-    step, after its gradient, and adds in step k what its in-neighbors sent in step k - tau.
+    """tau-overlap SGP (Assran et al., section 3 and Algorithm 2) on a network on which every
+    message takes as long as is allowed: "the gossip updates incorporate outdated messages,
+    (x_j^(k'), w_j^(k')) where k - k' <= tau", and here k - k' = tau.
+
+    Node i sends in the steps k that `every` divides, after its gradient and before it adds what it
+    was sent. In Algorithm 2 these are the steps that tau divides (every = tau); the convergence
+    theorem, which only bounds the delay, also covers every = 1, with up to tau messages of a link
+    in flight. P is that of the number of the exchange, as the authors' code rotates peers: with the
+    P of the step, and an even tau, a node of the one-peer graph would never reach half of them.
 
     Returns the push-sum numerators x and the weights w, with what is still in flight at the end
     added. tau = 0 is Algorithm 1.
     """
     nodes = len(p(0))
     x, w = np.tile(x0, (nodes, 1)), np.ones(nodes)
-    flying: list[tuple[Matrix, Vector]] = []
+    flying: dict[int, tuple[Matrix, Vector]] = {}
     for k in range(steps):
         z = x / w[:, None]
-        half = np.stack([x[i] - gamma * gradient(i, k, z[i]) for i in range(nodes)])  # lines 2-4
-        kept = np.diag(np.diag(p(k)))
-        sent = p(k) - kept
-        flying.append((sent @ half, sent @ w))  # line 5
-        x, w = kept @ half, kept @ w
-        if len(flying) > tau:
-            arrived_x, arrived_w = flying.pop(0)
-            x, w = x + arrived_x, w + arrived_w  # lines 6-7
-    for arrived_x, arrived_w in flying:
+        x = np.stack([x[i] - gamma * gradient(i, k, z[i]) for i in range(nodes)])
+        if k % every == 0:
+            matrix = p(k // every)
+            kept = np.diag(np.diag(matrix))
+            flying[k] = (matrix - kept) @ x, (matrix - kept) @ w
+            x, w = kept @ x, kept @ w
+        if k - tau in flying:
+            arrived_x, arrived_w = flying.pop(k - tau)
+            x, w = x + arrived_x, w + arrived_w
+    for arrived_x, arrived_w in flying.values():
         x, w = x + arrived_x, w + arrived_w
     return x, w
 
@@ -183,7 +196,8 @@ def overlap_sgp_one_exchange(
 
     Before the forward pass of a step (`__make_forward_pre_hook`) a node first adds what has arrived
     (`_query_gossip_queue`), here of the exchange that began tau steps ago, which is the longest
-    that the code lets it take, tau = synch_freq + 1; then, unless an exchange is still in flight
+    that the code lets it take, tau = synch_freq + 1 (but for the first exchange, one step less,
+    since the query before it is counted too); then, unless an exchange is still in flight
     ("don't transfer new params if old params haven't been mixed yet"), it begins the next
     (`transfer_params`): x and w are multiplied by the node's own part and sent. The gradient at
     x / w is subtracted after that. The graph turns once an exchange (`refresh_peers_`), not once a

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,6 @@ class Run:
 
     @property
     def samples(self) -> list[list[int]]:
-        """[step][rank], where every rank has as many steps."""
+        """[step][rank]; a rank may have none in the last step."""
         counts = [[len(targets) for _, targets in batches] for batches in self.batches]
-        return [list(step) for step in zip(*counts, strict=True)]
+        return [list(step) for step in zip_longest(*counts, fillvalue=0)]

@@ -60,23 +60,21 @@ def test_the_gradient_by_hand_is_the_loss_s() -> None:
     np.testing.assert_allclose(gradient_of(inputs, targets, x), differences, atol=1e-9)
 
 
+@pytest.mark.parametrize("last", [11, 2])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("period", [1, 5, None])
-def test_local_sgd_weighs_by_samples(period: int | None, momentum: float, tmp_path: Path) -> None:
-    """Shares of 3 to 1; 23 steps, so that the last round is short, and so is its last batch."""
-    samples = 23 * RANKS * BATCH - 5
-    optimizer = f"SGD(lr={RATE}, momentum={momentum})"
+def test_local_sgd_weighs_by_samples(
+    period: int | None, momentum: float, last: int, tmp_path: Path
+) -> None:
+    """Shares of 3 to 1; the last round is short, and so is its last batch: two workers of four have
+    none of its 2 samples."""
+    samples = 22 * RANKS * BATCH + last
     run = Run(
-        LocalSGD(period),
-        RANKS,
-        samples,
-        tmp_path,
-        batch_size=BATCH,
-        optimizer=optimizer,
-        shares=(3.0, 1.0, 3.0, 1.0),
-    )
+        LocalSGD(period), RANKS, samples, tmp_path, batch_size=BATCH, shares=(3.0, 1.0, 3.0, 1.0),
+        optimizer=f"SGD(lr={RATE}, momentum={momentum})",
+    )  # fmt: skip
     assert run.samples[0] == [6, 2, 6, 2]
-    assert len(set(map(tuple, run.samples))) == 2
+    assert sum(run.samples[-1]) == last
     x = papers.local_sgd(run.gradient, run.samples, start(), RATE, period, momentum)
     assert_equal(run.final, x)
 
@@ -94,13 +92,19 @@ def test_stochastic_gradient_push(
     assert_equal(run.final, x.sum(0) / w.sum())
 
 
-@pytest.mark.parametrize("tau", [1, 2])
+@pytest.mark.parametrize("tau", [1, 2, 3])
+@pytest.mark.parametrize("exchanges", ["every_tau_steps", "every_step", "one_at_a_time"])
 @pytest.mark.parametrize(("topology", "p"), GRAPHS, ids=["exponential", "star"])
-def test_overlapped_push_with_a_message_in_every_step(
-    topology: Topology, p: papers.MixingMatrices, tau: int, tmp_path: Path
+def test_overlapped_push_whose_messages_are_as_late_as_can_be(
+    topology: Topology, p: papers.MixingMatrices, exchanges: Any, tau: int, tmp_path: Path
 ) -> None:
-    run = trained(PatientPush(topology, overlap=tau), tmp_path, ranks=5)
-    x, w = papers.overlap_sgp(run.gradient, STEPS, start(), RATE, p, tau)
+    strategy = PatientPush(topology, overlap=tau, exchanges=exchanges)
+    run = trained(strategy, tmp_path, ranks=5)
+    if exchanges == "one_at_a_time":
+        x, w = papers.overlap_sgp_one_exchange(run.gradient, STEPS, start(), RATE, p, tau)
+    else:
+        every = tau if exchanges == "every_tau_steps" else 1
+        x, w = papers.overlap_sgp(run.gradient, STEPS, start(), RATE, p, tau, every)
     assert_equal(run.final, x.sum(0) / w.sum())
 
 
