@@ -105,39 +105,65 @@ def matrix_of(topology: Topology, ranks: int, step: int, shares: Any) -> Matrix:
 
 
 def sgp(
-    topology: Topology, ranks: int, shares: Any, overlap: int, momentum: float
+    topology: Topology, ranks: int, shares: Any, overlap: int, momentum: float, exchanges: str
 ) -> tuple[Matrix, Matrix]:
-    """Algorithm 1, what is sent in step k arriving in step k + overlap; z at the end, and w."""
+    """Algorithms 1 and 2, what is sent in step k arriving in step k + overlap; z at the end, and w.
+
+    Each row of `mass` is x_i and behind it w_i.
+    """
     gradient, step = gradients(ranks, STEPS), momentum_sgd(0.1, momentum, ranks)
-    x, w = np.zeros((ranks, 5)), np.ones((ranks, 1))
-    sent = []
+    mass = np.hstack([np.zeros((ranks, 5)), np.ones((ranks, 1))])
+    on_the_way: dict[int, Matrix] = {}
+    begun = 0
+    period = 1 if exchanges == "every_step" else max(overlap, 1)
+
+    def send(k: int) -> None:
+        nonlocal mass, begun
+        if k % period == 0:
+            matrix = matrix_of(topology, ranks, begun, shares)
+            kept = np.diag(matrix.diagonal())
+            on_the_way[k] = (matrix - kept) @ mass
+            mass = kept @ mass
+            begun += 1
+
+    def receive(k: int) -> None:
+        nonlocal mass
+        mass = mass + on_the_way.pop(k - overlap, 0.0)
+
     for k in range(STEPS):
-        z = x / w
-        x = x - np.stack([step(i, gradient(i, k, z[i])) for i in range(ranks)])
-        matrix = matrix_of(topology, ranks, k, shares)
-        kept = np.diag(matrix.diagonal())
-        sent.append(((matrix - kept) @ x, (matrix - kept) @ w))
-        x, w = kept @ x, kept @ w
-        if k >= overlap:
-            x, w = x + sent[k - overlap][0], w + sent[k - overlap][1]
-    return x / w, w
+        if exchanges == "one_at_a_time":
+            receive(k)
+            send(k)
+        z = mass[:, :5] / mass[:, 5:]
+        mass[:, :5] -= np.stack([step(i, gradient(i, k, z[i])) for i in range(ranks)])
+        if exchanges != "one_at_a_time":
+            send(k)
+            receive(k)
+    return mass[:, :5] / mass[:, 5:], mass[:, 5:]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("exchanges", "overlap"),
+    [
+        ("every_tau_steps", 0), ("every_tau_steps", 1), ("every_tau_steps", 3),
+        ("one_at_a_time", 1), ("one_at_a_time", 2), ("every_step", 3),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("weights", ["uniform", "random"])
 @pytest.mark.parametrize(
     ("topology", "ranks"),
     [(Exponential(peers=1), 5), (Exponential(peers=2), 4), (Star(), 4), (IRREGULAR, 4)],
 )
 def test_it_follows_the_equations_of_the_paper(
-    topology: Topology, ranks: int, weights: Any, overlap: int, momentum: float, tmp_path: Path
-) -> None:
-    strategy = PatientPush(topology, overlap=overlap, weights=weights, seed=3)
+    topology: Topology, ranks: int, weights: Any, overlap: int, exchanges: Any, momentum: float,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    strategy = PatientPush(topology, overlap=overlap, weights=weights, seed=3, exchanges=exchanges)
     optimizer = f"SGD(lr=0.1, momentum={momentum})"
     result = train_quadratic(strategy, ranks, STEPS, tmp_path, optimizer=optimizer)
     shares = uniform_shares if weights == "uniform" else partial(random_shares, seed=3)
-    z, w = sgp(topology, ranks, shares, overlap, momentum)
+    z, w = sgp(topology, ranks, shares, overlap, momentum, exchanges)
     assert distance_between(replicas_of(result), z) < 1e-12
     if topology == IRREGULAR or overlap:
         assert np.abs(w - 1).max() > 0.01
@@ -169,13 +195,14 @@ def pushed(
     *,
     overlap: int = 0,
     shares: Any = uniform_shares,
+    exchanges: Any = "every_tau_steps",
     then: Callable[[PushSum], None] = PushSum.drain,
 ) -> Masses:
     """Push-sum alone, from values that differ: x, w and z of each rank."""
 
     def program(runtime: Runtime) -> tuple[Tensor, float, Tensor]:
         worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
-        push = PushSum(worker, topology, shares, overlap)
+        push = PushSum(worker, topology, shares, overlap, exchanges)
         for _ in range(steps):
             push.mix()
         then(push)
@@ -200,14 +227,19 @@ def test_without_the_weight_the_average_is_wrong(overlap: int) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 3), st.integers(0, 99))
-def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int) -> None:
+@given(
+    st.integers(1, 5), st.integers(0, 9), st.integers(0, 3), st.integers(0, 99),
+    st.sampled_from(["every_tau_steps", "one_at_a_time", "every_step"]),
+)  # fmt: skip
+def test_mass_is_conserved(ranks: int, steps: int, overlap: int, seed: int, exchanges: str) -> None:
     """Whatever was on its way; drained, and after agreeing too."""
     topology = RandomRegular(2, seed=seed) if seed % 2 else Exponential(peers=1 + seed % 3)
     shares = partial(random_shares, seed=seed)
     mean = mean_of(ranks)
     for then in (PushSum.drain, saved_and_restored, agreed):
-        result = pushed(topology, ranks, steps, overlap=overlap, shares=shares, then=then)
+        result = pushed(
+            topology, ranks, steps, overlap=overlap, shares=shares, exchanges=exchanges, then=then
+        )
         total = torch.stack([x for x, _, _ in result]).sum(0)
         assert float((total - ranks * mean).abs().max()) < 1e-12
         assert sum(w for _, w, _ in result) == pytest.approx(ranks, abs=1e-13)
@@ -299,12 +331,15 @@ class Gated(StochasticGradientPush):
             assert gate.open.wait(60)
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("overlap", "exchanges"),
+    [(0, "every_tau_steps"), (1, "every_tau_steps"), (4, "every_step")],
+)
 def test_receivers_of_a_suspended_peer_advance_by_the_overlap_and_resume(
-    overlap: int, tmp_path: Path
+    overlap: int, exchanges: Any, tmp_path: Path
 ) -> None:
     gate = GATES[overlap] = Gate(at=5)
-    strategy = Gated(CIRCLE, overlap=overlap, gate=overlap)
+    strategy = Gated(CIRCLE, overlap=overlap, gate=overlap, exchanges=exchanges)
     results: list[Any] = []
     run = threading.Thread(
         target=lambda: results.append(train_quadratic(strategy, 3, 20, tmp_path)), daemon=True
@@ -367,6 +402,11 @@ def test_a_resumed_run_without_overlap_ends_as_one_that_was_not_stopped(tmp_path
     train_quadratic(stopped_at(5), 4, 40, tmp_path / "other")
     resumed = train_quadratic(stopped_at(1000), 4, 40, tmp_path / "other")
     assert equal(resumed.final, whole.final)
+
+
+def test_when_to_send_is_a_question_of_overlap() -> None:
+    with pytest.raises(InputError, match=r"'one_at_a_time' needs .* set overlap to 1"):
+        StochasticGradientPush(exchanges="one_at_a_time")
 
 
 def test_a_graph_that_falls_apart_is_refused() -> None:

@@ -45,6 +45,7 @@ ASYNCHRONOUS = "ParameterServer(consistency='asynchronous'"
 BESIDE: dict[str, str] = {
     "AllReduce.ranks_per_node": "AllReduce('hierarchical')",
     "ParameterServer.staleness": "ParameterServer(consistency='bounded', staleness=3)",
+    "StochasticGradientPush.exchanges": "StochasticGradientPush(overlap=2)",
     "ParameterServer.replicas": "ParameterServer(servers=2)",
     "ParameterServer.learning_rate": f"{ASYNCHRONOUS})",
     "ParameterServer.delay_compensation": f"{ASYNCHRONOUS})",

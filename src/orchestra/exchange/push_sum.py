@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
+Exchanges = Literal["every_tau_steps", "one_at_a_time", "every_step"]
+
 Shares = Callable[[tuple[int, ...], int, int], Mapping[int, float]]
-"""shares(targets, rank, step): what the rank sends to each target and keeps; they sum to 1."""
+"""shares(targets, rank, exchange): what the rank sends to each target and keeps; sum 1."""
 
 
 @dataclass(frozen=True)
 class Moving:
-    """A message of mixing step `step` on its way, out or in."""
+    """A message that was sent, or is expected, since step `step`."""
 
     step: int
     handle: Handle
@@ -32,18 +34,29 @@ class Moving:
 class PushSum:
     """This rank's mass: x and behind it w, in one flat vector, [layout.size + 1].
 
-    Each step sends a share of the mass along every link and keeps the rest, so that the sums of
+    An exchange sends a share of the mass along every link and keeps the rest, so that the sums of
     x and of w over all ranks, messages included, never change. z = x / w tends to the mean.
-    Messages of a step may be added up to `overlap` steps later.
+    Messages of a step may be added up to `overlap` steps later; `exchanges` tells in which steps
+    an exchange begins. The graph of an exchange is that of its number.
     """
 
-    def __init__(self, worker: Worker, topology: Topology, shares: Shares, overlap: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        topology: Topology,
+        shares: Shares,
+        overlap: int,
+        exchanges: Exchanges = "every_tau_steps",
+    ) -> None:
         self.mass = torch.cat([worker.parameters, worker.parameters.new_ones(1)])
         self.step = 0
+        self.exchanges = 0
         self._worker = worker
         self._topology = topology
         self._shares = shares
         self._overlap = overlap
+        self._period = max(overlap, 1) if exchanges == "every_tau_steps" else 1
+        self._one_at_a_time = exchanges == "one_at_a_time" and overlap > 0
         self._leaving: list[Moving] = []
         self._arriving: list[Moving] = []
 
@@ -62,11 +75,24 @@ class PushSum:
         return self.x / self.mass[-1]
 
     def mix(self) -> None:
-        """Send, and add what is here; wait for what is due."""
+        """Send, if an exchange begins, and add what is here; wait for what is due."""
+        due = self.step - self._overlap
+        if self._one_at_a_time:
+            self._finish(due)
+            if not self._arriving:
+                self._send()
+        else:
+            if self.step % self._period == 0:
+                self._send()
+            self._finish(due)
+        self.step += 1
+
+    def _send(self) -> None:
+        """Begin the next exchange."""
         worker, transport = self._worker, self._worker.transport
         ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
-        graph = self._topology.graph(len(ranks), self.step)
-        shares = self._shares(graph[own], own, self.step)
+        graph = self._topology.graph(len(ranks), self.exchanges)
+        shares = self._shares(graph[own], own, self.exchanges)
         for peer in sources_of(graph)[own]:
             handle = transport.receive(ranks[peer], Tag.MIX, torch.empty_like(self.mass))
             self._arriving.append(Moving(self.step, handle))
@@ -74,12 +100,23 @@ class PushSum:
             part = self._charged(lambda share=shares[peer]: self.mass * share)  # type: ignore[misc]
             self._leaving.append(Moving(self.step, transport.send(part, ranks[peer], Tag.MIX)))
         self._charged(lambda: self.mass.mul_(shares[own]))
-        self._finish(self.step - self._overlap)
-        self.step += 1
+        self.exchanges += 1
 
     def drain(self) -> None:
-        """Take in all that is on its way; the others have to do as many steps."""
+        """Collective, after a step of all: take in all that is on its way."""
+        if self._one_at_a_time and len(self._worker.workers) > 1:
+            for _ in range(self._most_exchanges() - self.exchanges):
+                self._finish(self.step)
+                self._send()
         self._finish(self.step)
+
+    def _most_exchanges(self) -> int:
+        """Where each begins them at its own pace, those of the worker that is furthest."""
+        worker = self._worker
+        begun = torch.zeros(len(worker.workers), dtype=torch.float64)
+        begun[worker.workers.index(worker.rank)] = self.exchanges
+        all_reduce(worker.transport, begun, "ring", worker.workers, Tag.AGREE)
+        return int(begun.max())
 
     def _finish(self, due: int) -> None:
         """Add what has arrived, and wait for the messages of the steps up to `due`."""
@@ -110,9 +147,10 @@ class PushSum:
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint keeps; taken when nothing is on its way."""
         assert not self._arriving
-        return {"mass": self.mass, "step": self.step}
+        return {"mass": self.mass, "step": self.step, "exchanges": self.exchanges}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
         self.mass.copy_(saved["mass"])
         self.step = saved["step"]
+        self.exchanges = saved["exchanges"]

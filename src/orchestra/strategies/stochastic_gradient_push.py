@@ -40,6 +40,20 @@ class StochasticGradientPush(Strategy[PushState]):
     p_ji is what i sends to j; each worker's shares sum to 1, itself included, so that the sums
     of all x and of all w stay as they are. The optimizer acts on x and stays with the worker.
 
+    With `overlap` tau a worker goes on while messages travel, adds them when they are there, and
+    waits for those that are tau steps old. When it sends is `exchanges`:
+
+    every_tau_steps   tau-OSGP (Section 3 and Algorithm 2 of the paper): in steps that tau divides,
+                      after the local step and before it adds what has come
+    one_at_a_time     the authors' code (gossip_module/distributed.py of
+                      facebookresearch/stochastic_gradient_push, where synch_freq is tau - 1): at
+                      the beginning of a step, before its gradient, and only once the messages of
+                      the last exchange have been added
+    every_step        the delays of the paper's analysis: up to tau exchanges at once
+
+    For tau = 1 the first and the last are the same. Graphs and random weights are those of the
+    number of the exchange, as the authors' code rotates peers.
+
     The weights: P^k 1 tends to n times the stationary distribution of P, so w_i tends to 1 where
     every rank sends and hears alike, and to a number of its own elsewhere. What is n is the sum
     of all w, and the w of each rank in the variant whose x and w are not averages but sums
@@ -60,10 +74,21 @@ class StochasticGradientPush(Strategy[PushState]):
     overlap: int = setting(
         0, "tau: steps that a worker may be ahead of the messages sent to it", low=0
     )
+    exchanges: Literal["every_tau_steps", "one_at_a_time", "every_step"] = setting(
+        "every_tau_steps", "with overlap: in which steps a worker sends"
+    )
     weights: Literal["uniform", "random"] = setting(
         "uniform", "random: each worker divides its mass by chance, anew in each step"
     )
     seed: int = setting(0, "of random weights", low=0)
+
+    def check(self) -> None:
+        """Without overlap every step has its exchange."""
+        if self.exchanges != "every_tau_steps" and not self.overlap:
+            raise InputError(
+                f"StochasticGradientPush: exchanges={self.exchanges!r} needs messages that may be "
+                "late: set overlap to 1 or more"
+            )
 
     @property
     def synchronous(self) -> bool:
@@ -95,8 +120,15 @@ class StochasticGradientPush(Strategy[PushState]):
             self.topology,
             shares if self.weights == "random" else uniform_shares,
             self.overlap,
+            self.exchanges,
         )
         return PushState(worker.local_optimizer(), push)
+
+    def before_forward(self, worker: Worker, state: PushState) -> None:
+        """As in the authors' code: what has come is added and an exchange begins, then z."""
+        if self.exchanges == "one_at_a_time":
+            state.push.mix()
+            worker.parameters.copy_(state.push.z())
 
     def reduce(self, worker: Worker, state: PushState) -> None:
         """The gradient stays here."""
@@ -108,7 +140,8 @@ class StochasticGradientPush(Strategy[PushState]):
         worker.parameters.copy_(state.push.x)
         worker.update_locally(state.optimizer)
         state.push.x.copy_(worker.parameters)
-        state.push.mix()
+        if self.exchanges != "one_at_a_time":
+            state.push.mix()
         worker.parameters.copy_(state.push.z())
         worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=state.push.w)
 
