@@ -87,7 +87,7 @@ class Run:
         run = settings(strategy, ranks, "", **training)
         run = replace(run, task=f"tests.tanh_net:task({samples})")
         self.trained: Trained = train_recorded(run, folder)
-        self.batches = [BATCHES[id(module)] for module in self.trained.modules]
+        self.batches = [BATCHES.get(id(module), []) for module in self.trained.modules]
         self.final = vector(self.trained.final)
 
     @property

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,14 @@ from tests.test_push_sum import PatientPush
 from torch import Tensor, nn
 
 from orchestra.optimizers.settings import StepDecay
+from orchestra.strategies.elastic_averaging import ElasticAveraging, ElasticAveragingState
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Elastic, Nesterov, SlowMo
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
 from orchestra.strategies.switch_rules import LossStable
 from orchestra.topologies import Exponential, Star, Topology
-from orchestra.worker.worker import Step
+from orchestra.worker.worker import Step, Worker
 
 BATCH = 4
 RANKS = 4
@@ -205,6 +210,58 @@ def test_delay_compensation(kind: str, m: float | None) -> None:
         settings["mean_square"] = m
     w = papers.dc_asgd(fixed_gradient, WORKERS, ORDER, start(), RATE, 0.4, m)
     assert_equal(served(ORDER, consistency="asynchronous", **settings), w)
+
+
+class Turns:
+    """Lets workers in one after the other, in a given order."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._left = list(reversed(order))
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, worker: int) -> Iterator[None]:
+        """When it is the worker's turn, and until that is over."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._left[-1:] == [worker], timeout=60)
+            yield
+            self._left.pop()
+            self._changed.notify_all()
+
+
+TURNS: dict[int, Turns] = {}
+
+
+@dataclass(frozen=True, repr=False)
+class InTurns(ElasticAveraging):
+    """Workers begin their steps in the order of the test, and end each exchange in their turn."""
+
+    def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
+        with TURNS[self.every].of(worker.rank):
+            super().before_forward(worker, state)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("delta", [0.0, 0.9])
+@pytest.mark.parametrize("tau", [1, 3])
+def test_asynchronous_elastic_averaging(
+    tau: int, delta: float, servers: int, tmp_path: Path
+) -> None:
+    """EASGD, and EAMSGD with the momentum delta."""
+    order = np.random.default_rng(3).permutation(np.repeat(range(WORKERS), STEPS)).tolist()
+    TURNS[tau] = Turns(order)
+    beta = 0.6
+    strategy = InTurns(tau, beta=beta, momentum=delta, servers=servers)
+    run = Run(
+        strategy, WORKERS + servers, WORKERS * STEPS * BATCH, tmp_path, batch_size=BATCH,
+        optimizer=f"SGD(lr={RATE})",
+    )  # fmt: skip
+    assert [len(batches) for batches in run.batches[:WORKERS]] == [STEPS] * WORKERS
+    x, center = papers.easgd_asynchronous(
+        run.gradient, WORKERS, order, start(), RATE, beta / WORKERS, tau, delta
+    )
+    assert_equal(run.final, center)
+    assert_equal(run.replicas[:WORKERS], x)
 
 
 @pytest.mark.parametrize(("window", "threshold"), [(6, 0.01), (3, 0.02)])
