@@ -94,6 +94,11 @@ TABLE = [
     Row("streaming", "LocalSGD(6, outer=SlowMo(0.2), fragments=2, overlap=2)", fresh=True,
         exact=False),
     Row("elastic", "LocalSGD(2, outer=Elastic())", fresh=True, exact=False),
+    Row("elastic server", "ElasticAveraging(4)", 2, exact=False),
+    Row("elastic, momentum", 'ElasticAveraging(4, momentum=0.5, servers=2, placement="beside")', 2,
+        exact=False),
+    Row("elastic first", 'Switch(ElasticAveraging(4), AllReduce(), when=AfterSteps(10), '
+        'moments="reset")', 2, exact=False),
     Row("post-local", "Switch(AllReduce(), LocalSGD(4), when=AfterSteps(10))", fresh=True),
     Row("pipeline", "Pipeline(microbatches=1)", sizes=(2, 3, 4)),  # of four layers
     Row("pipeline, 1F1B", 'Pipeline(microbatches=4)', exact=False, sizes=(2, 3, 4)),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from orchestra.exchange.collective import Collective, make_collective
     from orchestra.exchange.common_step import CommonStep
+    from orchestra.exchange.elastic import look_ahead, pull_on_centre, step_elastically
     from orchestra.exchange.gossip import (
         exact_mean,
         exact_mean_of_buffers,
@@ -77,14 +78,17 @@ if TYPE_CHECKING:
         "is_stage",
         "make_collective",
         "keep_gradient",
+        "look_ahead",
         "make_replicated_server",
         "make_server",
         "mix_with_neighbours",
         "PairwiseAverage",
+        "pull_on_centre",
         "push_and_pull",
         "PushSum",
         "scaled_copy",
         "stage_of",
+        "step_elastically",
         "sum_tied",
         "tell_servers",
         "start_together",
@@ -117,14 +121,17 @@ else:
             "is_stage": "pipeline",
             "make_collective": "collective",
             "keep_gradient": "gossip",
+            "look_ahead": "elastic",
             "make_replicated_server": "servers",
             "make_server": "servers",
             "mix_with_neighbours": "gossip",
             "PairwiseAverage": "pairwise",
+            "pull_on_centre": "elastic",
             "push_and_pull": "servers",
             "PushSum": "push_sum",
             "scaled_copy": "replicas",
             "stage_of": "pipeline",
+            "step_elastically": "elastic",
             "sum_tied": "pipeline",
             "tell_servers": "servers",
             "start_together": "average",

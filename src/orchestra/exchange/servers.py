@@ -48,14 +48,15 @@ def make_server(
     consistency: Consistency,
     *,
     updates: bool,
-    clips: bool,
-    rate_divisor: Callable[[int], int],
-    compensate: Compensate | None,
+    clips: bool = False,
+    rate_divisor: Callable[[int], int] = lambda staleness: 1,
+    compensate: Compensate | None = None,
     mirrors: Home | None = None,
+    elastic: bool = False,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
-    With `mirrors` it is a replica of that one.
+    With `mirrors` it is a replica of that one. Where it is `elastic` its slice is a centre.
     """
     home = mirrors or next(home for home in homes if home.rank == worker.rank)
     part = home.slice
@@ -82,7 +83,8 @@ def make_server(
         clip=_clip_together(worker.clip_norm, servers) if clips else None,
         rate_divisor=rate_divisor,
         compensation=compensate(values, workers) if compensate is not None else None,
-        on_update=offer if updates else None,
+        on_update=offer if updates or elastic else None,
+        elastic=elastic,
     )
 
 

@@ -34,7 +34,9 @@ class Server:
     `charge(kind, amount, function)` runs and charges computation; `clip` clips an averaged
     gradient together with the other servers; `rate_divisor` gives, for the staleness of an
     update, what its learning rates are divided by; `compensation` corrects a push before it is
-    applied; `on_update` is told the samples consumed and the new values.
+    applied; `on_update` is told the samples consumed and the new values. An `elastic` server owns
+    a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and
+    the answer is alpha (x - c).
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Server:
         rate_divisor: Callable[[int], int] = lambda staleness: 1,
         compensation: DelayCompensation | None = None,
         on_update: Callable[[int, Tensor], None] | None = None,
+        elastic: bool = False,
     ) -> None:
         self.state = state
         self.values = values
@@ -60,6 +63,7 @@ class Server:
         self._rate_divisor = rate_divisor
         self._compensation = compensation
         self._on_update = on_update
+        self._elastic = elastic
         self._total = torch.zeros_like(values)
         self._buffers: dict[int, Tensor] = {}
         self._sending: dict[int, list[Handle]] = {}
@@ -143,6 +147,11 @@ class Server:
     def _apply(self, transport: Transport, update: Update) -> None:
         """One update from the gradient of its push, or from the average of several."""
         pushes = update.pushes
+        if self._elastic:
+            (push,) = pushes
+            force = self._buffers[push.worker].sub_(self.values).mul_(push.rates[0])
+            self.values.add_(force)
+            return
         if not any(push.samples for push in pushes):
             return
         average = self._buffers[pushes[0].worker] if len(pushes) == 1 else self._total
@@ -171,6 +180,8 @@ class Server:
     def copy_for(self, worker: int) -> Tensor:
         """What `worker` is given now: a copy, so that a slow worker holds up nobody."""
         copy = self._buffers[worker]
+        if self._elastic:
+            return copy
         values = self.values if self.optimizer is not None else self._total
 
         def take() -> None:

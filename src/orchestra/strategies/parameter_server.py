@@ -57,6 +57,30 @@ class ParameterServerState:
     missed: Missed = field(default_factory=Missed)
 
 
+def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
+    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
+    if placement == "beside":
+        if servers > ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside workers need as many ranks, "
+                f"not {ranks}: lower servers or raise ranks"
+            )
+        if replicas and servers == ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside {ranks} workers leave none "
+                "that could evaluate after any server's death: lower servers or raise ranks"
+            )
+        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
+    workers = ranks - servers
+    if workers < 1:
+        raise InputError(
+            f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
+            "worker: raise ranks, lower servers, or set placement='beside'"
+        )
+    shares = (1.0,) * workers + (0.0,) * servers
+    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
+
+
 @dataclass(frozen=True, repr=False)
 class ParameterServer(Strategy[ParameterServerState]):
     """Workers push gradients to servers, which update their slices, and pull parameters.
@@ -250,35 +274,13 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
-        roles = self._placed(ranks)
+        roles = placed_roles("ParameterServer", ranks, self.servers, self.placement, self.replicas)
         if self.backup >= len(roles.workers):
             raise InputError(
                 f"ParameterServer: {self.backup} backup workers of {len(roles.workers)} leave none "
                 "to wait for: raise ranks or lower backup"
             )
         return roles
-
-    def _placed(self, ranks: int) -> Roles:
-        if self.placement == "beside":
-            if self.servers > ranks:
-                raise InputError(
-                    f"ParameterServer: {self.servers} servers beside workers need as many ranks, "
-                    f"not {ranks}: lower servers or raise ranks"
-                )
-            if self.replicas and self.servers == ranks:
-                raise InputError(
-                    f"ParameterServer: {self.servers} servers beside {ranks} workers leave none "
-                    "that could evaluate after any server's death: lower servers or raise ranks"
-                )
-            return Roles((1.0,) * ranks, tuple(range(self.servers)), replicas=self.replicas)
-        workers = ranks - self.servers
-        if workers < 1:
-            raise InputError(
-                f"ParameterServer: {ranks} ranks with {self.servers} dedicated servers leave no "
-                "worker: raise ranks, lower servers, or set placement='beside'"
-            )
-        shares, servers = (1.0,) * workers + (0.0,) * self.servers, tuple(range(workers, ranks))
-        return Roles(shares, servers, replicas=self.replicas)
 
     def start(self, worker: Worker) -> ParameterServerState:
         """Everyone begins with the parameters of the first rank; each server takes its slice."""

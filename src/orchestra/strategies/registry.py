@@ -16,6 +16,7 @@ STRATEGIES = Registry(
         "Complete": "orchestra.topologies.graphs:Complete",
         "Either": "orchestra.strategies.switch_rules:Either",
         "Elastic": "orchestra.strategies.outer:Elastic",
+        "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
         "Exponential": "orchestra.topologies.graphs:Exponential",
         "Gossip": "orchestra.strategies.gossip:Gossip",
         "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",

@@ -1,0 +1,174 @@
+"""Asynchronous elastic averaging: replicas that servers hold together, each at its own pace."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from orchestra import exchange, optimizers, parameter_server
+from orchestra.parameter_server.consistency import Asynchronous
+from orchestra.settings import setting
+from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.parameter_server import (
+    ParameterServer,
+    ParameterServerState,
+    placed_roles,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from orchestra.parameter_server import Pause
+    from orchestra.parameter_server.state import Answer
+    from orchestra.worker.worker import Worker
+
+
+@dataclass
+class ElasticAveragingState(ParameterServerState):
+    """Of a worker: its clock t, the `samples` since its last exchange, and v under EAMSGD.
+
+    `force` is alpha (x - c) of the step under way, where it has an exchange.
+    """
+
+    clock: int = 0
+    samples: int = 0
+    velocity: Tensor | None = None
+    force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
+
+
+@dataclass(frozen=True, repr=False)
+class ElasticAveraging(Strategy[ElasticAveragingState]):
+    """Each worker trains alone, and is pulled to a common centre that it pulls, too.
+
+    Asynchronous EASGD and EAMSGD (Zhang, Choromanska and LeCun, NeurIPS 2015), Algorithms 1 and 2;
+    the latter where `momentum` is above 0, as in the authors' code (optim-eamsgd.lua of
+    sixin-zh/mpiT). The servers own the centre c. Worker i with parameters x, clock t from 0:
+
+        if tau divides t:  d <- alpha (x - c), c <- c + d;  else d <- 0
+        v <- delta v - eta g_i(x + delta v);  x <- x + v - d;  t <- t + 1
+
+    so gradient and elastic force are those of one x. alpha is beta / p for p workers. An exchange
+    is between one worker and the servers, each of which takes one after the other; no worker waits
+    for another. eta g_i is the step of whatever optimizer is set: SGD without momentum in the
+    paper. The centre is the model that is evaluated, and the final one. `LocalSGD(outer=Elastic())`
+    is the synchronous variant.
+    """
+
+    use = "for workers of unlike speed and slow links: nobody waits, and an exchange is rare"
+    variants = (
+        ("ElasticAveraging(10)", use),
+        ("ElasticAveraging(10, momentum=0.9)", "the same, with momentum on each worker (EAMSGD)"),
+    )
+
+    every: int = setting(10, "tau: steps of a worker from one exchange to the next", low=1)
+    _: KW_ONLY
+    beta: float = setting(
+        0.9, "pull of all workers on the centre; alpha is beta / p", above=0, high=1
+    )
+    momentum: float = setting(0.0, "delta: of Nesterov's momentum on each worker", low=0, high=1)
+    servers: int = setting(1, "servers that the centre is cut over, balanced by bytes", low=1)
+    placement: Literal["dedicated", "beside"] = setting(
+        "dedicated", "servers on the last ranks, without data; or beside the first workers"
+    )
+
+    @property
+    def synchronous(self) -> bool:
+        """Nobody waits, and losses are each worker's own."""
+        return False
+
+    def roles(self, ranks: int) -> Roles:
+        """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
+        return placed_roles("ElasticAveraging", ranks, self.servers, self.placement)
+
+    @property
+    def _owners(self) -> ParameterServer:
+        """Servers that nobody waits for, which serve and leave as the centre's do."""
+        return ParameterServer(
+            servers=self.servers, consistency="asynchronous", placement=self.placement
+        )
+
+    def start(self, worker: Worker) -> ElasticAveragingState:
+        """Everyone begins with the parameters of the first rank, and so does the centre."""
+        exchange.agree_on_parameters(worker)
+        roles = self.roles(worker.budget_ranks)
+        state = ElasticAveragingState(exchange.homes_of(worker, roles.servers, updates=False))
+        if worker.rank in roles.servers:
+            state.server = exchange.make_server(
+                worker, state.homes, roles.workers, Asynchronous(), updates=False, elastic=True
+            )
+        if worker.rank in roles.workers:
+            state.client = parameter_server.Client(worker.transport, state.homes)
+            state.optimizer = worker.local_optimizer()
+            if self.momentum:
+                state.velocity = worker.parameters.new_zeros(worker.parameters.shape)
+            if state.server is not None:
+                state.flow = worker.transport.spawn(state.server.serve_to_the_end)
+        worker.reporter.expendable(worker.rank not in roles.servers)
+        return state
+
+    def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
+        """In its turn the exchange; then, under EAMSGD, to where the gradient is taken."""
+        state.force = None
+        if state.clock % self.every == 0:
+            state.force = worker.parameters.new_empty(worker.parameters.shape)
+            answers = self._push(worker, state, self.beta / len(worker.workers), state.force)
+            step = worker.step
+            step.consumed += step.total_samples  # as if all took the step that begins
+            step.staleness = tuple(answer.staleness for answer in answers)
+            worker.measures.staleness.extend(step.staleness)
+        if state.velocity is not None:
+            exchange.look_ahead(worker, state.velocity, self.momentum)
+
+    def _push(
+        self, worker: Worker, state: ElasticAveragingState, alpha: float, into: Tensor
+    ) -> list[Answer]:
+        assert state.client is not None
+        answers = exchange.pull_on_centre(worker, state.client, into, alpha, state.samples)
+        state.samples = 0
+        worker.step.consumed = max(answer.consumed for answer in answers)
+        return answers
+
+    def reduce(self, worker: Worker, state: ElasticAveragingState) -> None:
+        """The gradient stays here."""
+        exchange.keep_gradient(worker)
+
+    def update(self, worker: Worker, state: ElasticAveragingState) -> None:
+        """A local step, and the elastic force of where it began."""
+        assert state.optimizer is not None
+        worker.clip()
+        exchange.step_elastically(
+            worker, state.optimizer, state.force, state.velocity, self.momentum
+        )
+        state.force = None
+        state.clock += 1
+        state.samples += worker.step.samples
+
+    def serve(self, worker: Worker, state: ElasticAveragingState) -> Pause | None:
+        """Serve until all workers pause or have left."""
+        return self._owners.serve(worker, state)
+
+    def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:
+        """Wait until every exchange is over and every worker is here."""
+        self._account(worker, state)
+        return self._owners.quiesce(worker, state, step)
+
+    def agree(self, worker: Worker, state: ElasticAveragingState) -> None:
+        """The centre becomes everybody's parameters."""
+        self._owners.agree(worker, state)
+
+    def stop(self, worker: Worker, state: ElasticAveragingState) -> None:
+        """Workers leave; then agree."""
+        if state.client is not None:
+            self._account(worker, state)
+        self._owners.stop(worker, state)
+
+    def _account(self, worker: Worker, state: ElasticAveragingState) -> None:
+        """Servers learn of the samples since the last exchange, without a pull."""
+        if state.samples:
+            nothing = worker.parameters.new_empty(worker.parameters.shape)
+            self._push(worker, state, 0.0, nothing)
+
+    def optimizer_of(self, state: ElasticAveragingState) -> Optimizer | None:
+        """This worker's own."""
+        return state.optimizer
