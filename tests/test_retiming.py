@@ -26,7 +26,8 @@ BY_SPEED = {
     "partial all-reduce", "asynchronous", "asynchronous beside", "asynchronous servers", "bounded",
     "delay compensation", "adaptive compensation", "rate divided", "rate by staleness",
     "backup workers", "switch to bounded", "overlapped push", "pairwise", "strategy-switch",
-    "switch beside", "asynchronous first", "gossip, judged",
+    "switch beside", "asynchronous first", "gossip, judged", "elastic server", "elastic, momentum",
+    "elastic first",
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from orchestra.errors import PeerLost, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
+from orchestra.strategies.elastic_averaging import ElasticAveraging
 from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
@@ -336,7 +337,11 @@ class Trained:
         return simulated(self.run, self.folder / name, on=str(file))
 
 
-@pytest.mark.parametrize("strategy", [ASYNCHRONOUS, BOUNDED], ids=["asynchronous", "bounded"])
+@pytest.mark.parametrize(
+    "strategy",
+    [ASYNCHRONOUS, BOUNDED, ElasticAveraging(4)],
+    ids=["asynchronous", "bounded", "elastic"],
+)
 def test_a_run_goes_on_without_a_dead_worker(strategy: Strategy[Any], tmp_path: Path) -> None:
     """As tests/test_failures.py has it of real processes."""
     trained = Trained(strategy, tmp_path)
@@ -394,10 +399,13 @@ def test_what_passes_changes_times_and_no_synchronous_result(
         assert least < record.train_seconds - 2 * at < most, fault
 
 
-@pytest.mark.parametrize("overlap", [0, 3])
-def test_receivers_of_a_stopped_peer_advance_by_the_overlap(overlap: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("overlap", "exchanges"), [(0, "every_tau_steps"), (3, "every_step")])
+def test_receivers_of_a_stopped_peer_advance_by_the_overlap(
+    overlap: int, exchanges: Any, tmp_path: Path
+) -> None:
     """Push-sum in a circle, as tests/test_push_sum.py has it of real processes."""
-    trained = Trained(StochasticGradientPush(CIRCLE, overlap=overlap), tmp_path, ranks=3)
+    push = StochasticGradientPush(CIRCLE, overlap=overlap, exchanges=exchanges)
+    trained = Trained(push, tmp_path, ranks=3)
     record = trained.with_faults(Pause("rank 1", at=trained.half, seconds=2))
     ended = [[line["seconds"] for line in step_lines(record.folder, rank)] for rank in range(3)]
     done = [sum(time < 2 for time in times) for times in ended]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orchestra.experiments.replay import replay
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
+    from orchestra.strategies.elastic_averaging import ElasticAveraging
     from orchestra.strategies.gossip import Gossip
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         "Average",
         "Complete",
         "Elastic",
+        "ElasticAveraging",
         "Exponential",
         "Gossip",
         "InputError",
@@ -86,6 +88,7 @@ else:
         "Average": "strategies.outer",
         "Complete": "topologies.graphs",
         "Elastic": "strategies.outer",
+        "ElasticAveraging": "strategies.elastic_averaging",
         "Exponential": "topologies.graphs",
         "Gossip": "strategies.gossip",
         "InputError": "errors",
