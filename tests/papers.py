@@ -63,28 +63,25 @@ def easgd(
     eta: float,
     alpha: float,
     tau: int = 1,
-    delta: float = 0.0,
 ) -> tuple[Matrix, Vector]:
-    """Synchronous EASGD and EAMSGD (Zhang, Choromanska, LeCun, NIPS 2015, section 3).
+    """Synchronous EASGD (Zhang, Choromanska, LeCun, NIPS 2015, section 3).
 
     x^i_{t+1} = x^i_t - eta g^i_t(x^i_t) - alpha (x^i_t - x~_t), alpha = eta rho,
-    x~_{t+1} = (1 - beta) x~_t + beta (1/p sum_i x^i_t),         beta = p alpha,
+    x~_{t+1} = (1 - beta) x~_t + beta (1/p sum_i x^i_t),         beta = p alpha.
 
-    and with momentum v^i_{t+1} = delta v^i_t - eta g^i_t(x^i_t + delta v^i_t), whose v^i_{t+1}
-    takes the place of -eta g. Both lines read x^i_t and x~_t. With a communication period the two
-    elastic terms appear in the steps t = 0, tau, 2 tau, ..., as in the paper's Algorithm 1.
+    Both lines read x^i_t and x~_t. With a communication period the two elastic terms appear in the
+    steps t = 0, tau, 2 tau, ..., as in the paper's Algorithm 1.
 
     Returns the workers' x^i and the center variable x~.
     """
     beta = workers * alpha
-    x, v, center = [x0] * workers, [np.zeros_like(x0)] * workers, x0
+    x, center = [x0] * workers, x0
     for t in range(steps):
         communicates = t % tau == 0
-        v = [delta * v[i] - eta * gradient(i, t, x[i] + delta * v[i]) for i in range(workers)]
         elastic = [alpha * (x[i] - center) * communicates for i in range(workers)]
         if communicates:
             center = (1 - beta) * center + beta * np.mean(x, axis=0)
-        x = [x[i] + v[i] - elastic[i] for i in range(workers)]
+        x = [x[i] - eta * gradient(i, t, x[i]) - elastic[i] for i in range(workers)]
     return np.stack(x), center
 
 

@@ -42,14 +42,12 @@ def trained(
     strategy: Any,
     folder: Path,
     *,
-    steps: int = STEPS,
     ranks: int = RANKS,
     momentum: float = 0.0,
     **training: Any,
 ) -> Run:
     training = {"optimizer": f"SGD(lr={RATE}, momentum={momentum})", **training}
-    samples = steps * ranks * BATCH
-    return Run(strategy, ranks, samples, folder, batch_size=BATCH, **training)
+    return Run(strategy, ranks, STEPS * ranks * BATCH, folder, batch_size=BATCH, **training)
 
 
 def test_the_gradient_by_hand_is_the_loss_s() -> None:
