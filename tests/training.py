@@ -114,7 +114,8 @@ def _trained(
     chosen = replace(Optimizer.parse(case.optimizer, where="case"), groups=case.groups)
     spec = OptimizerSpec.from_settings(chosen, names)
     optimizer = spec.build(dict(module.named_parameters()))
-    plan = Plan(0, epoch_samples(task.train), case.batch_size, tuple(shares))
+    global_batch = case.batch_size * len(shares)
+    plan = Plan(0, epoch_samples(task.train), global_batch, tuple(shares))
     feed = Feed(open_samples(task.train, 0, task.collate), plan, rank)
     for step in range(plan.steps):
         if step == case.reset_after:

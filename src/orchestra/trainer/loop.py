@@ -35,7 +35,10 @@ class Position:
 
 
 class Loop:
-    """Steps on a worker, serving on a rank without data, until the budget is used up."""
+    """Steps on a worker, serving on a rank without data, until the budget is used up.
+
+    `measured` are the weights of the ranks' parts wherever workers step together.
+    """
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Loop:
         recorder: Recorder,
         tracer: Tracer,
         checkpoint: Callable[[], None],
+        measured: tuple[float, ...] | None = None,
     ) -> None:
         self.position = position
         self.stopped = False
@@ -64,6 +68,7 @@ class Loop:
         self._recorder = recorder
         self._tracer = tracer
         self._checkpoint = checkpoint
+        self._measured = measured
         self._base_rates = worker.optimizer.base_rates
         self._roles = strategy.current_roles(worker, state)
         self._switched_at = worker.measures.switched_at_step
@@ -73,10 +78,10 @@ class Loop:
 
     def _feed_for(self, roles: Roles) -> Feed:
         start = min(self.position.plan_start, self._budget)
-        parts = sum(share > 0 for share in roles.shares)
-        batch_size = round(self._training.batch_size * sum(roles.shares) / parts)
-        shares = self._training.weighted(roles.shares)
-        plan = plan_of(start, self._budget, batch_size, shares)
+        together = self._strategy.currently_together(self._state)
+        shares = self._training.weighted(roles.shares, self._measured if together else None)
+        global_batch = self._training.global_batch(roles.shares)
+        plan = plan_of(start, self._budget, global_batch, shares)
         own = self._training.sharding is not None
         self._works = self._worker.rank in roles.workers
         return Feed(self._samples(shares), plan, roles.part(self._worker.rank), own)
