@@ -57,8 +57,8 @@ def step_lines(folder: Path, rank: int) -> list[dict[str, Any]]:
 def settings(
     strategy: Strategy[Any], ranks: int, task: str, *, seed: int = 0, **training: Any
 ) -> Run:
-    """A run of a task of `tasks_for_tests`."""
-    training = {"batch_size": 8, "snapshots": 0, **training}
+    """A run of a task of `tasks_for_tests`; each worker has a batch of 8, whoever serves."""
+    training = {"batch_size": 8, "equal": "worker_batch", "snapshots": 0, **training}
     if "steps" not in training:
         training.setdefault("epochs", 1)
     if isinstance(training.get("optimizer"), str):
