@@ -61,7 +61,7 @@ def train_suspending(strategy: ParameterServer, ranks: int, victim: int, folder:
     """Let the others complete 20 more steps, three times, each while `victim` is suspended."""
     samples = WORKERS * STEPS * BATCH
     task = f"tests.gated:gated({str(folder)!r}, {samples})"
-    training = Training(ranks=ranks, batch_size=BATCH, epochs=1, snapshots=0)
+    training = Training(ranks=ranks, batch_size=BATCH, equal="worker_batch", epochs=1, snapshots=0)
     run = Run("test", task, strategy, 0, training)
     steps = Steps()
     let_run(folder, 0)

@@ -156,7 +156,6 @@ def _at_the_same_batch(study: Study, reached: Sequence[Row], named: Row | None) 
     alike = [row for row in reached if row.global_batch == first.global_batch]
     rival = next((row for row in alike if row.single is not first.single), None)
     if rival is None:
-        yield f"no row to compare {first.name} with has its batch, {first.global_batch}"
         return
     text = (
         f"at the same batch, {first.global_batch}, {rival.name} took {quantity(_time(rival), 's')}"

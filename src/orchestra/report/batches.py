@@ -36,8 +36,9 @@ def unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
                 for (batch, steps), names in sorted(groups.items())
             ]
             yield (
-                f"Not the same global batch: {'; '.join(parts)}. A difference between such rows is "
-                "one of batch and strategy together; equal: global_batch makes the batches equal."
+                f"Not the same global batch: {'; '.join(parts)}. Differences between such rows "
+                "come from the batch as well as from the strategy; equal: global_batch makes the "
+                "batches equal."
             )
 
 
@@ -52,11 +53,11 @@ def unequal_shares(study: Study) -> Iterator[str]:
         return
     row, now, best = gains[0]
     others = [other.name for other, *_ in gains[1:]]
-    also = f"; so it is for {listed(others)}" if others else ""
+    also = f"; the same holds for {listed(others)}" if others else ""
     yield (
-        f"{row.name} waits for its slowest worker, whose gradient of a step takes "
-        f"{quantity(now, 's')}: with parts by speed, shares: measured, it would take about "
-        f"{quantity(best, 's')}, by an estimate from the seconds of these runs{also}"
+        f"in a step of {row.name} all wait for the slowest worker, which computes for "
+        f"{quantity(now, 's')}; with shares: measured, parts by speed, it would be about "
+        f"{quantity(best, 's')}, estimated from what the workers computed here{also}"
     )
 
 

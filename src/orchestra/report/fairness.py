@@ -95,16 +95,17 @@ def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
         own = {batch for row in rows if not row.single for batch in row.worker_batches}
         if len(own) == 1:
             yield f"The same batch for each worker: {own.pop()} samples."
-        yield f"The global batch, in samples: {'; '.join(parts)}."
+        if not list(unlike_batches(rows)):
+            yield f"The global batch, in samples: {'; '.join(parts)}."
     apart = [row for row in rows if row.synchronous is False]
     if apart:
         yield (
-            f"Under {names(apart)}, where no update is made of all workers' samples, the global "
-            "batch is what the batches of the workers come to together."
+            f"Under {names(apart)} not every update is made of a whole global batch, which there "
+            "is the workers' batches added up."
         )
     for shares, group in _grouped([row for row in rows if row.shares], lambda row: row.shares):
-        weights = ", ".join(f"{share:g}" for share in shares)
-        yield f"The parts of the ranks by measured speed: {weights} ({names(group)})."
+        weights = f"from {min(shares):g} to {max(shares):g}"
+        yield f"Parts by the measured speed of the ranks, weighted {weights} ({names(group)})."
 
 
 def _budgets(rows: Sequence[Row]) -> Iterator[str]:

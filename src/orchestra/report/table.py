@@ -219,4 +219,4 @@ def _beside(study: Study) -> str:
         return ""
     if all(row.global_batch == rival.global_batch for row, rival in pairs):
         return "one process with all cores, the same global batch and the same seed"
-    return "one process with all cores and the same seed, whose global batch is not that of all"
+    return "one process with all cores and the same seed, though not every row has its global batch"
