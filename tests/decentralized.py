@@ -53,7 +53,7 @@ Gradient = Callable[[int, int, Matrix], Matrix]
 def gradients(ranks: int, steps: int) -> Gradient:
     """gradient(rank, step, x) of the task `quadratic` with as many samples as there are steps."""
     task = quadratic(ranks * steps * BATCH)
-    plan = Plan(0, ranks * steps * BATCH, BATCH, (1.0,) * ranks)
+    plan = Plan(0, ranks * steps * BATCH, ranks * BATCH, (1.0,) * ranks)
     samples = open_samples(task.train, 0, task.collate)
     curvature = CURVATURE.numpy()
 

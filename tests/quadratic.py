@@ -56,7 +56,7 @@ def mean_samples(
     The gradient of x there is x minus that mean.
     """
     task = quadratic(samples)
-    plan = Plan(0, samples, batch_size, shares or (1.0,) * ranks)
+    plan = Plan(0, samples, ranks * batch_size, shares or (1.0,) * ranks)
     feeds = [Feed(open_samples(task.train, 0, task.collate), plan, rank) for rank in range(ranks)]
     steps = []
     for step in range(plan.steps):

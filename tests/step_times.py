@@ -76,6 +76,7 @@ class Timed:
         training = Training(
             ranks=ranks,
             batch_size=1,
+            equal="worker_batch",
             steps=steps * self.workers // gcd(self.workers, ranks),
             optimizer=Optimizer("SGD", {"lr": 0.1}),
             engine="simulation",

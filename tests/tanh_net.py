@@ -84,7 +84,7 @@ class Run:
         self, strategy: Strategy[Any], ranks: int, samples: int, folder: Path, **training: Any
     ) -> None:
         BATCHES.clear()
-        run = settings(strategy, ranks, "", **training)
+        run = settings(strategy, ranks, "", **{"work": "equal", **training})
         run = replace(run, task=f"tests.tanh_net:task({samples})")
         self.trained: Trained = train_recorded(run, folder)
         self.batches = [BATCHES.get(id(module), []) for module in self.trained.modules]

@@ -62,7 +62,9 @@ def train_suspending(strategy: ParameterServer, ranks: int, victim: int, folder:
     """Let the others complete 20 more steps, three times, each while `victim` is suspended."""
     samples = WORKERS * STEPS * BATCH
     task = f"tests.gated:gated({str(folder)!r}, {samples})"
-    training = Training(ranks=ranks, batch_size=BATCH, epochs=1, snapshots=0, work="equal")
+    training = Training(
+        ranks=ranks, batch_size=BATCH, equal="worker_batch", epochs=1, snapshots=0, work="equal"
+    )
     run = Run("test", task, strategy, 0, training)
     steps = Steps()
     let_run(folder, 0)
@@ -132,7 +134,7 @@ def test_the_others_take_over_what_suspended_workers_would_have_taken(
     """Two of the four workers are suspended by turns; each batch is taken once."""
     batches = WORKERS * STEPS
     task = f"tests.gated:gated({str(tmp_path)!r}, {batches * BATCH})"
-    training = Training(ranks=ranks, batch_size=BATCH, epochs=1, snapshots=0)
+    training = Training(ranks=ranks, batch_size=BATCH, equal="worker_batch", epochs=1, snapshots=0)
     run, steps = Run("test", task, strategy, 0, training), Steps()
     let_run(tmp_path, 0)
     running = Running(train_noted, (run, tmp_path), ranks, on_event=steps.on_event)

@@ -134,8 +134,7 @@ def test_parts_cover_the_budget_once_and_in_order(plan: Plan) -> None:
         parts = [plan.part(step, rank) for rank in range(len(plan.shares))]
         sizes = [stop - start for start, stop in parts]
         assert tuple(sizes) == plan.counts(step)
-        full = plan.batch_size * sum(share > 0 for share in plan.shares)
-        assert sum(sizes) == full or step == plan.steps - 1
+        assert sum(sizes) == plan.global_batch or step == plan.steps - 1
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.lists(st.booleans(), min_size=1, max_size=6))
@@ -144,9 +143,10 @@ def test_equal_workers_read_the_same_whatever_the_other_ranks(
 ) -> None:
     if not any(working):
         return
-    plan = Plan(0, samples, batch_size, tuple(float(yes) for yes in working))
     ranks = [rank for rank, yes in enumerate(working) if yes]
-    alone = Plan(0, samples, batch_size, (1.0,) * len(ranks))
+    global_batch = batch_size * len(ranks)
+    plan = Plan(0, samples, global_batch, tuple(float(yes) for yes in working))
+    alone = Plan(0, samples, global_batch, (1.0,) * len(ranks))
     for step in range(plan.steps):
         parts = [plan.part(step, rank) for rank in ranks]
         assert parts == [alone.part(step, worker) for worker in range(len(ranks))]
@@ -155,9 +155,12 @@ def test_equal_workers_read_the_same_whatever_the_other_ranks(
 
 
 def test_the_last_global_batch_is_spread_and_some_may_get_nothing() -> None:
-    plan = Plan(0, 10, 2, (1.0, 1.0, 0.0, 1.0, 1.0))
+    plan = Plan(0, 10, 8, (1.0, 1.0, 0.0, 1.0, 1.0))
     assert [plan.counts(step) for step in range(plan.steps)] == [(2, 2, 0, 2, 2), (1, 1, 0, 0, 0)]
-    assert Plan(0, 20, 5, (1.0, 3.0)).counts(0) == (3, 7)  # of 2.5 and 7.5, the first is rounded up
+    assert Plan(0, 20, 10, (1.0, 3.0)).counts(0) == (
+        3,
+        7,
+    )  # of 2.5 and 7.5, the first is rounded up
     assert Plan(5, 5, 2, (1.0,)).steps == 0
 
 
@@ -181,7 +184,7 @@ def feeds(dataset: Dataset[Any], plan: Plan) -> list[Feed]:
 
 def test_feeds_of_all_ranks_read_each_sample_once_an_epoch() -> None:
     dataset = Numbers(23)
-    plan = Plan(0, 46, 4, (1.0, 0.0, 1.0))
+    plan = Plan(0, 46, 8, (1.0, 0.0, 1.0))
     first, server, last = feeds(dataset, plan)
     assert server.next(0) == (None, 0)
     read: list[float] = []
@@ -194,7 +197,7 @@ def test_feeds_of_all_ranks_read_each_sample_once_an_epoch() -> None:
 
 
 def test_a_feed_of_a_map_style_dataset_starts_at_any_step_without_drawing() -> None:
-    plan = Plan(0, 60, 5, (1.0, 1.0))
+    plan = Plan(0, 60, 10, (1.0, 1.0))
     through, jumping = feeds(Numbers(23), plan)[1], feeds(Numbers(23), plan)[1]
     batches = [through.next(step)[0] for step in range(plan.steps)]
     before = torch.get_rng_state()
@@ -217,7 +220,7 @@ def test_a_feed_collates_as_told() -> None:
 
 
 def test_ranks_share_an_iterable_dataset_by_blocks_over_its_epochs() -> None:
-    plan = Plan(0, 13, 2, (1.0, 1.0))
+    plan = Plan(0, 13, 4, (1.0, 1.0))
     ranks = feeds(Stream(5), plan)[:1] + feeds(Stream(5), plan)[1:]
     read = [
         [None if (batch := feed.next(step)[0]) is None else batch.tolist() for feed in ranks]
@@ -232,7 +235,7 @@ def test_ranks_share_an_iterable_dataset_by_blocks_over_its_epochs() -> None:
 
 
 def test_skipping_leaves_the_global_generator_alone() -> None:
-    plan = Plan(0, 40, 2, (1.0, 1.0))
+    plan = Plan(0, 40, 4, (1.0, 1.0))
     for feed, step in ((feeds(Stream(50), plan)[1], 0), (feeds(Stream(50), plan)[0], 6)):
         torch.manual_seed(1)
         feed.next(step)
@@ -243,11 +246,11 @@ def test_skipping_leaves_the_global_generator_alone() -> None:
 
 
 def test_an_iterable_dataset_goes_on_after_a_switch_of_roles() -> None:
-    plan = Plan(0, 20, 2, (1.0, 1.0))
+    plan = Plan(0, 20, 4, (1.0, 1.0))
     feed = feeds(Stream(100), plan)[1]
     assert feed.next(0)[0].tolist() == [2, 3]
     then = Feed(feed.samples, plan.from_position(plan.position(1), (0.0, 1.0)), 1)
-    assert then.next(0)[0].tolist() == [4, 5]
+    assert then.next(0)[0].tolist() == [4, 5, 6, 7]
 
 
 def test_an_iterable_dataset_that_ends_for_good_is_refused() -> None:

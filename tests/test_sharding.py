@@ -76,7 +76,7 @@ def numbers(samples: int = 40) -> TensorData:
 
 
 def reads(shares: tuple[float, ...], rank: int, steps: range) -> list[int]:
-    data, plan = numbers(), Plan(0, 400, 4, shares)
+    data, plan = numbers(), Plan(0, 400, 4 * len(shares), shares)
     shard = open_shard(data, 0, data.collate, Stratified(), shares, rank)
     feed = Feed(shard, plan, rank, own=True)
     return [int(place) for step in steps for place in feed.next(step)[0][0]]

@@ -53,7 +53,9 @@ def train_with_a_slow_worker(
     """
     ranks = len(strategy.roles(WORKERS + 1).shares)
     task = f"tests.gated:gated({str(folder)!r}, {WORKERS * STEPS * BATCH})"
-    training = Training(ranks=ranks, batch_size=BATCH, epochs=1, snapshots=0, work="equal")
+    training = Training(
+        ranks=ranks, batch_size=BATCH, equal="worker_batch", epochs=1, snapshots=0, work="equal"
+    )
     run, beats = Run("test", task, strategy, 0, training), Beats()
     let_run(folder, 0)
     running = Running(train_noted, (run, folder), ranks, on_event=beats.on_event)

@@ -406,7 +406,7 @@ def test_a_rule_learns_the_squares_of_gradients_before_and_after_averaging(
     steps = NOTED[log]
     loaded = load_task(TASKS + task)
     module = loaded.model()
-    plan = Plan(0, 240, 8, (1.0,) * 3)
+    plan = Plan(0, 240, 24, (1.0,) * 3)
     samples = open_samples(loaded.train, 0, loaded.collate)
     assert len(steps) == plan.steps
     for number, step in enumerate(steps):

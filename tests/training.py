@@ -57,8 +57,8 @@ def step_lines(folder: Path, rank: int) -> list[dict[str, Any]]:
 def settings(
     strategy: Strategy[Any], ranks: int, task: str, *, seed: int = 0, **training: Any
 ) -> Run:
-    """A run of a task of `tasks_for_tests`."""
-    training = {"batch_size": 8, "snapshots": 0, **training}
+    """A run of a task of `tasks_for_tests`; each worker has a batch of 8, whoever serves."""
+    training = {"batch_size": 8, "equal": "worker_batch", "snapshots": 0, **training}
     if "steps" not in training:
         training.setdefault("epochs", 1)
     if isinstance(training.get("optimizer"), str):
@@ -114,7 +114,8 @@ def _trained(
     chosen = replace(Optimizer.parse(case.optimizer, where="case"), groups=case.groups)
     spec = OptimizerSpec.from_settings(chosen, names)
     optimizer = spec.build(dict(module.named_parameters()))
-    plan = Plan(0, epoch_samples(task.train), case.batch_size, tuple(shares))
+    global_batch = case.batch_size * len(shares)
+    plan = Plan(0, epoch_samples(task.train), global_batch, tuple(shares))
     feed = Feed(open_samples(task.train, 0, task.collate), plan, rank)
     for step in range(plan.steps):
         if step == case.reset_after:

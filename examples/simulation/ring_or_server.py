@@ -10,7 +10,8 @@ one server       N - 1 gradients in, parameters out      2 * (100 us + 7 * 0.2 s
 server a worker  each has n / N, and sends it to others  2 * (100 us + 7 * 25 ms)  =  0.3502 s
 
 and the gradient, and some milliseconds for the update; a server also adds up what comes, and
-copies. Its seven workers take 80 steps for the samples of 70 steps of eight. It prints:
+copies. Each worker has as large a batch, so that its seven workers take 80 steps for the samples of
+70 steps of eight. It prints:
 
                      steps   seconds    a step   GB sent
     ring                70   47.2091    0.6744   24.5003
@@ -40,9 +41,9 @@ def main() -> None:
     for label, strategy in STRATEGIES.items():
         with tempfile.TemporaryDirectory() as out:
             record = orchestra.train(
-                TASK, strategy, ranks=8, steps=70, batch_size=32, engine="simulation",
-                tensors="shapes", cluster=str(HERE / "lan.yaml"), calibration="none",
-                out=Path(out) / "run", quiet=True,
+                TASK, strategy, ranks=8, steps=70, batch_size=32, equal="worker_batch",
+                engine="simulation", tensors="shapes", cluster=str(HERE / "lan.yaml"),
+                calibration="none", out=Path(out) / "run", quiet=True,
             )  # fmt: skip
         assert record.train_seconds is not None
         step = record.train_seconds / record.steps

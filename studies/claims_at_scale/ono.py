@@ -45,7 +45,8 @@ def seconds(strategy: str, ranks: int, epochs: int, speed: float) -> float:
             "digits28", strategy, ranks, out=folder, quiet=True,
             engine="simulation", tensors="shapes", calibration="none",
             cluster=f"containers_10mbit({ranks}, speed={speed!r})",
-            epochs=epochs, batch_size=64, optimizer="Adam(lr=0.01)", snapshots=0, trace_steps=0,
+            epochs=epochs, batch_size=64, equal="worker_batch", optimizer="Adam(lr=0.01)",
+            snapshots=0, trace_steps=0,
         )  # fmt: skip
     assert record.train_seconds is not None
     return record.train_seconds * MNIST / IMAGES / epochs

@@ -211,6 +211,7 @@ def _run(label: str, scale: Scale) -> Run:
     training = Training(
         ranks=scale.workers + dedicated,
         batch_size=batch_size,
+        equal="worker_batch",
         epochs=1,
         optimizer=Optimizer("SGD", {"lr": 0.1}),
         engine="simulation",

@@ -67,6 +67,8 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
     yield "strategy", lambda row: row.label
     yield "ranks", lambda row: str(row.ranks)
     yield "batch", lambda row: str(row.global_batch)
+    if len({row.steps for row in rows if row.completed}) > 1:
+        yield "steps", lambda row: str(row.steps)
     if any(len(row.completed) < len(row.runs) for row in rows):
         yield "runs", lambda row: f"{len(row.completed)} of {len(row.runs)}"
     if study.target is not None:

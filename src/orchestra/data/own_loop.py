@@ -127,7 +127,7 @@ class _Parts:
         assert batch_size is not None
         global_batch = batch_size * workers
         stop = samples - samples % global_batch if loader.drop_last else samples
-        self.plan = Plan(0, stop, batch_size, (1.0,) * workers)
+        self.plan = Plan(0, stop, global_batch, (1.0,) * workers)
         self.index = index
         self.epoch = 0
         shuffled = isinstance(loader.sampler, RandomSampler)

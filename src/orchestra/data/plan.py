@@ -37,38 +37,27 @@ class Deal(NamedTuple):
 class Plan:
     """Positions `start` to `stop` of the global order, dealt out in global batches.
 
-    A global batch is `batch_size` samples for each worker (a rank with a share above 0). Its
-    parts are disjoint, lie in the order of the ranks, and cover it exactly. The last one may be
-    smaller; it is spread as evenly as the shares say, so that some workers may get nothing. The
-    plan is pure: every rank computes the same one.
+    The parts of a global batch are disjoint, lie in the order of the ranks, and cover it exactly.
+    The last one may be smaller; it is spread as evenly as the shares say, so that some workers may
+    get nothing. The plan is pure: every rank computes the same one.
 
     Args:
         start: the first position of the stream to read.
         stop: the end of the budget; epochs do not matter here.
-        batch_size: samples a step of one worker, in the mean of the workers.
+        global_batch: samples of a full step of all workers.
         shares: the weight of each rank; 0 is a rank without data.
     """
 
     start: int
     stop: int
-    batch_size: int
+    global_batch: int
     shares: tuple[float, ...]
 
     def __post_init__(self) -> None:
         assert 0 <= self.start <= self.stop, "the budget ends before it begins"
-        assert self.batch_size > 0
+        assert self.global_batch > 0
         assert min(self.shares) >= 0
         assert max(self.shares) > 0, "no rank has data"
-
-    @cached_property
-    def workers(self) -> int:
-        """How many ranks have data."""
-        return sum(share > 0 for share in self.shares)
-
-    @cached_property
-    def global_batch(self) -> int:
-        """Samples of a full step of all workers."""
-        return self.batch_size * self.workers
 
     @cached_property
     def steps(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestra.data.plan import apportion
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.environment import environment
 from orchestra.records.record import RunRecord, combine, write_atomically, write_curve
@@ -50,6 +51,7 @@ def record_of(
         setup_seconds=sum(setup.values()),
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
+        **_batches(run, reports[0].shares),
         **about,
     )
     chief = next(report.chief for report in reports if report.chief is not None)
@@ -62,6 +64,15 @@ def _slowest(setups: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The parts of the longest set-up: the one that the others waited for."""
     longest: Mapping[str, float] = max(setups, key=lambda setup: sum(setup.values()))
     return dict(longest)
+
+
+def _batches(run: Run, measured: tuple[float, ...]) -> dict[str, Any]:
+    """The samples of each worker in a full step at the start, and the weights behind them."""
+    roles, training = roles_of(run), run.training
+    shares = training.weighted(roles.shares, measured or None)
+    counts = apportion(training.global_batch(roles.shares), shares)
+    batches = [count for count, share in zip(counts, shares, strict=True) if share]
+    return {"worker_batches": batches, "shares": measured}
 
 
 def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
@@ -80,7 +91,8 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "workers": len(roles.workers),
         "servers": len(roles.servers),
         "seed": run.seed,
-        "global_batch": round(run.training.batch_size * sum(roles.shares)),
+        "global_batch": run.training.global_batch(roles.shares),
+        "synchronous": run.strategy.synchronous,
         "judged_on": run.judged_on,
         "folder": folder,
     }

@@ -24,7 +24,10 @@ class RunRecord:
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
     of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
     other seconds are virtual, by the `costs`, which were calibrated or assumed; `tuned` are the
-    settings that were chosen for it in trials, none where none were made.
+    settings that were chosen for it in trials, none where none were made. Of a full step at the
+    start `global_batch` are the samples of all workers, and `worker_batches` those of each one;
+    `synchronous` tells whether one update is made of all of them; `shares` are the weights of the
+    ranks' parts, where they were measured.
     `folder` is where everything else lies.
     """
 
@@ -57,6 +60,9 @@ class RunRecord:
     parameters_sha256: str | None = None
     peak_buffer_bytes: int = 0
     global_batch: int = 0
+    worker_batches: Sequence[int] = ()
+    synchronous: bool | None = None
+    shares: Sequence[float] = ()
     threads: int = 1
     by_rank: Sequence[Mapping[str, Any]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)

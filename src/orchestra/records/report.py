@@ -30,7 +30,8 @@ class RankReport:
     group (the strategy's start), first_step (the warm-up, and waiting for the others).
     `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
     `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
-    `timeline` is None where none was to be kept; `dropped` counts gradients that came too late.
+    `timeline` is None where none was to be kept; `dropped` counts gradients that came too late;
+    `shares` are the weights of all ranks' parts, where they were measured.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankReport:
     chief: ChiefReport | None = None
     timeline: Timeline | None = None
     dropped: int = 0
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
+from orchestra.report.batches import unequal_shares
 from orchestra.report.measures import FINAL_LOSS, PACE, SENT, STALENESS, TIME_TO_TARGET, Measure
 from orchestra.report.numbers import (
     THIN,
@@ -41,7 +42,7 @@ def answer(study: Study) -> Answer:
         return Answer(_nothing_completed(study))
     reached = [row for row in rows if study.target and study.reached(row)]
     if study.only_time:
-        headline, detail = _fastest_of_all(rows), _fastest(study, rows)
+        headline, detail = _fastest_of_all(study, rows), _fastest(study, rows)
     elif reached:
         headline, detail = _first_to_target(study, rows, reached), _next_to_target(study, reached)
     else:
@@ -71,14 +72,15 @@ def why(study: Study) -> Iterator[str]:
     yield from _traffic(row)
 
 
-def place(row: Row) -> str:
-    """A row in a sentence: "ring on 4 ranks"."""
+def place(study: Study, row: Row) -> str:
+    """A row in a sentence: "ring on 4 ranks", with its batch where rows have unlike ones."""
+    batch = f" (batch {row.global_batch})"
+    unlike = len({other.global_batch for other in study.rows if other.completed}) > 1
     if row.single:
-        return "one process with all cores" + f" (batch {row.global_batch})" * (
-            row.name != row.label
-        )
+        return "one process with all cores" + batch * (unlike or row.name != row.label)
     plain = row.name in (row.label, f"{row.label} ({count('rank', row.ranks)})")
-    return f"{row.label} on {count('rank', row.ranks)}" if plain else row.name
+    name = f"{row.label} on {count('rank', row.ranks)}" if plain else row.name
+    return name + batch * unlike
 
 
 def told_apart(difference: Difference | None) -> bool | None:
@@ -100,7 +102,7 @@ def _first_to_target(study: Study, rows: Sequence[Row], reached: Sequence[Row]) 
     first = reached[0]
     soonest = all(_time(first) <= _time(row) for row in reached)
     how = "first" if soonest else "most often"
-    opening = f"{place(first)} reached {study.target} {how}, {_after(study, first)}"
+    opening = f"{place(study, first)} reached {study.target} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
     if others:
         return f"{opening}; {_compared(study, first, others[0])}"
@@ -110,22 +112,22 @@ def _first_to_target(study: Study, rows: Sequence[Row], reached: Sequence[Row]) 
     whom = (
         "no distributed strategy reached it"
         if first.single
-        else f"{place(rivals[0])} did not reach it in {_runs(rivals[0])}"
+        else f"{place(study, rivals[0])} did not reach it in {_runs(rivals[0])}"
     )
-    return f"{opening}; {whom}: {_verdict(study, first)}"
+    return f"{opening}; {whom}: {_verdict(study, first, rivals[0])}"
 
 
 def _compared(study: Study, first: Row, other: Row) -> str:
     """How long `other` took, and what follows for distributing."""
     ours, theirs = _time(first), _time(other)
-    who = f"the fastest of the distributed strategies, {place(other)}," * first.single
-    took = f"{who or place(other)} took {quantity(theirs, 's')}{_share(study, other)}"
+    who = f"the fastest of the distributed strategies, {place(study, other)}," * first.single
+    took = f"{who or place(study, other)} took {quantity(theirs, 's')}{_share(study, other)}"
     took += f", {times(theirs / ours)} as long" if 0 < ours < theirs else ""
     difference = study.between(other, first, TIME_TO_TARGET)
     if difference is not None and told_apart(difference) is False:
         took += f", but over {count('seed', difference.n)} the two cannot be told apart"
     elif theirs >= ours:
-        return f"{took}: {_verdict(study, first)}"
+        return f"{took}: {_verdict(study, first, other)}"
     return f"{took}: whether distributing pays {_here(study)} stays open"
 
 
@@ -136,19 +138,37 @@ def _next_to_target(study: Study, reached: Sequence[Row]) -> Iterator[str]:
     second = reached[1] if len(reached) > 1 else None
     if named is not None and (difference := study.between(named, first, TIME_TO_TARGET)):
         yield f"{named.name} minus {first.name} is {interval(difference, TIME_TO_TARGET)}"
+    yield from _at_the_same_batch(study, reached, named)
     if second is None or second is named:
         return
-    text = f"the next after {first.name} was {place(second)}, {_after(study, second)}"
+    text = f"the next after {first.name} was {place(study, second)}, {_after(study, second)}"
     if difference := study.between(second, first, TIME_TO_TARGET):
         text += f", a difference of {interval(difference, TIME_TO_TARGET)}"
         text += ": the two cannot be told apart" * (told_apart(difference) is False)
     yield text
 
 
+def _at_the_same_batch(study: Study, reached: Sequence[Row], named: Row | None) -> Iterator[str]:
+    """Where the first sentence compares unlike batches, the rows that have the first one's."""
+    first = reached[0]
+    if named is None or named.global_batch == first.global_batch:
+        return
+    alike = [row for row in reached if row.global_batch == first.global_batch]
+    rival = next((row for row in alike if row.single is not first.single), None)
+    if rival is None:
+        return
+    text = (
+        f"at the same batch, {first.global_batch}, {rival.name} took {quantity(_time(rival), 's')}"
+    )
+    if difference := study.between(rival, first, TIME_TO_TARGET):
+        text += f", a difference of {interval(difference, TIME_TO_TARGET)}"
+    yield text
+
+
 def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
     measure = study.chief
     best = rows[0]
-    opening = f"{place(best)} ended with the best {_noun(measure)}, {_figure(best, measure)}"
+    opening = f"{place(study, best)} ended with the best {_noun(measure)}, {_figure(best, measure)}"
     if study.target:
         samples = max(run.record.samples for row in rows for run in row.completed)
         budget = count("sample", samples)
@@ -157,23 +177,28 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
     if not others:
         return opening
     second = others[0]
-    text = f"{opening}; the next was {place(second)} with {_figure(second, measure)}"
+    text = f"{opening}; the next was {place(study, second)} with {_figure(second, measure)}"
+    unlike = ""
+    if best.global_batch != second.global_batch:
+        unlike = ": with unlike batches, that is a difference of batch and strategy together"
     verdict = told_apart(study.between(best, second, measure))
     if verdict is None:
-        return text
+        return f"{text}{unlike}"
     if verdict:
-        return f"{text}, a difference beyond the spread over the seeds"
+        return f"{text}, a difference beyond the spread over the seeds{unlike}"
     alike = [row for row in others if told_apart(study.between(best, row, measure)) is False]
     whom = some([row.name for row in alike])
-    return f"{text}, but over the seeds {best.name} cannot be told from {whom}"
+    return f"{text}, but over the seeds {best.name} cannot be told from {whom}{unlike}"
 
 
-def _fastest_of_all(rows: Sequence[Row]) -> str:
+def _fastest_of_all(study: Study, rows: Sequence[Row]) -> str:
     """Where only time passed: who is first, and who next."""
     first, *others = rows
-    text = f"{place(first)} was the fastest with {_figure(first, PACE)}"
+    text = f"{place(study, first)} was the fastest with {_figure(first, PACE)}"
     if others:
-        text += f", and the next {place(others[0])} with {_figure(others[0], PACE)}"
+        text += f", and the next {place(study, others[0])} with {_figure(others[0], PACE)}"
+        if first.global_batch != others[0].global_batch:
+            text += ", in steps of unlike batches"
     return f"{text}; these runs tell of time alone, and of no result"
 
 
@@ -186,16 +211,18 @@ def _fastest(study: Study, rows: Sequence[Row]) -> Iterator[str]:
     spread_out = next((row for row in by_pace if not row.single), None)
     for row in (single, spread_out):
         if row is not None and (single is None or spread_out is None):
-            yield (f"{place(row)} was the fastest with {_figure(row, PACE)}; {_no_rival(row)}")
+            yield (
+                f"{place(study, row)} was the fastest with {_figure(row, PACE)}; {_no_rival(row)}"
+            )
     if single is None or spread_out is None:
         return
     fast, slow = sorted((single, spread_out), key=lambda row: -(row.mean(PACE.read) or 0))
     ratio = (fast.mean(PACE.read) or 0) / (slow.mean(PACE.read) or 1)
     verdict = told_apart(study.between(fast, slow, PACE))
-    end = "the two cannot be told apart" if verdict is False else _verdict(study, fast)
+    end = "the two cannot be told apart" if verdict is False else _verdict(study, fast, slow)
     yield (
-        f"by speed, {place(fast)} came to {_figure(fast, PACE)}, {times(ratio)} as many as "
-        f"{place(slow)} ({_figure(slow, PACE)}): {end}"
+        f"by speed, {place(study, fast)} came to {_figure(fast, PACE)}, {times(ratio)} as many as "
+        f"{place(study, slow)} ({_figure(slow, PACE)}): {end}"
     )
 
 
@@ -203,6 +230,7 @@ def _to_mind(study: Study) -> Iterator[str]:
     """What a reader has to know before trusting the rest."""
     if study.seeds == 1:
         yield "each row is one run: the spread over seeds is not known"
+    yield from unequal_shares(study)
     ended = [run.record.status for row in study.rows for run in row.runs]
     for status in ("failed", "stopped"):
         if number := ended.count(status):
@@ -221,10 +249,12 @@ def _nothing_completed(study: Study) -> str:
     return f"{text}."
 
 
-def _verdict(study: Study, first: Row) -> str:
-    """Whether distributing paid, given who was first."""
+def _verdict(study: Study, first: Row, other: Row | None = None) -> str:
+    """Whether distributing paid, given who was first, and before whom."""
     if study.differing:
         return "whether distributing pays does not follow"
+    if other is not None and other.global_batch != first.global_batch:
+        return "with unlike batches, whether distributing pays does not follow"
     paid = "did not pay" if first.single else "paid"
     where = _here(study) if study.seeds > 1 else "in these runs, one of each,"
     return f"{where} distributing {paid}"

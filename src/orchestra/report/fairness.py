@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from orchestra.report.batches import unlike_batches
 from orchestra.report.collect import Source
 from orchestra.report.methods import text_of
 from orchestra.report.numbers import count, listed, some
@@ -20,6 +21,7 @@ _START = (
     "One start for each seed: the same initial parameters, and the samples in one global order "
     "that the seed fixes."
 )
+K = TypeVar("K", int, tuple[float, ...])
 Names = Callable[[Sequence[Row]], str]
 
 _NEARLY = 0.01
@@ -57,7 +59,7 @@ def fairness(study: Study) -> Fairness:
     return Fairness(
         fair=not unfair,
         equal=[*equal, *_budgets(rows), *_threads(rows, names), _STOPWATCH],
-        doubts=[*unfair, *_runs_differ(rows)],
+        doubts=[*unfair, *unlike_batches(rows), *_runs_differ(rows)],
         tuning=_tuning(study),
     )
 
@@ -81,13 +83,29 @@ def _sequences(rows: Sequence[Row], names: Names) -> Iterator[str]:
 
 
 def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    """What was held equal; where the global batch differs, `unlike_batches` says more."""
     parts = [
         f"{batch} ({names(group)})" for batch, group in _grouped(rows, lambda row: row.global_batch)
     ]
     if len(parts) == 1:
         yield f"The same global batch: {rows[0].global_batch} samples in every row."
+        if len({row.steps for row in rows}) == 1:
+            yield f"The same number of steps: {rows[0].steps}."
     elif parts:
-        yield f"The global batch, in samples: {'; '.join(parts)}."
+        own = {batch for row in rows if not row.single for batch in row.worker_batches}
+        if len(own) == 1:
+            yield f"The same batch for each worker: {own.pop()} samples."
+        if not list(unlike_batches(rows)):
+            yield f"The global batch, in samples: {'; '.join(parts)}."
+    apart = [row for row in rows if row.synchronous is False]
+    if apart:
+        yield (
+            f"Under {names(apart)} not every update is made of a whole global batch, which there "
+            "is the workers' batches added up."
+        )
+    for shares, group in _grouped([row for row in rows if row.shares], lambda row: row.shares):
+        weights = f"from {min(shares):g} to {max(shares):g}"
+        yield f"Parts by the measured speed of the ranks, weighted {weights} ({names(group)})."
 
 
 def _budgets(rows: Sequence[Row]) -> Iterator[str]:
@@ -178,11 +196,11 @@ def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
     return min(samples, default=0), max(samples, default=0)
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], int]) -> list[tuple[int, list[Row]]]:
-    groups: dict[int, list[Row]] = {}
+def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
+    groups: dict[K, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
-    return sorted(groups.items())
+    return sorted(groups.items(), key=lambda item: item[0])
 
 
 def _names(rows: Sequence[Row]) -> str:

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestra.report.batches import worker_batch
 from orchestra.report.collect import Source
 from orchestra.report.numbers import count, listed
 from orchestra.report.study import Study
 from orchestra.settings.yaml_text import yaml_text
+
+HELD_GLOBAL = "the global batch: workers together process ranks x batch_size samples a step"
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     experiment, environment = source.experiment, source.environment
     yield "task and model", str(experiment.get("task", "not known"))
     yield from _data(source)
+    yield from _batches(source)
     seeds = sorted({run.record.seed for run in source.runs})
     yield "seeds", ", ".join(str(seed) for seed in seeds)
     engines = sorted({run.record.engine for run in source.runs})
@@ -112,6 +116,22 @@ def _data(source: Source) -> Iterator[tuple[str, str]]:
         yield "training data", f"{samples} samples a pass; passes: {epochs}"
     if records:
         yield "final figures on", f"the {listed(sorted({r.judged_on for r in records}))} data"
+
+
+def _batches(source: Source) -> Iterator[tuple[str, str]]:
+    """What was held equal, and what that came to."""
+    held = source.experiment.get("equal")
+    if held is not None:
+        yield "held equal", "the batch of each worker" if held == "worker_batch" else HELD_GLOBAL
+    groups: dict[str, list[str]] = {}
+    for record in (run.record for run in source.runs):
+        if record.status == "completed" and record.worker_batches:
+            own = worker_batch(record.worker_batches)
+            text = f"{record.global_batch} samples{', ' * bool(own)}{own}"
+            groups.setdefault(f"{text}, {count('step', record.steps)}", []).append(record.name)
+    if groups:
+        parts = [f"{text} ({listed([*dict.fromkeys(names)])})" for text, names in groups.items()]
+        yield "global batches", "; ".join(parts)
 
 
 def _repeat(source: Source) -> str:

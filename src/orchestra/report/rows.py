@@ -24,8 +24,8 @@ class Row:
     """A strategy at one rank count, over its seeds.
 
     `name` is what a reader sees: the label, with the ranks and the source where the label alone
-    would stand for several rows of a report. `workers`, `servers` and `global_batch` are those of
-    a completed run, where there is one.
+    would stand for several rows of a report. What stands between `ranks` and `runs` is that of a
+    completed run, where there is one; `synchronous` is None where a record does not say.
     """
 
     name: str
@@ -35,6 +35,10 @@ class Row:
     workers: int
     servers: int
     global_batch: int
+    worker_batches: tuple[int, ...]
+    steps: int
+    synchronous: bool | None
+    shares: tuple[float, ...]
     runs: tuple[RunData, ...]
     source: Source
 
@@ -95,6 +99,10 @@ def _row(members: Sequence[tuple[Source, RunData]]) -> Row:
         workers=told.workers,
         servers=told.servers,
         global_batch=told.global_batch,
+        worker_batches=tuple(told.worker_batches),
+        steps=told.steps,
+        synchronous=told.synchronous,
+        shares=tuple(told.shares),
         runs=tuple(run for _, run in members),
         source=members[0][0],
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestra.report.batches import worker_batch
 from orchestra.report.measures import (
     SENT,
     STALENESS,
@@ -15,7 +16,7 @@ from orchestra.report.measures import (
     TRAIN,
     Measure,
 )
-from orchestra.report.numbers import THIN, decimals_for, fixed, listed, pairs_of
+from orchestra.report.numbers import THIN, count, decimals_for, fixed, listed, pairs_of
 from orchestra.report.rows import Row
 from orchestra.report.statistics import Difference
 from orchestra.report.study import Study
@@ -85,8 +86,9 @@ def table(study: Study) -> Table:
         *([Column("switched_at_step", "switched", "step")] if switches else []),
     ]
     lines = []
+    steps = len({row.steps for row in study.ranked if row.completed}) > 1
     for row in study.ranked:
-        cells = [_ranks(row), _batch(row), _completed(row)]
+        cells = [_ranks(row), _batch(row, steps), _completed(row)]
         cells += [_measured(study, row, measure, decimals[measure.key], pairs) for measure in shown]
         lines.append(Line(row, [*cells, *([_switched(row)] if switches else [])]))
     return Table(columns, lines, _beside(study), pairs)
@@ -117,8 +119,10 @@ def _ranks(row: Row) -> Cell:
     return Cell(str(row.ranks), [workers, *([servers] if row.servers else [])], row.ranks)
 
 
-def _batch(row: Row) -> Cell:
-    return Cell(str(row.global_batch), value=row.global_batch)
+def _batch(row: Row, steps: bool) -> Cell:
+    """With the part of each worker, and `steps` where rows differ in them."""
+    details = [worker_batch(row.worker_batches), count("step", row.steps) if steps else ""]
+    return Cell(str(row.global_batch), [text for text in details if text], row.global_batch)
 
 
 def _completed(row: Row) -> Cell:
@@ -210,6 +214,9 @@ def _decimals(rows: Sequence[Row], measure: Measure) -> int:
 def _beside(study: Study) -> str:
     if study.baseline is not None:
         return f"the row {study.baseline} of the same seed"
-    if any(study.rival(row) for row in study.rows):
+    pairs = [(row, rival) for row in study.rows if (rival := study.rival(row))]
+    if not pairs:
+        return ""
+    if all(row.global_batch == rival.global_batch for row, rival in pairs):
         return "one process with all cores, the same global batch and the same seed"
-    return ""
+    return "one process with all cores and the same seed, though not every row has its global batch"

@@ -104,6 +104,15 @@ class Strategy(Settings, ABC, Generic[S]):
         """
         return not self.synchronous
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether workers wait for one another, so that the slowest sets the pace of all."""
+        return self.synchronous or not self.depends_on_speed
+
+    def currently_together(self, state: S) -> bool:
+        """`steps_together`, of the phase under way."""
+        return self.steps_together
+
     def currently_synchronous(self, state: S) -> bool:
         """`synchronous`, of the phase under way."""
         return self.synchronous

@@ -147,6 +147,15 @@ class Switch(Strategy[SwitchState]):
         """The roles of the phase under way."""
         return self._phase(state).current_roles(worker, state.inner)
 
+    @property
+    def steps_together(self) -> bool:
+        """In a phase at least."""
+        return self.first.steps_together or self.then.steps_together
+
+    def currently_together(self, state: SwitchState) -> bool:
+        """As the phase under way does."""
+        return self._phase(state).currently_together(state.inner)
+
     def currently_synchronous(self, state: SwitchState) -> bool:
         """As the phase under way is."""
         return self._phase(state).currently_synchronous(state.inner)

@@ -37,11 +37,23 @@ class Position:
     own: int | None = None
 
 
-def plan_of_roles(training: Training, start: int, budget: int, shares: tuple[float, ...]) -> Plan:
-    """The plan of samples `start` to `budget`, for ranks that have these `shares` of a step."""
-    parts = sum(share > 0 for share in shares)
-    batch_size = round(training.batch_size * sum(shares) / parts)
-    return plan_of(min(start, budget), budget, batch_size, training.weighted(shares))
+def plan_of_roles(
+    training: Training,
+    start: int,
+    budget: int,
+    shares: tuple[float, ...],
+    measured: tuple[float, ...] | None = None,
+) -> Plan:
+    """The plan of samples `start` to `budget`, for ranks that have these `shares` of a step.
+
+    `measured`: the ranks' speeds, where workers that step together get parts by them.
+    """
+    return plan_of(
+        min(start, budget),
+        budget,
+        training.global_batch(shares),
+        training.weighted(shares, measured),
+    )
 
 
 def queue_of(training: Training, budget: int, start: int, shares: tuple[float, ...]) -> WorkQueue:
@@ -54,7 +66,10 @@ def queue_of(training: Training, budget: int, start: int, shares: tuple[float, .
 
 
 class Loop:
-    """Steps on a worker, serving on a rank without data, until the budget is used up."""
+    """Steps on a worker, serving on a rank without data, until the budget is used up.
+
+    `measured` are the weights of the ranks' parts wherever workers step together.
+    """
 
     def __init__(
         self,
@@ -70,6 +85,7 @@ class Loop:
         recorder: Recorder,
         tracer: Tracer,
         checkpoint: Callable[[], None],
+        measured: tuple[float, ...] | None = None,
     ) -> None:
         self.position = position
         self.stopped = False
@@ -83,6 +99,7 @@ class Loop:
         self._recorder = recorder
         self._tracer = tracer
         self._checkpoint = checkpoint
+        self._measured = measured
         self._base_rates = worker.optimizer.base_rates
         self._roles = strategy.current_roles(worker, state)
         self._switched_at = worker.measures.switched_at_step
@@ -91,7 +108,14 @@ class Loop:
         self._moved = mover(worker.layout.device)
 
     def _feed_for(self, roles: Roles) -> Feed:
-        plan = plan_of_roles(self._training, self.position.plan_start, self._budget, roles.shares)
+        together = self._strategy.currently_together(self._state)
+        plan = plan_of_roles(
+            self._training,
+            self.position.plan_start,
+            self._budget,
+            roles.shares,
+            self._measured if together else None,
+        )
         own = self._training.sharding is not None
         self._works = self._worker.rank in roles.workers
         self._queue = self._strategy.work(self._state)

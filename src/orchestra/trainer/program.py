@@ -41,6 +41,7 @@ from orchestra.trainer.random_state import random_state, restore_random_state, u
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.trainer.reports import rank_report
 from orchestra.trainer.settings import Run, Training
+from orchestra.trainer.speeds import measured_speeds, shares_of
 from orchestra.trainer.tracing import traced
 from orchestra.trainer.warm_up import warm_up
 from orchestra.trainer.writing import save_state, writing
@@ -88,7 +89,10 @@ class Session:
         training = run.training
         self.tracer = Tracer(runtime.transport.now, training.trace_steps)
         self.order = Order()
+        self.shares: tuple[float, ...] = ()
+        self.engine = runtime  # as it was given: what is measured with it is not traced
         if repeats is not None:
+            self.shares = tuple(repeats.shares)
             runtime = replayed(runtime, repeats)
         elif training.record_order:
             runtime = recorded(runtime, self.order)
@@ -125,6 +129,8 @@ class Session:
 
     def train(self) -> None:
         """From the warm-up to the agreement on the final parameters."""
+        self._warm_up()
+        self._measure()
         loop = Loop(
             self.worker,
             self.strategy,
@@ -137,8 +143,8 @@ class Session:
             recorder=self.recorder,
             tracer=self.tracer,
             checkpoint=self._take_checkpoint,
+            measured=self.shares or None,
         )
-        self._warm_up()
         self.runtime.reporter.phase("training")
         start_together(self.worker, self.roles.chief)
         self.worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
@@ -233,7 +239,8 @@ class Session:
             stopped=self.stopped,
             threads=torch.get_num_threads(),
         )
-        return replace(report, timeline=self.tracer.timeline(self.runtime.clock))
+        timeline = self.tracer.timeline(self.runtime.clock)
+        return replace(report, timeline=timeline, shares=self.shares)
 
     def _write_parameters(self, module: nn.Module) -> str:
         """All parameters and buffers to `parameters.safetensors`; the hash of the parameters."""
@@ -258,6 +265,16 @@ class Session:
         warms_up = self.runtime.warms_up and self.part is None
         if warms_up and self.worker.rank in self.roles.workers:
             warm_up(self.worker, self._first_samples)
+
+    def _measure(self) -> None:
+        """The weights of the ranks' parts, where they are to be measured and are not known yet."""
+        if self.shares or not self.run.measures_shares:
+            return
+        speeds = self.engine.speeds
+        if not speeds:
+            speeds = measured_speeds(self.engine, self.worker, self._first_samples)
+        self.shares = shares_of(speeds)
+        self.order.shares = list(self.shares)
 
     def _first_samples(self) -> Batch:
         """A batch that training reads, too."""
@@ -313,6 +330,7 @@ class Session:
         self.worker.measures = restore(Measures(), saved["measures"])
         self.worker.snapshots.parts = [Part(**part) for part in saved["snapshots"]]
         self.worker.snapshots.skip(self.position.consumed)
+        self.shares = tuple(saved.get("shares", ()))
         self.worker.step.consumed = self.position.consumed
         state = self.strategy.resume(self.worker, saved["strategy"])
         self.worker.rate_scale = saved["rate_scale"]
@@ -341,6 +359,7 @@ class Session:
             "snapshots": worker.snapshots.parts,
             "strategy": self.state,
             "rate_scale": worker.rate_scale,
+            "shares": self.shares,
             "random": random_state(),
         }
 

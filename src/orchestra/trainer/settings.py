@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
@@ -16,6 +17,7 @@ from orchestra.strategies.base import Strategy
 DEFAULT_EPOCHS = 10
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"
+MEASURED: Literal["measured"] = "measured"
 Engine: TypeAlias = Literal["processes", "simulation"]
 Tensors: TypeAlias = Literal["real", "shapes"]
 
@@ -47,13 +49,26 @@ class Training(Settings):
 
     The length is `epochs` or `steps`, not both. `steps` = n is a budget of n x ranks x batch_size
     samples for the whole run, whatever the roles of the ranks.
+
+    With `equal` = global_batch the workers process ranks x batch_size samples a step together,
+    however many of the ranks are workers: beside a dedicated server each one has more.
     """
 
     _: KW_ONLY
     ranks: int = setting(4, "processes, servers included: the budget of a run", low=1)
-    batch_size: int = setting(32, "samples in a step of one worker", low=1)
-    shares: tuple[float, ...] | None = setting(
-        None, "weight of each rank's part of the data and of a batch; equal if none", above=0
+    batch_size: int = setting(
+        32, "samples in a step of one worker, where every rank is a worker", low=1
+    )
+    equal: Literal["global_batch", "worker_batch"] = setting(
+        "global_batch",
+        "what dedicated servers leave as it is: the samples in a step of all workers, ranks x "
+        "batch_size; or of each one, batch_size",
+    )
+    shares: tuple[float, ...] | Literal["measured"] | None = setting(
+        None,
+        "weight of each rank's part of the data and of a batch; measured: the speed of its "
+        "gradients, for workers that step together; equal if none",
+        above=0,
     )
     sharding: Sharding | None = setting(
         None, "fixed shards, such as IID, Stratified, Dirichlet(0.3) or Contiguous; none: all share"
@@ -112,7 +127,7 @@ class Training(Settings):
             raise InputError("epochs and steps are both set; give one")
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
-        if self.shares is not None and len(self.shares) != self.ranks:
+        if isinstance(self.shares, tuple) and len(self.shares) != self.ranks:
             raise InputError(
                 f"shares: {len(self.shares)} weights for {self.ranks} ranks; give one for each"
             )
@@ -124,11 +139,19 @@ class Training(Settings):
         if self.tensorboard:
             require_tensorboard()
 
-    def weighted(self, shares: tuple[float, ...]) -> tuple[float, ...]:
+    def global_batch(self, shares: Sequence[float]) -> int:
+        """Samples of a full step of all workers, whose roles have these `shares`."""
+        batches = self.ranks if self.equal == "global_batch" else sum(shares)
+        return round(self.batch_size * batches)
+
+    def weighted(
+        self, shares: tuple[float, ...], measured: tuple[float, ...] | None = None
+    ) -> tuple[float, ...]:
         """The shares of a strategy's ranks, weighted; their sum stays as it is."""
-        if self.shares is None or len(shares) != len(self.shares):  # one process has it all
+        weights = self.shares if isinstance(self.shares, tuple) else measured
+        if weights is None or len(shares) != len(weights):  # one process has it all
             return shares
-        products = [share * weight for share, weight in zip(shares, self.shares, strict=True)]
+        products = [share * weight for share, weight in zip(shares, weights, strict=True)]
         scale = sum(shares) / sum(products)
         return tuple(product * scale for product in products)
 
@@ -157,6 +180,13 @@ class Run(Settings):
     judged_on: Literal["test", "validation"] = setting(
         "test", "the split that the final figures are of: trials of a tuning leave the test alone"
     )
+
+    @property
+    def measures_shares(self) -> bool:
+        """Whether the parts of the ranks are to be measured, and somebody waits for somebody."""
+        several = len(self.strategy.roles(self.training.ranks).workers) > 1
+        together = self.strategy.steps_together and not self.strategy.divides_model
+        return self.training.shares == MEASURED and several and together
 
     def check(self) -> None:
         """Without values, time can be told, and nothing else."""

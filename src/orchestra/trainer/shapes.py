@@ -32,6 +32,7 @@ from orchestra.trainer.program import budget_of
 from orchestra.trainer.recorder import Recorder, Spent, Totals
 from orchestra.trainer.reports import rank_report
 from orchestra.trainer.settings import Run, Training
+from orchestra.trainer.speeds import shares_of
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.shape_worker import ShapeWorker, SharedShapes
@@ -118,6 +119,7 @@ class ShapeSession:
         self.setup = {"task": 0.0, "group": runtime.transport.now() - began}
         self._recorder = Sums(self.worker, self.totals)
         self._tracer = Tracer(runtime.transport.now, 0)
+        self._shares = shares_of(runtime.speeds) if run.measures_shares else ()
         self._loop: Callable[[], Loop] = lambda: Loop(
             self.worker,
             self.strategy,
@@ -130,6 +132,7 @@ class ShapeSession:
             recorder=self._recorder,
             tracer=self._tracer,
             checkpoint=_nothing,
+            measured=self._shares or None,
         )
 
     def train(self) -> None:
@@ -171,7 +174,7 @@ class ShapeSession:
             threads=1,
         )
         chief = self._chief_report() if self.worker.rank == roles.chief else None
-        return replace(report, chief=chief)
+        return replace(report, chief=chief, shares=self._shares)
 
     def _chief_report(self) -> ChiefReport:
         """When the snapshots were taken, and nothing else; all have handed in their parts."""

@@ -52,12 +52,14 @@ class Order:
         seconds: of each look at the seconds that the rank has computed.
         stop: of each question whether the user wants to stop.
         first_step: steps that had been done before: 0, unless the run was resumed.
+        shares: the weights of the ranks' parts that were measured, if they were.
     """
 
     flows: dict[str, FlowOrder] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     stop: list[bool] = field(default_factory=list)
     first_step: int = 0
+    shares: list[float] = field(default_factory=list)
 
     def flow(self, name: str) -> FlowOrder:
         """What the flow `name` was told."""

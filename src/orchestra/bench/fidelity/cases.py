@@ -96,6 +96,7 @@ class Case:
             training=Training(
                 ranks=self.ranks,
                 batch_size=subject.batch_sizes[0],
+                equal="worker_batch",
                 steps=self.task.steps,
                 optimizer=subject.optimizer,
                 snapshots=0,

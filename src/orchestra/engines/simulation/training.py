@@ -20,6 +20,7 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
 
 if TYPE_CHECKING:
+    from orchestra.engines.simulation.compute import Costs
     from orchestra.engines.simulation.simulate import Outcome
     from orchestra.worker.runtime import Runtime
 
@@ -85,14 +86,15 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     from orchestra.engines.simulation.calibrated import CalibratedCosts
     from orchestra.engines.simulation.links import keep_links
     from orchestra.engines.simulation.simulate import simulate
+    from orchestra.engines.simulation.speeds import described_speeds
     from orchestra.trainer.program import train
     from orchestra.trainer.shapes import common, train_shapes
 
     run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     threads = cluster.node_of(0, 1).slots if ranks == 1 else 1
-    calibration, costs, overhead = figures.calibration, None, OVERHEAD
-    sharing, jitter = EVENLY, None
+    calibration, overhead, sharing, jitter = figures.calibration, OVERHEAD, EVENLY, None
+    costs: Costs | None = None
     if calibration is not None and figures.task is not None:
         split = run.training.accumulation
         costs = CalibratedCosts(calibration, figures.task, threads=threads, accumulation=split)
@@ -100,16 +102,23 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         jitter = figures.task.jitter
     values = run.training.tensors == "real"
     shared = None if values else common(run)
-    overhead = cluster.overhead or overhead
+    overhead, costs = cluster.overhead or overhead, costs or assumed_costs(run, threads)
+    speeds: tuple[float, ...] = ()
+    if run.measures_shares:
+        batch = run.training.batch_size
+        speeds = described_speeds(cluster, ranks, costs, overhead, sharing, batch)
+
+    def rank_program(rank: Runtime) -> RankReport:
+        rank = replace(rank, speeds=speeds)
+        if shared is None:
+            return train(rank, (run, assignment.folder))
+        return train_shapes(rank, run, shared)
+
     outcome = simulate(
-        lambda rank: (
-            train(rank, (run, assignment.folder))
-            if shared is None
-            else train_shapes(rank, run, shared)
-        ),
+        rank_program,
         cluster,
         ranks,
-        costs or assumed_costs(run, threads),
+        costs,
         overhead,
         runtime.reporter,
         seed_number=run.seed,
