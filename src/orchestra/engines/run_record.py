@@ -14,6 +14,7 @@ from orchestra.records.report import RankReport
 from orchestra.records.trace import write_trace
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer.settings import Run
+from orchestra.trainer.target_times import target_times
 
 
 def roles_of(run: Run) -> Roles:
@@ -44,15 +45,16 @@ def record_of(
     """The record of a run that ended well, from the ranks that were there at the end; its curve
     and its timeline go into `folder`. `launch` are the seconds before their programs began."""
     setup = {**launch, **_slowest(report.setup for report in reports)}
+    chief = next(report.chief for report in reports if report.chief is not None)
     record = combine(
         reports,
         **_identity(run, folder),
         setup_seconds=sum(setup.values()),
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
+        **target_times(chief.curve, run.training.target),
         **about,
     )
-    chief = next(report.chief for report in reports if report.chief is not None)
     write_curve(folder, chief.curve)
     write_trace(folder, reports)
     return record

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestra.records.record import RunRecord
+from orchestra.records.report import is_rising
 from orchestra.report.rows import Read, Row
-
-_FALLING = ("loss", "error", "mae", "mse", "perplexity")
-_RISING = ("accuracy", "r2", "f1", "score")
 
 
 @dataclass(frozen=True)
@@ -80,15 +78,8 @@ def _metric(name: str, target: Target | None) -> Measure:
     def read(record: RunRecord) -> float | None:
         return record.metrics.get(name)
 
-    rising = target.rising if target is not None and target.metric == name else _rising(name)
+    rising = target.rising if target is not None and target.metric == name else is_rising(name)
     return Measure(f"metrics.{name}", f"final {name}", "", read, rising, 4)
-
-
-def _rising(name: str) -> bool | None:
-    words = name.lower()
-    if any(word in words for word in _RISING):
-        return True
-    return False if any(word in words for word in _FALLING) else None
 
 
 def _staleness(record: RunRecord, which: str) -> float | None:

@@ -161,8 +161,11 @@ class LocalSGD(Strategy[LocalSGDState]):
                 self._arrive(worker, state, index)
         for index in self._leaving(worker, state):
             self._send(worker, state, index)
-        for (first, _), worth in self._worth(worker, state):
+        for (first, end), worth in self._worth(worker, state):
             worker.snapshots.offer(worker.step.consumed, worth, offset=first)
+            if isinstance(self.outer, Elastic):  # its centre is not what a worker has
+                own = worker.parameters[first:end]
+                worker.snapshots.offer(worker.step.consumed, own, offset=first, kind="replica")
 
     def _leaving(self, worker: Worker, state: LocalSGDState) -> list[int]:
         """The fragments whose round ends with this step."""
