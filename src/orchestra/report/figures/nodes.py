@@ -6,7 +6,7 @@ import altair as alt
 
 from orchestra.report.figures.frame import INK_NOW, Look, Values, marks
 
-DASH = [2, 3]
+DASH = [4, 3]
 
 
 def node_layers(means: Values, x: alt.X, y: alt.Y, look: Look) -> list[alt.Chart]:
@@ -17,9 +17,7 @@ def node_layers(means: Values, x: alt.X, y: alt.Y, look: Look) -> list[alt.Chart
     """
     worst = [value for value in means if value.get("worst") is not None]
     averages = [
-        {**value, "value": value["average"], "mean": value["value"]}
-        for value in means
-        if value.get("average") is not None
+        {**value, "value": value["average"]} for value in means if value.get("average") is not None
     ]
     layers = []
     if worst:
@@ -28,17 +26,28 @@ def node_layers(means: Values, x: alt.X, y: alt.Y, look: Look) -> list[alt.Chart
     if averages:
         line = marks(averages).mark_line(strokeWidth=1.5, strokeDash=DASH)
         layers.append(line.encode(x, y, look.colour()))
-        layers.append(_label(averages, x, y))
+        layers.append(_key(worst))
     return layers
 
 
-def _label(averages: Values, x: alt.X, y: alt.Y) -> alt.Chart:
-    """Once, where such a line is farthest from that of the nodes' mean."""
-    widest = max(averages, key=lambda value: abs(value["average"] - value["mean"]))
-    label = marks([widest]).mark_text(
-        text="average of the replicas", align="left", dx=6, dy=-8, fontSize=11, color=INK_NOW
+def _key(worst: Values) -> alt.Chart:
+    """What is what, in the corner that curves leave free: below them if they rise."""
+    below = not worst or worst[-1]["worst"] <= worst[-1]["value"]
+    text = "line: mean of nodes" + ", band: to the worst" * bool(worst) + ", dashed: their average"
+    return (
+        alt.Chart(alt.InlineData(values=[{"key": text}]))
+        .mark_text(
+            align="right",
+            baseline="bottom" if below else "top",
+            dx=-4,
+            dy=-4 if below else 4,
+            fontSize=11,
+            color=INK_NOW,
+        )
+        .encode(
+            text="key:N", x=alt.value("width"), y=alt.value("height") if below else alt.value(0)
+        )
     )
-    return label.encode(x, y)
 
 
 def caption(means: Values, metric: str) -> str:
