@@ -55,6 +55,7 @@ ABOUT = {
     "servers": 1,
     "seed": 7,
     "setup_seconds": 3.0,
+    "time_to_target_seconds": 1.5,
 }
 
 
@@ -96,7 +97,7 @@ def test_a_record_sums_up_its_ranks() -> None:
     assert record.peak_buffer_bytes == 192
     assert record.seconds == {"compute": 1.5, "communicate": 0.5, "wait": 0.125}
     assert (record.final_loss, record.metrics) == (0.5, {"accuracy": 0.9})
-    assert record.parameters_sha256 == "ab12"
+    assert (record.time_to_target_seconds, record.parameters_sha256) == (1.5, "ab12")
     assert record.staleness is None
     assert record.switched_at_step is None
     assert (record.name, record.seed, record.setup_seconds) == ("ring", 7, 3.0)
@@ -188,12 +189,21 @@ def test_numbers_that_json_does_not_know_are_null(tmp_path: Path, bad: float) ->
     assert run["metrics"] == {"accuracy": None, "r2": 0.5}
 
 
+ONE_MODEL = {
+    "consensus_distance": None,
+    "relative_distance": None,
+    "average": None,
+    "nodes": {},
+    "replicas": 1,
+}
+
+
 def test_curve(tmp_path: Path) -> None:
     write_curve(tmp_path, [Point(10, 1.5, {"loss": 0.5}), Point(20, 2.5, {"loss": math.nan})])
     lines = [strict(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     assert lines == [
-        {"samples": 10, "seconds": 1.5, "metrics": {"loss": 0.5}, "consensus_distance": None},
-        {"samples": 20, "seconds": 2.5, "metrics": {"loss": None}, "consensus_distance": None},
+        {"samples": 10, "seconds": 1.5, "metrics": {"loss": 0.5}, **ONE_MODEL},
+        {"samples": 20, "seconds": 2.5, "metrics": {"loss": None}, **ONE_MODEL},
     ]
 
 
