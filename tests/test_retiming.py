@@ -46,8 +46,9 @@ def untimed(record: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in asdict(record).items() if key not in UNLIKE}
 
 
-def timed(record: RunRecord) -> list[float]:
-    return [getattr(record, key) for key in TIMES]
+def timed(record: RunRecord) -> dict[str, float]:
+    found = {key: getattr(record, key) for key in TIMES}
+    return {key: seconds for key, seconds in found.items() if seconds is not None}
 
 
 @pytest.mark.parametrize(
