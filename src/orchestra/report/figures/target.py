@@ -65,11 +65,13 @@ def _marks(subject: Subject, rows: list[Row], reached: str) -> list[alt.Chart]:
         alt.Tooltip("seconds:Q", title="and by", format=".4~g"),
     ]
     bars = marks(means).mark_bar(**BAR, opacity=0.45, cornerRadiusEnd=2).encode(x, y, colour)
-    known = marks([seed for seed in seeds if seed["after"] is not None])
-    between = known.mark_rule(**POINT, strokeWidth=1.5)
-    between = between.encode(alt.X("after:Q"), alt.X2("seconds:Q"), y, colour)
+    known = [seed for seed in seeds if seed["after"] is not None]
+    between = marks(known).mark_rule(**POINT, strokeWidth=1.5)
+    layers = [bars]
+    if known:  # a record from before does not say
+        layers.append(between.encode(alt.X("after:Q"), alt.X2("seconds:Q"), y, colour))
     dots = marks(seeds).mark_point(**POINT, filled=True, size=50, opacity=1)
-    return [bars, between, dots.encode(x, y, colour, shape, tooltip=tooltip)]
+    return [*layers, dots.encode(x, y, colour, shape, tooltip=tooltip)]
 
 
 def _times(row: Row) -> dict[int, float]:
