@@ -189,7 +189,7 @@ def test_numbers_that_json_does_not_know_are_null(tmp_path: Path, bad: float) ->
     assert run["metrics"] == {"accuracy": None, "r2": 0.5}
 
 
-ONE_MODEL = {
+ONE_MODEL: dict[str, Any] = {
     "consensus_distance": None,
     "relative_distance": None,
     "average": None,

@@ -34,20 +34,17 @@ def _key(worst: Values) -> alt.Chart:
     """What is what, in the corner that curves leave free: below them if they rise."""
     below = not worst or worst[-1]["worst"] <= worst[-1]["value"]
     text = "line: mean of nodes" + ", band: to the worst" * bool(worst) + ", dashed: their average"
-    return (
-        alt.Chart(alt.InlineData(values=[{"key": text}]))
-        .mark_text(
-            align="right",
-            baseline="bottom" if below else "top",
-            dx=-4,
-            dy=-4 if below else 4,
-            fontSize=11,
-            color=INK_NOW,
-        )
-        .encode(
-            text="key:N", x=alt.value("width"), y=alt.value("height") if below else alt.value(0)
-        )
+    chart = alt.Chart(alt.InlineData(values=[{"key": text}])).mark_text(
+        align="right",
+        baseline="bottom" if below else "top",
+        dx=-4,
+        dy=-4 if below else 4,
+        fontSize=11,
+        color=INK_NOW,
     )
+    y = alt.value("height") if below else alt.value(0)
+    key: alt.Chart = chart.encode(text="key:N", x=alt.value("width"), y=y)
+    return key
 
 
 def caption(means: Values, metric: str) -> str:
