@@ -131,13 +131,3 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
 
 def loss(result: Trained, rank: int) -> list[float]:
     return [line["loss"] for line in result.lines(rank)]
-
-
-def test_snapshots_are_the_mean_and_say_how_far_the_replicas_are_from_it(tmp_path: Path) -> None:
-    result = train_quadratic(Gossip(Star()), 4, STEPS, tmp_path, snapshots=1)
-    expected = d_psgd(Star(), 4)
-    (chief,) = (report.chief for report in result.reports if report.chief is not None)
-    (point,) = chief.curve
-    distance = np.sqrt(np.square(expected - expected.mean(0)).sum(1).mean())
-    assert point.consensus_distance == pytest.approx(distance, rel=1e-12)
-    assert point.metrics["loss"] == chief.final_loss

@@ -55,6 +55,7 @@ ABOUT = {
     "servers": 1,
     "seed": 7,
     "setup_seconds": 3.0,
+    "time_to_target_seconds": 1.5,
 }
 
 
@@ -79,7 +80,7 @@ def report(rank: int, **changes: Any) -> RankReport:
 
 
 def server(**changes: Any) -> RankReport:
-    chief = ChiefReport(0.5, {"accuracy": 0.9}, 1.5, "ab12")
+    chief = ChiefReport(0.5, {"accuracy": 0.9}, "ab12")
     seconds = {"compute": 100.0, "communicate": 100.0, "wait": 100.0}
     values = {"role": "server", "steps": 0, "samples": 0, "seconds": seconds, "chief": chief}
     return report(2, **{**values, **changes})
@@ -181,19 +182,28 @@ def strict(text: str) -> Any:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path, bad: float) -> None:
-    chief = ChiefReport(bad, {"accuracy": bad, "r2": 0.5}, None, "ab12")
+    chief = ChiefReport(bad, {"accuracy": bad, "r2": 0.5}, "ab12")
     write_summary(tmp_path, "x", [combine([report(0, chief=chief)], **ABOUT)])
     (run,) = strict((tmp_path / "summary.json").read_text())["runs"]
     assert run["final_loss"] is None
     assert run["metrics"] == {"accuracy": None, "r2": 0.5}
 
 
+ONE_MODEL: dict[str, Any] = {
+    "consensus_distance": None,
+    "relative_distance": None,
+    "average": None,
+    "nodes": {},
+    "replicas": 1,
+}
+
+
 def test_curve(tmp_path: Path) -> None:
     write_curve(tmp_path, [Point(10, 1.5, {"loss": 0.5}), Point(20, 2.5, {"loss": math.nan})])
     lines = [strict(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     assert lines == [
-        {"samples": 10, "seconds": 1.5, "metrics": {"loss": 0.5}, "consensus_distance": None},
-        {"samples": 20, "seconds": 2.5, "metrics": {"loss": None}, "consensus_distance": None},
+        {"samples": 10, "seconds": 1.5, "metrics": {"loss": 0.5}, **ONE_MODEL},
+        {"samples": 20, "seconds": 2.5, "metrics": {"loss": None}, **ONE_MODEL},
     ]
 
 

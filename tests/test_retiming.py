@@ -18,9 +18,11 @@ from orchestra.report.collect import RunData
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run, Target
+from orchestra.trainer.target_times import target_times
 
 SLOW = "stragglers(4)"
-TIMES = ("train_seconds", "samples_per_second", "time_to_target_seconds")
+TO_TARGET = tuple(target_times((), None))
+TIMES = ("train_seconds", "samples_per_second", *TO_TARGET)
 UNLIKE = ("setup", "setup_seconds", "wall_seconds", "folder", "seconds", "by_rank", *TIMES)
 BY_SPEED = {
     "partial all-reduce", "asynchronous", "asynchronous beside", "asynchronous servers", "bounded",
@@ -45,8 +47,9 @@ def untimed(record: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in asdict(record).items() if key not in UNLIKE}
 
 
-def timed(record: RunRecord) -> list[float]:
-    return [getattr(record, key) for key in TIMES]
+def timed(record: RunRecord) -> dict[str, float]:
+    found = {key: getattr(record, key) for key in TIMES}
+    return {key: seconds for key, seconds in found.items() if seconds is not None}
 
 
 @pytest.mark.parametrize(

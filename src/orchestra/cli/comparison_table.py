@@ -13,8 +13,8 @@ from orchestra.experiments.experiment import ranks_text
 from orchestra.report.answer import answer
 from orchestra.report.collect import collect
 from orchestra.report.fairness import fairness
-from orchestra.report.measures import SENT, TIME_TO_TARGET, TRAIN, Measure
-from orchestra.report.numbers import significant
+from orchestra.report.measures import SENT, TIME_TO_TARGET, TRAIN, Measure, known_to
+from orchestra.report.numbers import significant, uncertain
 from orchestra.report.rows import Row, rows_of
 from orchestra.report.study import Study
 
@@ -81,10 +81,12 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
 
 
 def _figure(row: Row, measure: Measure) -> str:
-    """The mean over the seeds, and the spread where there are several."""
+    """The mean over the seeds, and the spread where there are several, or how well it is known."""
     mean, spread = row.mean(measure.read), row.spread(measure.read)
     if mean is None:
         return "-"
+    if (known := known_to(row, measure)) is not None:
+        return uncertain(mean, known)
     text = significant(mean, measure.digits)
     return text if spread is None else f"{text} ±{significant(spread, 2)}"
 

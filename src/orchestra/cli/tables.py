@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from orchestra.records.record import RunRecord
+from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import Described
 from orchestra.strategies.switch import Switch
 from orchestra.trainer.settings import Run
@@ -81,9 +83,10 @@ def _figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         yield "loss", f"{record.final_loss:.4g}"
     for name, value in record.metrics.items():
         yield name, f"{value:.4g}"
+    if record.nodes is not None:
+        yield "nodes' own models", _nodes(record.nodes)
     if run.training.target is not None:
-        reached = record.time_to_target_seconds
-        yield "target", "not reached" if reached is None else f"reached after {reached:.2f} s"
+        yield "target", _reached(record)
     yield "sent", f"{record.bytes_sent / 1e6:.3f} MB" + " (estimated)" * record.bytes_estimated
     if record.seconds:
         yield "a worker's time", ", ".join(f"{k} {v:.2f} s" for k, v in record.seconds.items())
@@ -95,3 +98,22 @@ def _figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
     for rank, reason in record.left_out.items():
         yield f"without rank {rank}", reason
+
+
+def _reached(record: RunRecord) -> str:
+    """Between which snapshots the target was reached."""
+    after, by = record.time_to_target_after_seconds, record.time_to_target_seconds
+    if after is None or by is None:
+        return "not reached"
+    places = max(0, places_of(by - after))
+    return f"reached between {fixed(after, places)} and {fixed(by, places)} s"
+
+
+def _nodes(nodes: Mapping[str, Any]) -> str:
+    """Their mean and the worst, at the last snapshot."""
+    worst = nodes["worst"]
+    figures = [
+        f"{name} {mean:.4g}" + (f" (worst {worst[name]:.4g})" if name in worst else "")
+        for name, mean in nodes["mean"].items()
+    ]
+    return "mean " + ", ".join(figures)

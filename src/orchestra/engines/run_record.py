@@ -15,6 +15,7 @@ from orchestra.records.report import RankReport
 from orchestra.records.trace import write_trace
 from orchestra.strategies.base import Roles, Strategy
 from orchestra.trainer.settings import Run
+from orchestra.trainer.target_times import target_times
 
 
 def roles_of(run: Run) -> Roles:
@@ -45,6 +46,7 @@ def record_of(
     """The record of a run that ended well, from the ranks that were there at the end; its curve
     and its timeline go into `folder`. `launch` are the seconds before their programs began."""
     setup = {**launch, **_slowest(report.setup for report in reports)}
+    chief = next(report.chief for report in reports if report.chief is not None)
     record = combine(
         reports,
         **_identity(run, folder),
@@ -52,9 +54,9 @@ def record_of(
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
         **_batches(run, reports[0].shares),
+        **target_times(chief.curve, run.training.target),
         **about,
     )
-    chief = next(report.chief for report in reports if report.chief is not None)
     write_curve(folder, chief.curve)
     write_trace(folder, reports)
     return record

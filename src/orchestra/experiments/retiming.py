@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from orchestra.engines.run import train_run
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord, write_curve
 from orchestra.records.report import Point
 from orchestra.report.collect import RunData
-from orchestra.trainer.settings import Run, Target
+from orchestra.trainer.settings import Run
+from orchestra.trainer.target_times import target_times
 
-FROM_RECORD = ("final_loss", "metrics", "judged_on", "tuned", "parameters_sha256")
+FROM_RECORD = ("final_loss", "metrics", "nodes", "judged_on", "tuned", "parameters_sha256")
 
 
 def retimed(run: Run, record: RunRecord, cluster: str, folder: Path) -> RunRecord:
@@ -45,7 +47,12 @@ def retimed(run: Run, record: RunRecord, cluster: str, folder: Path) -> RunRecor
             f"{run.strategy!r} on {cluster} with tensors: real, or give the shares as numbers"
         )
     training = replace(
-        run.training, engine="simulation", cluster=cluster, tensors="shapes", target=None
+        run.training,
+        engine="simulation",
+        cluster=cluster,
+        tensors="shapes",
+        snapshots=run.training.snapshots_wanted,  # which the target decides on
+        target=None,
     )
     times = train_run(replace(run, training=training), folder, quiet=True)
     if _counts(times) != _counts(record) or record.status != "completed":
@@ -53,8 +60,8 @@ def retimed(run: Run, record: RunRecord, cluster: str, folder: Path) -> RunRecor
     curve = _joined(RunData(record).curve, RunData(times).curve)
     write_curve(folder, curve)
     known = {name: getattr(record, name) for name in FROM_RECORD}
-    reached = _time_to(run.training.target, curve)
-    return replace(times, **known, time_to_target_seconds=reached)
+    reached: Any = target_times(curve, run.training.target)
+    return replace(times, **known, **reached)
 
 
 def _counts(record: RunRecord) -> tuple[object, ...]:
@@ -69,9 +76,3 @@ def _joined(figures: Sequence[Point], times: Sequence[Point]) -> list[Point]:
     """
     seconds = {point.samples: point.seconds for point in times}
     return [replace(point, seconds=seconds[point.samples]) for point in figures]
-
-
-def _time_to(target: Target | None, curve: Sequence[Point]) -> float | None:
-    from orchestra.trainer.evaluation import time_to_target  # which imports torch
-
-    return time_to_target(curve, target)

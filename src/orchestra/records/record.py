@@ -27,7 +27,10 @@ class RunRecord:
     settings that were chosen for it in trials, none where none were made. Of a full step at the
     start `global_batch` are the samples of all workers, and `worker_batches` those of each one;
     `synchronous` tells whether one update is made of all of them; `shares` are the weights of the
-    ranks' parts, where they were measured.
+    ranks' parts, where they were measured. `nodes` are figures of the replicas at the last
+    snapshot, None where all ranks had the same parameters: how many `replicas` there were, how many
+    were `judged`, their `mean`, and the `worst` of each figure of which it is known whether more is
+    better.
     `folder` is where everything else lies.
     """
 
@@ -49,7 +52,11 @@ class RunRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     judged_on: str = "test"
     tuned: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Mapping[str, Any] | None = None
     time_to_target_seconds: float | None = None
+    time_to_target_after_seconds: float | None = None
+    time_to_target_worst_node_seconds: float | None = None
+    time_to_target_average_seconds: float | None = None
     bytes_sent: int = 0
     bytes_estimated: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -95,7 +102,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         samples_per_second=samples / seconds if seconds > 0 else None,
         final_loss=chief.final_loss,
         metrics=chief.metrics,
-        time_to_target_seconds=chief.time_to_target_seconds,
+        nodes=_nodes(chief.curve),
         bytes_sent=sum(report.bytes_sent for report in reports),
         bytes_estimated=any(report.bytes_estimated for report in reports),
         seconds={
@@ -182,6 +189,20 @@ def _own_part(report: RankReport) -> dict[str, Any]:
     """What stands in `by_rank` of one rank."""
     names = ("rank", "role", "steps", "samples", "seconds", "bytes_sent", "dropped")
     return {name: getattr(report, name) for name in names}
+
+
+def _nodes(curve: Sequence[Point]) -> dict[str, Any] | None:
+    """The figures of the replicas at the last snapshot."""
+    if not curve or not curve[-1].nodes:
+        return None
+    last = curve[-1]
+    worst = {name: last.worst(name) for name in last.metrics}
+    return {
+        "replicas": last.replicas,
+        "judged": len(last.nodes),
+        "mean": last.metrics,
+        "worst": {name: value for name, value in worst.items() if value is not None},
+    }
 
 
 def _staleness_histogram(reports: Sequence[RankReport]) -> dict[int, int]:

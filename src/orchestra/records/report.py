@@ -12,14 +12,48 @@ class Point:
     """The model at one snapshot: samples consumed by the cluster, seconds on the stopwatch.
 
     `metrics` are figures on the validation data, or on the test data where there is none; the
-    mean loss is among them as "loss". `consensus_distance` is how far the replicas were from their
-    mean, which is the model: sqrt(mean_i ||x_i - mean||^2); None where there was but one.
+    mean loss is among them as "loss". Where each node has a replica x_i of its own they are the
+    mean over the `nodes`, which has the figures of each, by rank. `average` are those of the
+    average of the replicas (under `Elastic` of the centre), which no node has. `replicas` is how
+    many there were: of more than 16, `nodes` has 16, drawn by the seed.
+
+    `consensus_distance` is sqrt(sum_i p_i ||x_i - mean||^2), the root mean square distance of all
+    replicas from their mean, each with its share p_i in the average; `relative_distance` is that
+    over ||mean||. None, as `average`, where all ranks had the same parameters.
     """
 
     samples: int
     seconds: float
     metrics: dict[str, float]
     consensus_distance: float | None = None
+    relative_distance: float | None = None
+    average: dict[str, float] | None = None
+    nodes: dict[str, dict[str, float]] = field(default_factory=dict)
+    replicas: int = 1
+
+    def worst(self, name: str, rising: bool | None = None) -> float | None:
+        """Figure `name` of the worst node; None without nodes, or if nobody knows which is worse.
+
+        Args:
+            rising: whether more is better; if None, as the name tells.
+        """
+        rising = is_rising(name) if rising is None else rising
+        values = [each[name] for each in self.nodes.values()]
+        if not values or rising is None or None in values:  # not finite: null in the file
+            return None
+        return min(values) if rising else max(values)
+
+
+_FALLING = ("loss", "error", "mae", "mse", "perplexity")
+_RISING = ("accuracy", "r2", "f1", "score")
+
+
+def is_rising(name: str) -> bool | None:
+    """Whether more is better of the figure `name`; None where its name does not tell."""
+    words = name.lower()
+    if any(word in words for word in _RISING):
+        return True
+    return False if any(word in words for word in _FALLING) else None
 
 
 @dataclass(frozen=True)
@@ -64,6 +98,5 @@ class ChiefReport:
 
     final_loss: float | None
     metrics: dict[str, float]
-    time_to_target_seconds: float | None
     parameters_sha256: str | None
     curve: list[Point] = field(default_factory=list)

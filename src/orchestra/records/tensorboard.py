@@ -60,8 +60,23 @@ class Scalars:
 
 
 def write_curve_events(folder: Path, points: Sequence[Point]) -> None:
-    """The figures of the snapshots over the samples, as the curve "snapshots"."""
-    scalars = Scalars(folder, "snapshots")
+    """The figures of the snapshots over the samples, as the curve "snapshots".
+
+    Where each node has a model of its own those are the nodes' mean; "snapshots-worst-node" and
+    "snapshots-average-of-replicas" stand beside it.
+    """
+    snapshots = Scalars(folder, "snapshots")
+    worst_node = Scalars(folder, "snapshots-worst-node")
+    average = Scalars(folder, "snapshots-average-of-replicas")
     for point in points:
-        scalars.add(point.samples, point.metrics)
-    scalars.close()
+        snapshots.add(point.samples, point.metrics)
+        if point.average is not None:
+            worst = {name: point.worst(name) for name in point.metrics}
+            known = {name: value for name, value in worst.items() if value is not None}
+            worst_node.add(point.samples, known)
+            average.add(point.samples, point.average)
+        if point.relative_distance is not None:
+            distance = {"distance of the replicas, relative": point.relative_distance}
+            snapshots.add(point.samples, distance)
+    for scalars in (snapshots, worst_node, average):
+        scalars.close()

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
 from orchestra.report.batches import unequal_shares
-from orchestra.report.measures import FINAL_LOSS, PACE, SENT, STALENESS, TIME_TO_TARGET, Measure
+from orchestra.report.measures import (
+    FINAL_LOSS,
+    PACE,
+    SENT,
+    STALENESS,
+    TIME_TO_TARGET,
+    Measure,
+    known_to,
+)
 from orchestra.report.numbers import (
     THIN,
     count,
@@ -15,10 +23,12 @@ from orchestra.report.numbers import (
     fixed,
     pairs_of,
     percent,
+    places_of,
     quantity,
     significant,
     some,
     times,
+    uncertain,
 )
 from orchestra.report.rows import Row
 from orchestra.report.statistics import Difference
@@ -84,17 +94,27 @@ def place(study: Study, row: Row) -> str:
 
 
 def told_apart(difference: Difference | None) -> bool | None:
-    """Whether the interval excludes zero; None where no spread is known."""
-    return None if difference is None or difference.low is None else difference.certain
+    """Whether the interval excludes zero; None where no spread is known, and the snapshots are
+    close enough to say who was first."""
+    if difference is None or (difference.low is None and not difference.too_coarse):
+        return None
+    return difference.certain
 
 
 def interval(difference: Difference, measure: Measure) -> str:
     """A difference in words: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
-    mean = quantity(difference.mean, measure.unit, sign=True)
+    coarse = max(difference.below, difference.above)
+    unit = f"{THIN}{measure.unit}" if measure.unit else ""
+
+    def text(value: float) -> str:
+        if coarse:
+            return fixed(value, max(0, places_of(coarse)), sign=True)
+        return significant(value, sign=True)
+
+    mean = text(difference.mean) + unit
     if difference.low is None or difference.high is None:
         return f"{mean} ({pairs_of(1)})"
-    low = significant(difference.low, sign=True)
-    high = quantity(difference.high, measure.unit, sign=True)
+    low, high = text(difference.low), text(difference.high) + unit
     return f"{mean} (95{THIN}% interval {low} to {high}, {pairs_of(difference.n)})"
 
 
@@ -121,11 +141,14 @@ def _compared(study: Study, first: Row, other: Row) -> str:
     """How long `other` took, and what follows for distributing."""
     ours, theirs = _time(first), _time(other)
     who = f"the fastest of the distributed strategies, {place(study, other)}," * first.single
-    took = f"{who or place(study, other)} took {quantity(theirs, 's')}{_share(study, other)}"
+    took = f"{who or place(study, other)} took {_seconds(other)}{_share(study, other)}"
     took += f", {times(theirs / ours)} as long" if 0 < ours < theirs else ""
     difference = study.between(other, first, TIME_TO_TARGET)
     if difference is not None and told_apart(difference) is False:
-        took += f", but over {count('seed', difference.n)} the two cannot be told apart"
+        over = f"over {count('seed', difference.n)}"
+        if difference.too_coarse:
+            over = "with snapshots so far apart"
+        took += f", but {over} the two cannot be told apart"
     elif theirs >= ours:
         return f"{took}: {_verdict(study, first, other)}"
     return f"{took}: whether distributing pays {_here(study)} stays open"
@@ -304,7 +327,7 @@ def _traffic(row: Row) -> Iterator[str]:
 
 def _after(study: Study, row: Row) -> str:
     number = study.reached(row)
-    mean = f"after {quantity(_time(row), 's')}"
+    mean = f"after {_seconds(row)}"
     if number == len(row.runs):
         return mean + (f" (mean of {count('seed', number)})" if number > 1 else "")
     return f"{mean}, though in {number} of {count('run', len(row.runs))} only"
@@ -337,6 +360,14 @@ def _time(row: Row) -> float:
     time = row.mean(TIME_TO_TARGET.read)
     assert time is not None
     return time
+
+
+def _seconds(row: Row) -> str:
+    """Until the target, with no more digits than are known."""
+    known = known_to(row, TIME_TO_TARGET)
+    if known is None:
+        return quantity(_time(row), "s")
+    return f"{uncertain(_time(row), known)}{THIN}s"
 
 
 def _part(name: str) -> Callable[[RunRecord], float | None]:

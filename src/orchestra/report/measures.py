@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestra.records.record import RunRecord
+from orchestra.records.report import is_rising
 from orchestra.report.rows import Read, Row
-
-_FALLING = ("loss", "error", "mae", "mse", "perplexity")
-_RISING = ("accuracy", "r2", "f1", "score")
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a run. `rising`: more is better; False: less is; None: neither."""
+    """A figure of a run. `rising`: more is better; False: less is; None: neither.
+
+    `resolution`: of a figure that is read at snapshots, how far before it the true one may lie.
+    """
 
     key: str
     title: str
@@ -35,15 +36,22 @@ class Measure:
     read: Read
     rising: bool | None = None
     digits: int = 3
+    resolution: Read | None = None
 
     def order(self, value: float) -> float:
         """`value` so that the smallest is the best."""
         return -value if self.rising else value
 
 
+def _spacing(record: RunRecord) -> float | None:
+    after, reached = record.time_to_target_after_seconds, record.time_to_target_seconds
+    return None if after is None or reached is None else reached - after
+
+
 TIME_TO_TARGET = Measure(
-    "time_to_target_seconds", "time to target", "s", lambda r: r.time_to_target_seconds, False
-)
+    "time_to_target_seconds", "time to target", "s", lambda r: r.time_to_target_seconds, False,
+    resolution=_spacing,
+)  # fmt: skip
 TRAIN = Measure("train_seconds", "training", "s", lambda r: r.train_seconds, False)
 PACE = Measure("samples_per_second", "speed", "samples/s", lambda r: r.samples_per_second, True)
 SETUP = Measure("setup_seconds", "set-up", "s", lambda r: r.setup_seconds, False)
@@ -53,6 +61,13 @@ STALENESS = Measure(
 )
 STALEST = Measure("staleness_max", "largest", "updates", lambda r: _staleness(r, "max"), False)
 FINAL_LOSS = Measure("final_loss", "final loss", "", lambda r: r.final_loss, False, 4)
+
+
+def known_to(row: Row, measure: Measure) -> float | None:
+    """How well the mean of a figure that is read at snapshots is known: to the mean spacing of
+    the snapshots, or the spread over the seeds where that is larger. None of other figures."""
+    spacing = None if measure.resolution is None else row.mean(measure.resolution)
+    return None if spacing is None else max(spacing, row.spread(measure.read) or 0.0)
 
 
 def target_of(experiment: Mapping[str, Any]) -> Target | None:
@@ -80,15 +95,8 @@ def _metric(name: str, target: Target | None) -> Measure:
     def read(record: RunRecord) -> float | None:
         return record.metrics.get(name)
 
-    rising = target.rising if target is not None and target.metric == name else _rising(name)
+    rising = target.rising if target is not None and target.metric == name else is_rising(name)
     return Measure(f"metrics.{name}", f"final {name}", "", read, rising, 4)
-
-
-def _rising(name: str) -> bool | None:
-    words = name.lower()
-    if any(word in words for word in _RISING):
-        return True
-    return False if any(word in words for word in _FALLING) else None
 
 
 def _staleness(record: RunRecord, which: str) -> float | None:

@@ -45,6 +45,24 @@ def decimals_for(values: Sequence[float], digits: int) -> int:
     return min(6, max(0, digits - 1 - math.floor(math.log10(largest))))
 
 
+def places_of(uncertainty: float) -> int:
+    """The decimals that a figure is known to: one digit of its uncertainty, two after a 1.
+
+    Below 0: so many digits before the point are not known either.
+    """
+    if not uncertainty > 0 or not math.isfinite(uncertainty):
+        return 6
+    first = math.floor(math.log10(uncertainty))
+    return min(6, (uncertainty < 2 * 10.0**first) - first)
+
+
+def uncertain(value: float, uncertainty: float) -> str:
+    """No more digits than are known: "1.13 ± 0.07"."""
+    places = places_of(uncertainty)
+    figures = (fixed(round(each, places), max(0, places)) for each in (value, uncertainty))
+    return " ± ".join(figures)
+
+
 def pairs_of(number: int) -> str:
     """How many pairs a difference is over."""
     return f"n{THIN}={THIN}{number}"

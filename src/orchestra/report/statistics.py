@@ -15,17 +15,33 @@ class Difference:
     """The mean of paired differences over `n` pairs, with its confidence interval.
 
     `low` and `high` are None where there is one pair: nothing is known of the spread then.
+    `below` and `above`: so much less or more it may be, since the figures are read at snapshots;
+    the interval has that in it.
     """
 
     mean: float
     low: float | None
     high: float | None
     n: int
+    below: float = 0.0
+    above: float = 0.0
+
+    @property
+    def too_coarse(self) -> bool:
+        """Whether the snapshots are too far apart to say which figure is the larger."""
+        return -self.above < self.mean < self.below
 
     @property
     def certain(self) -> bool:
         """Whether the interval lies on one side of zero."""
         return self.low is not None and self.high is not None and self.low * self.high > 0
+
+    def widened(self, below: float, above: float) -> Difference:
+        """The same, of figures that may be smaller than they were read: by as much as `below` in
+        the mean of the first ones, and as `above` in that of those taken off."""
+        low = None if self.low is None else self.low - below
+        high = None if self.high is None else self.high + above
+        return Difference(self.mean, low, high, self.n, below, above)
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -134,7 +134,11 @@ class Study:
 
     def between(self, row: Row, other: Row, measure: Measure) -> Difference | None:
         """`row` - `other`, over the seeds that both have."""
-        return paired_difference(row.values(measure.read), other.values(measure.read))
+        difference = paired_difference(row.values(measure.read), other.values(measure.read))
+        if difference is None or measure.resolution is None:
+            return difference
+        coarse = [each.mean(measure.resolution) or 0.0 for each in (row, other)]
+        return difference.widened(*coarse)
 
     def _alike(self, row: Row) -> list[Row]:
         """Rows of the same experiment on as many ranks."""

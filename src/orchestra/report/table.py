@@ -15,8 +15,18 @@ from orchestra.report.measures import (
     TIME_TO_TARGET,
     TRAIN,
     Measure,
+    known_to,
 )
-from orchestra.report.numbers import THIN, count, decimals_for, fixed, listed, pairs_of
+from orchestra.report.numbers import (
+    THIN,
+    count,
+    decimals_for,
+    fixed,
+    listed,
+    pairs_of,
+    places_of,
+    uncertain,
+)
 from orchestra.report.rows import Row
 from orchestra.report.statistics import Difference
 from orchestra.report.study import Study
@@ -104,6 +114,7 @@ def figures_of(study: Study, row: Row) -> dict[str, Any]:
             "spread": row.spread(measure.read),
             "n": len(row.values(measure.read)),
             "unit": measure.unit,
+            "known_to": known_to(row, measure),
             "difference": None if difference is None else vars(difference),
         }
     return figures
@@ -137,7 +148,9 @@ def _measured(study: Study, row: Row, measure: Measure, places: int, pairs: int)
         return Cell("not reached" if missed else NONE)
     spread = row.spread(measure.read)
     text = fixed(mean, places)
-    if spread is not None:
+    if (known := known_to(row, measure)) is not None:
+        text, places = uncertain(mean, known), max(0, places_of(known))
+    elif spread is not None:
         text += f" ± {fixed(spread, places)}"
     difference = study.difference(row, measure) if measure in _compared(study) else None
     details = [*_notes(study, row, measure), *_difference(difference, places, pairs)]

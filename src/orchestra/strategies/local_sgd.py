@@ -208,8 +208,11 @@ class LocalSGD(Strategy[LocalSGDState]):
         else:
             for index in leaving:
                 self._send(worker, state, index)
-        for (first, _), worth, weight in self._worth(worker, state):
+        for (first, end), worth, weight in self._worth(worker, state):
             worker.snapshots.offer(worker.step.consumed, worth, offset=first, weight=weight)
+            if self.outer.beside_gradient:  # its centre is not what a worker has
+                own = worker.parameters[first:end]
+                worker.snapshots.offer(worker.step.consumed, own, offset=first, kind="replica")
 
     def _move_beside_gradient(
         self, worker: Worker, state: LocalSGDState, index: int

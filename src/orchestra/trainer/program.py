@@ -25,15 +25,20 @@ from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
 from orchestra.trainer.collective_checkpoints import CollectiveCheckpoints
+from orchestra.trainer.curve import (
+    EVALUATION_BATCH,
+    curve,
+    judged_ranks,
+    judging_data,
+    own_figures,
+)
 from orchestra.trainer.evaluation import (
     agree_on_buffers,
     all_cores,
     buffers_vector,
-    curve,
-    gather_parts,
     signs_of_life,
-    time_to_target,
 )
+from orchestra.trainer.gathering import Figures, Gathered, answer, hand_in
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.order import recorded, replayed, write_order
 from orchestra.trainer.parts import places_of, put_together, release
@@ -48,12 +53,10 @@ from orchestra.trainer.writing import save_state, writing
 from orchestra.transports.order import Order
 from orchestra.transports.tracer import Tracer
 from orchestra.worker.batches import Batch, to_device
-from orchestra.worker.layout import FlatModel
+from orchestra.worker.layout import FlatModel, Layout
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Part, Snapshots
 from orchestra.worker.worker import Measures, Worker
-
-EVALUATION_BATCH = 512
 
 
 def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
@@ -168,21 +171,26 @@ class Session:
         chief = roles.chief
         tolerant = roles.replicas > 0 or not self.strategy.currently_synchronous(self.state)
         self._conclude()
-        parts = gather_parts(worker, chief, tolerant=tolerant)
+        held = hand_in(worker, chief, tolerant=tolerant)
         report = self._report()
         if self.scalars is not None:
             self.scalars.close()
-        if worker.rank != chief:
-            return report
+        with signs_of_life(worker, worker.module, self.position.steps):
+            if worker.rank != chief:
+                answer(worker, chief, self._judge)
+                return report
+            gathered = Gathered(worker, held, tolerant=tolerant)
+            nodes = gathered.judged(judged_ranks(gathered, self.run.seed), self._judge)
         worker.reporter.phase("evaluating")
-        dataset = self._final_dataset()
-        figures: dict[str, float] = {}
-        module, parts = self._whole(parts)
+        module = self._whole(gathered)
         with signs_of_life(worker, module, self.position.steps), all_cores():
             points: list[Point] = []
-            if parts:
+            if held:
                 model = worker if self.part is None else FlatModel(module)
-                points = curve(model, self.task, parts, EVALUATION_BATCH)
+                final = len(worker.snapshots.due)
+                points = curve(model, self.task, gathered, nodes, below=final)
+            gathered.close()
+            dataset, figures = self._final_dataset(), dict[str, float]()
             if dataset is not None:
                 figures = evaluate(self.task, module, dataset, EVALUATION_BATCH)
         if self.run.training.tensorboard:
@@ -191,11 +199,17 @@ class Session:
         chief_report = ChiefReport(
             final_loss=figures.pop("loss", self.totals.loss),
             metrics=figures,
-            time_to_target_seconds=time_to_target(points, self.run.training.target),
             parameters_sha256=self._write_parameters(module),
             curve=points,
         )
         return replace(report, chief=chief_report)
+
+    def _judge(self) -> Figures:
+        """What this rank's own replica was worth at its snapshots."""
+        self.worker.reporter.phase("evaluating")
+        figures = own_figures(self.worker, self.task, self.worker.snapshots.parts)
+        self.worker.reporter.phase("leaving")
+        return figures
 
     def keep_order(self) -> None:
         """Write down what this rank could not foresee, if that was recorded."""
@@ -252,7 +266,7 @@ class Session:
         target, task = self.run.training.target, self.task
         if target is None or self.runtime.rank != self.roles.chief:
             return
-        dataset = task.validation if task.validation is not None else task.test
+        dataset = judging_data(task)
         if dataset is None:
             raise InputError("target: the task has neither validation nor test data to measure it")
         with undisturbed():
@@ -303,17 +317,16 @@ class Session:
             if buffers is not None:
                 snapshots.parts += snapshots.conclude("buffers", buffers)
 
-    def _whole(self, parts: list[Part]) -> tuple[nn.Module, list[Part]]:
-        """On the chief: the final model, and the parts of snapshots."""
+    def _whole(self, gathered: Gathered) -> nn.Module:
+        """The final model, on the chief."""
         if self.part is None:
-            return self.worker.module, parts
+            return self.worker.module
         self.state = None  # the optimizer makes room
         with undisturbed():
             self.runtime.seed(self.run.seed)
             module = self.task.model().to(self.worker.layout.device)
-        final = len(self.worker.snapshots.due)
-        put_together(module, [part for part in parts if part.index == final])
-        return module, [part for part in parts if part.index < final]
+        put_together(module, list(gathered.parts(len(self.worker.snapshots.due))))
+        return module
 
     # Checkpoints
 
@@ -394,10 +407,10 @@ def _make_worker(
     if not names:
         raise InputError(f"task: {run.task}: its model has no parameters that are to be trained")
     places = None
+    due = training.snapshots_due(budget, Layout.of_module(module).bytes)
     if part is not None:
         places = places_of(part, module)
         release(module, part.module)
-    due = training.snapshots_due(budget)
     return Worker(
         runtime,
         module if part is None else part.module,

@@ -15,6 +15,8 @@ from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy
 
 DEFAULT_EPOCHS = 10
+SNAPSHOTS, TO_TARGET = 10, 50
+_SNAPSHOT_BYTES = 4e9
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"
 MEASURED: Literal["measured"] = "measured"
@@ -104,7 +106,13 @@ class Training(Settings):
         "real", "shapes: a simulation of time alone, in which no value is ever computed"
     )
     device: Device = setting("cpu", "where the model lives")
-    snapshots: int = setting(10, "copies of the parameters, evaluated after the run", low=0)
+    snapshots: int | None = setting(
+        None,
+        f"copies of the parameters, evaluated after the run; none: {SNAPSHOTS}, or with a target "
+        f"{TO_TARGET}, so that its time is known to 2 % of the run. Fewer, down to {SNAPSHOTS}, "
+        "are taken where those of all ranks would need more than 4 GB",
+        low=0,
+    )
     target: Target | None = setting(None, "a metric and its at_least or at_most")
     checkpoint_every: int | None = setting(None, "steps between two checkpoints", low=1)
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
@@ -155,9 +163,24 @@ class Training(Settings):
         scale = sum(shares) / sum(products)
         return tuple(product * scale for product in products)
 
-    def snapshots_due(self, budget: int) -> list[int]:
-        """The samples after which each snapshot is due, evenly spaced over the `budget`."""
-        return [budget * (k + 1) // self.snapshots for k in range(self.snapshots)]
+    @property
+    def snapshots_wanted(self) -> int:
+        """How many snapshots there are to be, if memory allows."""
+        if self.snapshots is not None:
+            return self.snapshots
+        return SNAPSHOTS if self.target is None else TO_TARGET
+
+    def snapshots_due(self, budget: int, model_bytes: int) -> list[int]:
+        """The samples after which each snapshot is due, evenly spaced over the `budget`.
+
+        There are as many whether one rank keeps copies of the `model_bytes` or each does, so that
+        the times to target of strategies are read off equally often.
+        """
+        number = self.snapshots_wanted
+        if number > SNAPSHOTS:
+            room = int(_SNAPSHOT_BYTES / (self.ranks * model_bytes))
+            number = min(number, max(SNAPSHOTS, room))
+        return [budget * (k + 1) // number for k in range(number)]
 
     def with_setting(self, name: str, value: object) -> Self:
         """A copy with `name` replaced; `steps` takes the place of `epochs`, and the reverse."""

@@ -21,12 +21,9 @@ from orchestra.strategies.base import Strategy, roles_of
 from orchestra.strategies.switch import Switch
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
-from orchestra.trainer.evaluation import (
-    agree_on_buffers,
-    gather_parts,
-    moments,
-    without_mirrors,
-)
+from orchestra.trainer.curve import moments
+from orchestra.trainer.evaluation import agree_on_buffers
+from orchestra.trainer.gathering import hand_in
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.program import budget_of
 from orchestra.trainer.recorder import Recorder, Spent, Totals
@@ -104,7 +101,10 @@ class ShapeSession:
             budget_ranks=training.ranks,
             bucket_bytes=int(training.bucket_megabytes * 1e6),
             overlap=training.overlap,
-            snapshots=Snapshots(training.snapshots_due(shared.budget), runtime.transport.now),
+            snapshots=Snapshots(
+                training.snapshots_due(shared.budget, shared.shapes.layout.bytes),
+                runtime.transport.now,
+            ),
         )
         self._parts = shared.parts
         self.worker.set_workers(self.roles.workers)
@@ -159,7 +159,7 @@ class ShapeSession:
         chief = strategy.current_roles(worker, self.state).chief
         self._parts += worker.snapshots.parts
         worker.snapshots.parts = []
-        gather_parts(worker, chief, tolerant=tolerant)  # others may still be at work meanwhile
+        hand_in(worker, chief, tolerant=tolerant)  # others may still be at work meanwhile
 
     def report(self) -> RankReport:
         """What this rank has to say."""
@@ -178,8 +178,8 @@ class ShapeSession:
 
     def _chief_report(self) -> ChiefReport:
         """When the snapshots were taken, and nothing else; all have handed in their parts."""
-        points = moments(without_mirrors(self._parts), self.worker.layout.size)
-        return ChiefReport(None, {}, None, None, points)
+        points = moments(self._parts, self.worker.layout.size)
+        return ChiefReport(None, {}, None, points)
 
 
 class Places:

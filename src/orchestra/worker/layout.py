@@ -36,6 +36,11 @@ class Layout:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def bytes(self) -> int:
+        """Of a flat vector."""
+        return self.size * self.dtype.itemsize
+
     @staticmethod
     def of(named: Sequence[tuple[str, Tensor]]) -> Layout:
         """The layout of `named` tensors, in the given order."""

@@ -13,8 +13,10 @@ class Part:
     """A rank's contribution to snapshot `index`.
 
     Parameters: the slice that begins at `offset` of the flat vector; parts of other ranks that
-    cover the same elements are averaged by `weight`. Buffers: packed as `pack` gives them. A
-    `mirror` is what another rank has too, and counts only where that one is lost.
+    cover the same elements are replicas, and averaged by `weight`. Buffers: packed as `pack` gives
+    them. Of kind "replica": this rank's own parameters, where what it offers as parameters is
+    something else, such as a centre that all know. A `mirror` is what another rank has too, and
+    counts only where that one is lost.
     """
 
     index: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
@@ -26,12 +26,14 @@ from orchestra.report.figures.frame import (
     spans_much,
     zoomable,
 )
+from orchestra.report.figures.nodes import caption, node_layers
 from orchestra.report.figures.subject import Subject
 from orchestra.report.measures import Target
 from orchestra.report.rows import Row
 
 SECTION = "convergence"
 _AXES = ("seconds", "samples")
+_POINTS = 10  # on a line, so that they can be told apart
 
 
 def curves(subject: Subject) -> list[Figure]:
@@ -58,33 +60,52 @@ def _curve(subject: Subject, metric: str, axis: str) -> Figure:
     )
     x = along(axis)
     look = Look({row.name: subject.styles[row.name] for row in rows})
-    layers = [*_lines(each, [v for row in rows for v in _mean(row, metric)], x, y, look, metric)]
+    rising = target.rising if target else None
+    means = {row.name: _mean(row, metric, rising) for row in rows}
+    every = [value for values in means.values() for value in values]
+    layers = [*node_layers(every, x, y, look), *_lines(each, means, x, y, look, metric)]
     layers += _rule(target) if target else []
     layers += _marked(switches, axis, y, look, metric) if switches else []
     several = max(len(row.completed) for row in rows) > 1
     return figure(
         f"{metric}-against-{axis}",
         f"{metric[0].upper()}{metric[1:]} against {axis}",
-        _caption(metric, axis, several, target, bool(switches)),
+        " ".join([_caption(metric, axis, several, target, bool(switches)), caption(every, metric)]),
         SECTION,
         layers,
     )
 
 
 def _lines(
-    each: Values, means: Values, x: alt.X, y: alt.Y, look: Look, metric: str
+    each: Values, means: Mapping[str, Values], x: alt.X, y: alt.Y, look: Look, metric: str
 ) -> list[alt.Chart]:
     """A thin line for each seed; over them a thick one with points, which is their mean."""
+    every = [value for values in means.values() for value in values]
+    pointed = [value for values in means.values() for value in _thinned(values)]
     seeds = (
         marks(each)
         .mark_line(strokeWidth=1, strokeOpacity=0.35)
         .encode(x, y, look.colour(), detail="seed:N")
     )
-    base = marks(means).encode(x, y, look.colour())
-    mean = base.mark_line(strokeWidth=2).encode(look.dash())
-    tooltip = _tooltip(metric, "mean of seeds")
-    points = base.mark_point(filled=True, size=55, opacity=1).encode(look.shape(), tooltip=tooltip)
+    mean = marks(every).mark_line(strokeWidth=2).encode(x, y, look.colour(), look.dash())
+    tooltip = [*_tooltip(metric, "mean of seeds"), *_node_tooltips(pointed)]
+    points = marks(pointed).mark_point(filled=True, size=55, opacity=1)
+    points = points.encode(x, y, look.colour(), look.shape(), tooltip=tooltip)
     return [zoomable(seeds), mean, points]
+
+
+def _thinned(values: Values) -> Values:
+    """So many of them that points do not touch, the last one among them."""
+    return values[:: -max(1, len(values) // _POINTS)][::-1]
+
+
+def _node_tooltips(values: Values) -> list[alt.Tooltip]:
+    if not any("average" in value for value in values):
+        return []
+    return [
+        alt.Tooltip("worst:Q", title="worst node", format=".4~g"),
+        alt.Tooltip("average:Q", title="average of the replicas", format=".4~g"),
+    ]
 
 
 def _rule(target: Target) -> list[alt.Chart]:
@@ -152,7 +173,7 @@ def _place(point: Point, metric: str) -> dict[str, Any]:
     }
 
 
-def _mean(row: Row, metric: str) -> Values:
+def _mean(row: Row, metric: str, rising: bool | None) -> Values:
     """The mean over the seeds of the first snapshots, of the second ones, and so on."""
     of_runs = [_points(run, metric) for run in row.completed]
     values = []
@@ -165,9 +186,24 @@ def _mean(row: Row, metric: str) -> Values:
                 "seconds": numbers(fmean(point.seconds for point in points)),
                 "samples": round(fmean(point.samples for point in points)),
                 "value": numbers(fmean(point.metrics[metric] for point in points)),
+                **_of_nodes(points, metric, rising),
             }
         )
     return values
+
+
+def _of_nodes(points: Sequence[Point], metric: str, rising: bool | None) -> dict[str, Any]:
+    """The worst node and the average of the replicas, where there are some in every run."""
+    worst = [value for point in points if (value := point.worst(metric, rising)) is not None]
+    averages = [point.average[metric] for point in points if point.average is not None]
+    found: dict[str, Any] = {}
+    if len(worst) == len(points):
+        found["worst"] = numbers(fmean(worst))
+    if len(averages) == len(points) and None not in averages:
+        judged = min(len(point.nodes) for point in points)
+        replicas = max(point.replicas for point in points)
+        found |= {"average": numbers(fmean(averages)), "judged": judged, "replicas": replicas}
+    return found
 
 
 def _switches(row: Row, metric: str, axis: str, log: bool) -> Values:

@@ -11,9 +11,11 @@ from orchestra.report.figures.frame import FAINT, Look, Values, figure, marks, n
 from orchestra.report.figures.lanes import LANE, POINT, lane, words
 from orchestra.report.figures.subject import Subject
 from orchestra.report.measures import TIME_TO_TARGET, TRAIN, Measure
-from orchestra.report.numbers import decimals_for, fixed
+from orchestra.report.numbers import decimals_for, fixed, places_of
 from orchestra.report.rows import Row
 from orchestra.report.statistics import CONFIDENCE, Difference
+
+_COARSE = ", to which the spacing of the snapshots is added"
 
 
 def differences(subject: Subject) -> list[Figure]:
@@ -39,8 +41,9 @@ def _forest(subject: Subject, measure: Measure) -> list[Figure]:
             f"Difference in {name} to {_baseline(subject, rows)}",
             (
                 f"Mean of the differences between runs of the same seed, with its {CONFIDENCE:.0%} "
-                "interval (Student's t). An interval across the line (hollow point) means that "
-                "these seeds do not tell the two apart."
+                "interval (Student's t)"
+                f"{_COARSE * (measure.resolution is not None)}. An interval across the line "
+                "(hollow point) means that these seeds do not tell the two apart."
             ),
             "differences",
             [*_marks(subject, known, f"difference in {name}{unit}{_better(measure)}"),
@@ -99,6 +102,8 @@ def _text(difference: Difference, measure: Measure) -> str:
         return "none"
     low, high = difference.low, difference.high
     decimals = decimals_for([low, high, difference.mean], 3)
+    if coarse := max(difference.below, difference.above):
+        decimals = max(0, places_of(coarse))
     mean, first, last = (fixed(v, decimals, sign=True) for v in (difference.mean, low, high))
     return f"{mean} [{first}, {last}] {measure.unit}".rstrip()
 

@@ -10,7 +10,8 @@ from orchestra.report.figures.figure import Figure
 from orchestra.report.figures.frame import Look, figure, marks, numbers
 from orchestra.report.figures.lanes import BAR, LANE, POINT, lane, words
 from orchestra.report.figures.subject import Subject
-from orchestra.report.numbers import quantity
+from orchestra.report.measures import TIME_TO_TARGET, known_to
+from orchestra.report.numbers import THIN, quantity, uncertain
 from orchestra.report.rows import Row
 
 
@@ -23,7 +24,10 @@ def time_to_target(subject: Subject) -> list[Figure]:
     reached = f"{target.metric} {sign} {target.bound:g}"
     caption = (
         f"Training seconds at the first snapshot with {reached}, soonest first: a dot for each "
-        "seed, a bar for their mean. Set-up is not in it."
+        "seed, a bar for their mean; a line from the snapshot before, for it was reached between "
+        "the two. ± is the spacing of the snapshots, or the spread over the seeds if that is "
+        "larger. Where each node has a model of its own, the mean of the nodes reached it. Set-up "
+        "is not in it."
     )
     layers = [*_marks(subject, rows, reached), *words({row.name: _text(row) for row in rows})]
     height = LANE * len(rows)
@@ -45,18 +49,29 @@ def _marks(subject: Subject, rows: list[Row], reached: str) -> list[alt.Chart]:
         if _times(row)
     ]
     seeds = [
-        {"strategy": row.name, "seed": seed, "seconds": numbers(seconds)}
+        {
+            "strategy": row.name,
+            "seed": seed,
+            "seconds": numbers(seconds),
+            "after": numbers(row.values(lambda r: r.time_to_target_after_seconds).get(seed)),
+        }
         for row in rows
         for seed, seconds in _times(row).items()
     ]
     tooltip = [
         alt.Tooltip("strategy:N"),
         alt.Tooltip("seed:N"),
-        alt.Tooltip("seconds:Q", title="seconds to target", format=".4~g"),
+        alt.Tooltip("after:Q", title="reached after, in seconds", format=".4~g"),
+        alt.Tooltip("seconds:Q", title="and by", format=".4~g"),
     ]
     bars = marks(means).mark_bar(**BAR, opacity=0.45, cornerRadiusEnd=2).encode(x, y, colour)
+    known = [seed for seed in seeds if seed["after"] is not None]
+    between = marks(known).mark_rule(**POINT, strokeWidth=1.5)
+    layers = [bars]
+    if known:  # a record from before does not say
+        layers.append(between.encode(alt.X("after:Q"), alt.X2("seconds:Q"), y, colour))
     dots = marks(seeds).mark_point(**POINT, filled=True, size=50, opacity=1)
-    return [bars, dots.encode(x, y, colour, shape, tooltip=tooltip)]
+    return [*layers, dots.encode(x, y, colour, shape, tooltip=tooltip)]
 
 
 def _times(row: Row) -> dict[int, float]:
@@ -76,4 +91,7 @@ def _text(row: Row) -> str:
     if not times:
         return "not reached"
     part = "" if len(times) == n else f" ({len(times)} of {n} seeds)"
-    return quantity(fmean(times), "s") + part
+    known = known_to(row, TIME_TO_TARGET)
+    if known is None:
+        return quantity(fmean(times), "s") + part
+    return f"{uncertain(fmean(times), known)}{THIN}s{part}"
