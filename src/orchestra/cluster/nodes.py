@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import KW_ONLY, dataclass
 
-from orchestra.cluster.jitter import Jitter
+from orchestra.cluster.jitter import DEFAULT, JITTER_MEANS, Drift, JitterSetting
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, quantity
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
@@ -79,7 +79,8 @@ class Node(Settings):
     )
     memory: float | None = quantity(BYTES, None, "of the node; none: not known", above=0)
     devices: int = setting(0, "accelerators; with any, ranks compute on them", low=0)
-    jitter: Jitter | None = setting(None, "of the durations of its compute; none: all alike")
+    jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
+    drift: Drift | None = setting(None, "how its speed changes slowly; none: not at all")
     switch: str | None = setting(None, "what its link leads to; none where it is the only node")
     up: Link | None = setting(None, "the link towards the switch")
     down: Link | None = setting(None, "the link back from the switch")

@@ -81,6 +81,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     """What the process of the simulation runs; here, so that a launcher can name it."""
     from orchestra.cluster import load_cluster
     from orchestra.cluster.costs import EVENLY
+    from orchestra.cluster.jitter import ASSUMED
     from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
     from orchestra.engines.simulation.calibrated import CalibratedCosts
     from orchestra.engines.simulation.links import keep_links
@@ -92,12 +93,12 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     threads = cluster.node_of(0, 1).slots if ranks == 1 else 1
     calibration, costs, overhead = figures.calibration, None, OVERHEAD
-    sharing, jitter = EVENLY, None
+    sharing, jitter = EVENLY, ASSUMED
     if calibration is not None and figures.task is not None:
         split = run.training.accumulation
         costs = CalibratedCosts(calibration, figures.task, threads=threads, accumulation=split)
         overhead, sharing = calibration.overhead(figures.task), calibration.sharing(figures.task)
-        jitter = figures.task.jitter
+        jitter = figures.task.jitter or ASSUMED
     values = run.training.tensors == "real"
     shared = None if values else common(run)
     overhead = cluster.overhead or overhead
