@@ -23,7 +23,8 @@ class RunRecord:
     Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
     of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
-    other seconds are virtual, by the `costs`, which were calibrated or assumed; `tuned` are the
+    other seconds are virtual, by the `costs`, which were calibrated or assumed, and `node` the one
+    that a single process was on, of several; `tuned` are the
     settings that were chosen for it in trials, none where none were made.
     `folder` is where everything else lies.
     """
@@ -65,6 +66,7 @@ class RunRecord:
     cluster: str | None = None
     wall_seconds: float | None = None
     costs: str | None = None
+    node: str | None = None
     folder: Path = Path()
 
     def summary(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Outcome:
         seconds: of the stopwatch that ran longest.
         failure: why the run failed, None if it did not.
         bad_input: why the run could not be begun.
+        node: of several, that of the only process.
     """
 
     results: tuple[Any, ...]
@@ -54,6 +55,7 @@ class Outcome:
     notices: tuple[str, ...] = ()
     failure: str | None = None
     bad_input: str | None = None
+    node: str | None = None
 
 
 @dataclass
