@@ -174,7 +174,7 @@ def test_the_command_lists_presets_and_writes_a_cluster_out(
         (["wfi", "--draw", "a.svg"], "unknown cluster 'wfi'; did you mean 'wifi'?"),
         (["LogNormal", "--draw", "a.svg"], "LogNormal is no cluster"),
         ([EXAMPLE, "--draw", "a.svg", "--ranks", "3"], "befalls rank 4, but ranks are 0 to 2"),
-        (["wifi(7, 8, 9)"], "wifi(nodes, cores, speed, bandwidth, latency): too many"),
+        (["wifi(7, 8, 9)"], "wifi(nodes, cores, speed, bandwidth, latency, jitter): too many"),
     ],
 )
 def test_bad_commands_are_answered_in_one_line(

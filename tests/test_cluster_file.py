@@ -14,12 +14,14 @@ from orchestra.cluster import (
     Cluster,
     Death,
     Delay,
+    Drift,
     Jitter,
     Link,
     LinkCut,
     LinkSlow,
     LogNormal,
     Node,
+    Normal,
     Pause,
     SlowDown,
     Switch,
@@ -76,7 +78,7 @@ all_nodes: &all
   jitter: LogNormal(0.2)
   loopback: {bandwidth: 3 GB/s, latency: 15 us}
 nodes:
-  worker: {count: 2, switch: rack, link: {bandwidth: 1 Gbit/s, latency: 50 us}}
+  worker: {count: 2, switch: rack, drift: {sigma: 0.2}, link: {bandwidth: 1 Gbit/s, latency: 50 us}}
   gpu:
     flops: 1.5 TFLOP/s
     devices: 2
@@ -111,14 +113,14 @@ def everything() -> Cluster:
     jitter = LogNormal(0.2)
     workers = tuple(
         Node(
-            f"worker-{i}", 4, speed=1, jitter=jitter, switch="rack", up=GBIT, down=GBIT,
-            loopback=LOOPBACK,
+            f"worker-{i}", 4, speed=1, jitter=jitter, drift=Drift(0.2), switch="rack", up=GBIT,
+            down=GBIT, loopback=LOOPBACK,
         )
         for i in range(2)
     )  # fmt: skip
     gpu = Node(
-        "gpu", 4, flops=1.5e12, devices=2, memory=16e9, switch="core", up=Link(1.25e6, 0.002),
-        down=Link(125e6, 0), loopback=LOOPBACK,
+        "gpu", 4, flops=1.5e12, devices=2, memory=16e9, jitter=None,
+        switch="core", up=Link(1.25e6, 0.002), down=Link(125e6, 0), loopback=LOOPBACK,
     )  # fmt: skip
     return Cluster(
         "everything",
@@ -141,6 +143,17 @@ def everything() -> Cluster:
 
 def test_a_file_means_what_python_says(load: Load) -> None:
     assert load(ALL) == everything()
+
+
+def test_a_node_varies_by_default_and_null_is_exact(load: Load) -> None:
+    text = "loopback: {bandwidth: 3 GB/s, latency: 15 us}"
+    given = (None, "jitter: null", "jitter: default", "jitter: Normal(0.1)")
+    assert [
+        load(SMALL.replace(text, f"{text}, {jitter}" if jitter else text)).nodes[0].jitter
+        for jitter in given
+    ] == ["default", None, "default", Normal(0.1)]
+    slow = load(SMALL.replace(text, f"{text}, drift: {{sigma: 0.2, time_constant: 2 min}}"))
+    assert slow.nodes[0].drift == Drift(0.2, 120)
 
 
 def test_a_small_file_has_one_switch_and_the_name_of_its_file(load: Load) -> None:
@@ -179,8 +192,11 @@ CHANGES: list[tuple[str, str, str]] = [
     ("speed: 1", "speed: 1\n  flops: 1 GFLOP/s", "node worker has both speed and flops"),
     ("speed: 1", "sped: 1", "c.yaml:4 nodes.worker: unknown key 'sped'; did you mean 'speed'?"),
     ("LogNormal(0.2)", "LogNormal(-1)", "c.yaml:5 nodes.worker.jitter: LogNormal.sigma: -1.0 is"),
+    ("sigma: 0.2", "sigma: 0", "c.yaml:8 nodes.worker.drift.sigma: 0.0 is not above 0"),
+    ("{sigma: 0.2}", "0.2", "c.yaml:8 nodes.worker.drift: has to be a mapping, such as {sigma"),
+    ("{sigma: 0.2}", "{time_constant: 3}", "nodes.worker.drift.time_constant: 3 has no unit"),
     ("LogNormal(0.2)", "LogNorml", "nodes.worker.jitter: unknown cluster 'LogNorml'; did you"),
-    ("LogNormal(0.2)", "wifi", "c.yaml:5 nodes.worker.jitter: expected Jitter, got Wifi(8)"),
+    ("LogNormal(0.2)", "wifi", "c.yaml:5 nodes.worker.jitter: expected Jitter or 'default'"),
     ("{bandwidth: 3 GB/s, latency: 15 us}", "15 us", "c.yaml:6 nodes.worker.loopback: has to be a"),
     ("{bandwidth: 3 GB/s, latency: 15 us}", "{bandwidth: 3 GB/s}", "latency is missing; add it,"),
     ("bandwidth: 3 GB/s", "bandwidth: 0 B/s", "c.yaml:6 nodes.worker.loopback.bandwidth: 0.0 is n"),

@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from math import sqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.integrate import quad
+from tests.simulated import cluster, simulated
 from tests.step_times import Figures, Timed
 
-from orchestra.cluster.jitter import ExponentialTail, Jitter, LogNormal, Normal
+from orchestra.cluster.jitter import ASSUMED, Drift, ExponentialTail, Jitter, LogNormal, Normal
+from orchestra.optimizers.settings import Optimizer
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.trainer.settings import Run, Training
 
 ERRORS = 4.0
 ON = 'lan_1gbit(nodes=32, latency="1 ps", bandwidth="100 Tbit/s")'
@@ -112,3 +117,44 @@ def test_another_seed_draws_others() -> None:
         replace(timed, seed=seed).reports(20)[0].train_seconds for seed in (0, 0, 1)
     )
     assert one == again != other
+
+
+def test_durations_vary_unless_the_cluster_is_exact(tmp_path: Path) -> None:
+    """Without a calibration the slowest of four takes 1 + sigma E[max of 4] times as long."""
+    training = Training(
+        ranks=4, batch_size=8, steps=200, optimizer=Optimizer("SGD", {"lr": 0.1}),
+        engine="simulation", tensors="shapes",
+    )  # fmt: skip
+    run = Run("test", "synthetic(100, tensors=1, sample_flops=1e9)", AllReduce(), 0, training)
+    exact, again, varying, twice = (
+        simulated(run, tmp_path, on).train_seconds or 0.0
+        for on in (*["lan_1gbit(4, jitter=None)"] * 2, *["lan_1gbit(4)"] * 2)
+    )
+    assert exact == again
+    assert varying == twice
+    expected = 1 + ASSUMED.sigma * LARGEST_NORMAL[4]
+    assert varying / exact == pytest.approx(expected, abs=ERRORS * ASSUMED.sigma / sqrt(200))
+
+
+def test_a_drift_is_a_stationary_process_with_a_memory() -> None:
+    """log f is normal with deviation sigma, and its correlation over t is exp(-t / T)."""
+    drift = Drift(0.2, 60.0)
+    factors = drift.factors(np.random.default_rng(0))
+    count = 20_000
+    logs = np.log([factors(6.0 * place) for place in range(count)])
+    error = ERRORS * sqrt(2 * 10 / count)  # of a mean: 20 steps are worth one that is independent
+    assert np.mean(logs) == pytest.approx(-(drift.sigma**2) / 2, abs=error * drift.sigma)
+    assert np.std(logs) == pytest.approx(drift.sigma, rel=error)
+    correlation = np.corrcoef(logs[:-10], logs[10:])[0, 1]
+    assert correlation == pytest.approx(np.exp(-1), abs=error)
+    other = drift.factors(np.random.default_rng(0))
+    assert other(600.0) == factors(600.0)  # whatever was asked before
+
+
+def test_ranks_of_a_node_drift_together_and_nodes_apart() -> None:
+    lan = cluster("lan_1gbit(2, cores=2)")
+    nodes = tuple(replace(node, drift=Drift(0.3, 10.0)) for node in lan.nodes)
+    timed = Timed("LocalSGD(None)", 4, 64, SECOND, replace(lan, nodes=nodes))
+    seconds = [report.seconds["compute"] for report in timed.reports(50)]
+    assert seconds[0] == seconds[2] != seconds[1] == seconds[3]
+    assert seconds == [report.seconds["compute"] for report in timed.reports(50)]

@@ -24,6 +24,7 @@ from studies.pool import Job, Pool
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.costs import Line, Overhead
+from orchestra.cluster.jitter import DEFAULT
 from orchestra.cluster.nodes import Link
 from orchestra.cluster.writing import cluster_text
 from orchestra.errors import InputError
@@ -65,7 +66,12 @@ def cluster_of(kind: str, workers: int) -> Cluster:
     """Machines for `workers`, and one for a server, which is not to be the bottleneck."""
     machines = load_cluster(CLUSTERS[kind].format(workers, SPEED), where=kind, folder=Path())
     server = replace(
-        machines.nodes[0], name="server", speed=1.0, jitter=None, up=SERVER_LINK, down=SERVER_LINK
+        machines.nodes[0],
+        name="server",
+        speed=1.0,
+        jitter=DEFAULT,
+        up=SERVER_LINK,
+        down=SERVER_LINK,
     )
     cost = Line(MESSAGE.fixed * SPEED, MESSAGE.each * SPEED)
     overhead = Overhead(

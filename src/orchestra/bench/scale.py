@@ -1,4 +1,7 @@
-"""How long a simulation of shapes takes: many workers, a large model, all kinds of strategies."""
+"""How long a simulation of shapes takes: many workers, a large model, all kinds of strategies.
+
+Durations are exact, without jitter.
+"""
 
 from __future__ import annotations
 

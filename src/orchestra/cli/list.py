@@ -11,6 +11,7 @@ from orchestra.cli.arguments import Parser
 from orchestra.cli.strategy_list import FOR_REFERENCE, line_of_use, print_strategies
 from orchestra.cli.tables import print_names, print_settings
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
+from orchestra.cluster.jitter import ASSUMED
 from orchestra.cluster.registry import is_file
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
@@ -49,6 +50,11 @@ KINDS: dict[str, type] = {
     "topologies, for Gossip(TOPOLOGY) and its kin": Topology,
 }
 JITTER = "jitter, of the nodes of a cluster"
+NODES = f"""\
+Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in a
+file, makes them exact. Single() is on the node that is fastest on the task, on one device if it has
+any; other ranks are where the cluster places them. Where a file gives nodes memory, a run that has
+no room is refused. docs/clusters.md has more."""
 GROUPS = Described(
     "parameter_groups", "list of mappings", "[]", "", "match (a pattern of names) and arguments"
 )
@@ -72,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
         _list_strategies()
     elif heading := {title: rows for title, rows in _names().items() if _is_of(name, title)}:
         print_names(heading)
+        if "clusters" in heading:
+            print(NODES)
     elif name == "experiment":
         _describe_experiment()
     elif "(" in name or is_file(name):

@@ -2,7 +2,7 @@
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
-from orchestra.cluster.jitter import ExponentialTail, Jitter, LogNormal, Normal
+from orchestra.cluster.jitter import Drift, ExponentialTail, Jitter, LogNormal, Normal
 from orchestra.cluster.nodes import Channel, Link, Node, Path, Switch
 from orchestra.cluster.registry import CLUSTERS, load_cluster
 
@@ -12,6 +12,7 @@ __all__ = [
     "Cluster",
     "Death",
     "Delay",
+    "Drift",
     "ExponentialTail",
     "Fault",
     "Jitter",

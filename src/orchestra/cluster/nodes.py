@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import KW_ONLY, dataclass
 
-from orchestra.cluster.jitter import Jitter
+from orchestra.cluster.jitter import DEFAULT, JITTER_MEANS, Drift, JitterSetting
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, quantity
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
@@ -77,9 +77,12 @@ class Node(Settings):
     flops: float | None = quantity(
         FLOPS, None, "instead of speed: what a core (or a device) sustains", above=0
     )
-    memory: float | None = quantity(BYTES, None, "of the node; none: not known", above=0)
+    memory: float | None = quantity(
+        BYTES, None, "of the node, or of each device if it has any; none: not known", above=0
+    )
     devices: int = setting(0, "accelerators; with any, ranks compute on them", low=0)
-    jitter: Jitter | None = setting(None, "of the durations of its compute; none: all alike")
+    jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
+    drift: Drift | None = setting(None, "how its speed changes slowly; none: not at all")
     switch: str | None = setting(None, "what its link leads to; none where it is the only node")
     up: Link | None = setting(None, "the link towards the switch")
     down: Link | None = setting(None, "the link back from the switch")
@@ -94,6 +97,13 @@ class Node(Settings):
             raise InputError(f"node {self.name} has both speed and flops; give one of them")
         if len({part is None for part in (self.switch, self.up, self.down)}) > 1:
             raise InputError(f"node {self.name} needs all of switch, up and down, or none of them")
+
+    def speed_beside(self, flops: float) -> float:
+        """Of a core (or a device), where one that does so many FLOP/s has 1."""
+        if self.speed is not None:
+            return self.speed
+        assert self.flops is not None
+        return self.flops / flops
 
     @property
     def slots(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 
 from orchestra.cluster.cluster import Cluster
-from orchestra.cluster.jitter import Jitter, LogNormal
+from orchestra.cluster.jitter import DEFAULT, JITTER_MEANS, JitterSetting, LogNormal
 from orchestra.cluster.nodes import Link, Node, Switch
 from orchestra.cluster.registry import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, SECONDS, Unit
@@ -61,11 +61,12 @@ class OneHost(Preset):
     speed: float = setting(1.0, "of a core; the machine that was calibrated has 1", above=0)
     bandwidth: str = setting("3 GB/s", "what all ranks together move over loopback")
     latency: str = setting("15 us", "of a message over loopback, one way")
+    jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
 
     def cluster(self) -> Cluster:
         """One node, without a network."""
         loopback = self._link("bandwidth", "latency")
-        node = Node("host", self.cores, speed=self.speed, loopback=loopback)
+        node = Node("host", self.cores, speed=self.speed, jitter=self.jitter, loopback=loopback)
         return Cluster(self._name, (node,), placement="packed")
 
 
@@ -79,16 +80,17 @@ class Lan(Preset):
     speed: float = setting(1.0, "of a core; the machine that was calibrated has 1", above=0)
     bandwidth: str = setting("1 Gbit/s", BANDWIDTH_MEANS)
     latency: str = setting("50 us", LATENCY_MEANS)
+    jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
 
     def cluster(self) -> Cluster:
         """The nodes, in a star."""
         return self._star([self.speed] * self.nodes)
 
-    def _star(self, speeds: Iterable[float], jitter: Jitter | None = None) -> Cluster:
+    def _star(self, speeds: Iterable[float]) -> Cluster:
         both = self._link("bandwidth", "latency")
         nodes = tuple(
             Node(
-                f"worker-{index}", self.cores, speed=speed, jitter=jitter,
+                f"worker-{index}", self.cores, speed=speed, jitter=self.jitter,
                 switch="switch", up=both, down=both, loopback=LOOPBACK,
             )
             for index, speed in enumerate(speeds)
@@ -188,7 +190,7 @@ class Stragglers(Lan1Gbit):
     _: KW_ONLY
     slow: int | None = setting(None, "nodes that are slow; none: a quarter, at least one", low=0)
     factor: float = setting(3.0, "how many times as long these take", above=1)
-    jitter: Jitter = setting(LogNormal(0.2), "of the durations of all nodes' compute")
+    jitter: JitterSetting = setting(LogNormal(0.2), JITTER_MEANS)
 
     def check(self) -> None:
         """No more slow nodes than nodes."""
@@ -199,7 +201,7 @@ class Stragglers(Lan1Gbit):
         """A star whose last nodes are slow."""
         slow = max(1, self.nodes // 4) if self.slow is None else self.slow
         speeds = [self.speed] * (self.nodes - slow) + [self.speed / self.factor] * slow
-        return self._star(speeds, self.jitter)
+        return self._star(speeds)
 
 
 @dataclass(frozen=True, repr=False)

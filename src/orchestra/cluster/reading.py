@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field
 from typing import Any, TypeVar
 
-from orchestra.cluster.jitter import Jitter
+from orchestra.cluster.jitter import DEFAULT, Drift, JitterSetting
 from orchestra.cluster.registry import CLUSTERS
 from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, parse
@@ -110,7 +110,10 @@ def _value(cls: type[Settings], field: Field[Any], entry: Entry, key: str) -> An
         return read_settings(hint, inside, entry.where, key)
     if unit is not None and (value is not None or default_of(field) is REQUIRED):
         value = unit.read(value, where=where)
-    elif hint == Jitter | None and value is not None:
+    elif hint == Drift | None and value is not None:
+        example = "{sigma: 0.1, time_constant: 60 s}"
+        return read_settings(Drift, mapping(entry, key, example), entry.where, key)
+    elif hint == JitterSetting and value not in (None, DEFAULT):
         value = parse(value, CLUSTERS, where=where)
     try:
         return checked(cls, field, value, hint)

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.costs import Cost, Line, Overhead
+from orchestra.cluster.jitter import Drift
 from orchestra.cluster.nodes import Link, Node, Switch
 from orchestra.cluster.registry import CLUSTERS
 from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE
@@ -63,7 +64,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         unit = field.metadata.get("unit")
         if unit is not None:
             value = unit.write(value)
-        elif isinstance(value, Link):
+        elif isinstance(value, Link | Drift):
             value = _plain(value)
         elif isinstance(value, Settings):
             value = write(value, CLUSTERS)

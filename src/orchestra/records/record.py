@@ -23,14 +23,14 @@ class RunRecord:
     Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
     of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
-    other seconds are virtual, by the `costs`, which were calibrated or assumed; `tuned` are the
-    settings that were chosen for it in trials, none where none were made. Of a full step at the
-    start `global_batch` are the samples of all workers, and `worker_batches` those of each one;
-    `synchronous` tells whether one update is made of all of them; `shares` are the weights of the
-    ranks' parts, where they were measured. `nodes` are figures of the replicas at the last
-    snapshot, None where all ranks had the same parameters: how many `replicas` there were, how many
-    were `judged`, their `mean`, and the `worst` of each figure of which it is known whether more is
-    better.
+    other seconds are virtual, by the `costs`, which were calibrated or assumed, and `node` the one
+    that a single process was on, of several; `tuned` are the settings that were chosen for it in
+    trials, none where none were made. Of a full step at the start `global_batch` are the samples of
+    all workers, and `worker_batches` those of each one; `synchronous` tells whether one update is
+    made of all of them; `shares` are the weights of the ranks' parts, where they were measured.
+    `nodes` are figures of the replicas at the last snapshot, None where all ranks had the same
+    parameters: how many `replicas` there were, how many were `judged`, their `mean`, and the
+    `worst` of each figure of which it is known whether more is better.
     `folder` is where everything else lies.
     """
 
@@ -78,6 +78,7 @@ class RunRecord:
     cluster: str | None = None
     wall_seconds: float | None = None
     costs: str | None = None
+    node: str | None = None
     folder: Path = Path()
 
     def summary(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def fairness(study: Study) -> Fairness:
     unfair = [*_settings_differ(study), *_machines_differ(study)]
     return Fairness(
         fair=not unfair,
-        equal=[*equal, *_budgets(rows), *_threads(rows, names), _STOPWATCH],
+        equal=[*equal, *_budgets(rows), *_threads(rows, names), *_nodes(rows, names), _STOPWATCH],
         doubts=[*unfair, *unlike_batches(rows), *_runs_differ(rows)],
         tuning=_tuning(study),
     )
@@ -130,6 +130,13 @@ def _threads(rows: Sequence[Row], names: Names) -> Iterator[str]:
     ]
     if parts:
         yield f"Threads in a process: {'; '.join(parts)}."
+
+
+def _nodes(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    alone = [(row.completed[0].record.node, row) for row in rows]
+    parts = [f"{node} ({names([row])})" for node, row in alone if node is not None]
+    if parts:
+        yield f"One process on one node of the cluster: {'; '.join(parts)}."
 
 
 def _settings_differ(study: Study) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.base import Footprint, Roles, Strategy
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -122,6 +122,11 @@ class AllReduce(Strategy[AllReduceState]):
                 "for: lower backup or raise ranks"
             )
         return super().roles(ranks)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """A part of the optimizer's state, where that is sharded."""
+        part = 1.0 if self.shard == "nothing" else 1 / ranks
+        return replace(super().footprint(rank, ranks), optimizer=part)
 
     @property
     def depends_on_speed(self) -> bool:

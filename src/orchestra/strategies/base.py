@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -68,6 +68,27 @@ class WorkSource(Protocol):
     def take(self) -> WorkItem:
         """What the worker does next; the one before is done."""
         ...
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a rank keeps in memory while it trains, in multiples of what it trains: a whole model,
+    or its `ModelPart`.
+
+    `copies` are vectors of all parameters beside the optimizer's state: for what arrives, for
+    anchors and outer momenta. `batches` are per-worker batches whose activations are there at a
+    time.
+    """
+
+    parameters: float = 1.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+    copies: float = 0.0
+    batches: float = 1.0
+
+    def joined(self, other: Footprint, how: Callable[[float, float], float]) -> Footprint:
+        """Of two, `how` (a sum, a maximum) of each part."""
+        return Footprint(*map(how, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -159,6 +180,11 @@ class Strategy(Settings, ABC, Generic[S]):
     def roles(self, ranks: int) -> Roles:
         """The roles at the start; raises `InputError` for an impossible number of ranks."""
         return Roles((1.0,) * ranks)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """What `rank` keeps in memory, with a budget of `ranks`: a model and its optimizer."""
+        roles = roles_of(self, ranks)
+        return Footprint(batches=roles.shares[roles.part(rank)])
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
         """The roles now: they change where a strategy changes phase."""

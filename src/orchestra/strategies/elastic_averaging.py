@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+import operator
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.parameter_server.consistency import Asynchronous
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 from orchestra.strategies.parameter_server import (
     ParameterServer,
     ParameterServerState,
@@ -91,6 +92,18 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     def roles(self, ranks: int) -> Roles:
         """Dedicated servers come out of the budget of ranks; servers beside workers do not."""
         return placed_roles("ElasticAveraging", ranks, self.servers, self.placement)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """A worker has the elastic force, and v; a server its slice, and a push of each worker."""
+        roles = roles_of(self, ranks)
+        own = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
+        if rank in roles.workers:
+            own = replace(super().footprint(rank, ranks), copies=2.0 if self.momentum else 1.0)
+        if rank not in roles.servers:
+            return own
+        part = 1 / self.servers
+        served = Footprint(part, part, 0.0, part * len(roles.workers), 0.0)
+        return own.joined(served, operator.add)
 
     @property
     def _owners(self) -> ParameterServer:

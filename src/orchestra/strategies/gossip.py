@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy
-from orchestra.topologies import Ring, Topology, connected, doubly_stochastic
+from orchestra.strategies.base import Footprint, Roles, Strategy
+from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -70,6 +70,12 @@ class Gossip(Strategy[GossipState]):
         for step in range(self.topology.period(ranks)):
             doubly_stochastic(self.topology.graph(ranks, step))
         return Roles((1.0,) * ranks)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """And what arrives from all neighbours of a step."""
+        steps = range(self.topology.period(ranks))
+        arriving = max(len(sources_of(self.topology.graph(ranks, step))[rank]) for step in steps)
+        return replace(super().footprint(rank, ranks), copies=float(arriving))
 
     def start(self, worker: Worker) -> GossipState:
         """Everyone begins with the parameters of the first rank."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Strategy
+from orchestra.strategies.base import Footprint, Strategy
 from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
 
 if TYPE_CHECKING:
@@ -167,6 +167,12 @@ class LocalSGD(Strategy[LocalSGDState]):
     def depends_on_speed(self) -> bool:
         """Averages arrive at the step at which they are due."""
         return False
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """And the outer state, and the fragments on their way."""
+        travelling = 1.0 if self.overlap else 1 / self.fragments
+        copies = self.outer.copies + travelling
+        return replace(super().footprint(rank, ranks), copies=copies)
 
     def currently_lockstep(self, state: LocalSGDState) -> bool:
         """All count the steps alike."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from orchestra.settings import Settings, setting
 
@@ -48,6 +48,9 @@ class Outer(Settings, ABC):
         """The state before the first round."""
         return OuterState(parameters.clone(), parameters.new_zeros(parameters.shape))
 
+    copies: ClassVar[int] = 2
+    """Vectors of all parameters in its state."""
+
     @abstractmethod
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
         """`own` (this worker's replica), in place, becomes what the next round begins with."""
@@ -60,6 +63,8 @@ class Outer(Settings, ABC):
 @dataclass(frozen=True, repr=False)
 class Average(Outer):
     """The average itself: local SGD (Stich, ICLR 2019)."""
+
+    copies = 0
 
     def begin(self, parameters: Tensor) -> OuterState:
         """Nothing is kept."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy, roles_of
+from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 from orchestra.topologies import Complete, Graph, Topology, connect
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ class PairwiseAveraging(Strategy[PairwiseState]):
                 f"{self!r}: the links between even and odd ranks do not connect {ranks} ranks"
             )
         return Roles((1.0,) * ranks)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """And what is averaged meanwhile: x, and that of the other worker."""
+        return replace(super().footprint(rank, ranks), copies=2.0)
 
     def start(self, worker: Worker) -> PairwiseState:
         """Everyone begins with the parameters of the first rank."""

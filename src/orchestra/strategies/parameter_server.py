@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
@@ -17,7 +18,7 @@ from orchestra.parameter_server.consistency import (
     Synchronous,
 )
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -292,6 +293,21 @@ class ParameterServer(Strategy[ParameterServerState]):
                 "to wait for: raise ranks or lower backup"
             )
         return roles
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """A server has slices: values, their sum of gradients, and for each worker its last push
+        and what delay compensation needs. Optimizer states are where the updates are."""
+        roles, updates = roles_of(self, ranks), self.returns == "parameters"
+        whole = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
+        if rank in roles.workers:
+            whole = replace(super().footprint(rank, ranks), optimizer=0.0 if updates else 1.0)
+        if rank not in roles.servers:
+            return whole
+        part = (1 + self.replicas) / self.servers
+        given = {"none": 0, "constant": 1, "adaptive": 2}[self.delay_compensation]
+        pushes = len(roles.workers) * (1 + given)
+        served = Footprint(part, part, part if updates else 0.0, part * pushes, 0.0)
+        return whole.joined(served, operator.add)
 
     def start(self, worker: Worker) -> ParameterServerState:
         """Everyone begins with the parameters of the first rank; each server takes its slice."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import ModelPart, Roles, Strategy
+from orchestra.strategies.base import Footprint, ModelPart, Roles, Strategy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -89,6 +89,14 @@ class Pipeline(Strategy[PipelineState]):
         firsts = [rank - rank % stages for rank in range(ranks)]
         shares = [float(stages) if rank == first else 0.0 for rank, first in enumerate(firsts)]
         return Roles(tuple(shares), reads=tuple(firsts))
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """Of its stage, with a part of the activations of each micro-batch that is under way."""
+        seat = self._seat(rank, ranks)  # S batches come in, and 1 / S of their activations are here
+        kept = self.microbatches
+        if self.schedule == "1f1b":
+            kept = min(kept, seat.stages - seat.stage)
+        return Footprint(batches=kept / self.microbatches)
 
     def part_of(
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int

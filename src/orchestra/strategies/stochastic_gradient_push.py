@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import setting
-from orchestra.strategies.base import Roles, Strategy, roles_of
-from orchestra.topologies import Exponential, Topology, connected, random_shares, uniform_shares
+from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
+from orchestra.topologies import (
+    Exponential,
+    Topology,
+    connected,
+    random_shares,
+    sources_of,
+    uniform_shares,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -126,6 +133,13 @@ class StochasticGradientPush(Strategy[PushState]):
         if not connected(self.topology, ranks):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
         return Roles((1.0,) * ranks)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """And x, and what is on its way, out and in, of a step and of those that it may be late."""
+        graphs = [self.topology.graph(ranks, s) for s in range(self.topology.period(ranks))]
+        moving = max(len(graph[rank]) + len(sources_of(graph)[rank]) for graph in graphs)
+        copies = 1.0 + moving * (1 + self.overlap)
+        return replace(super().footprint(rank, ranks), copies=copies)
 
     def start(self, worker: Worker) -> PushState:
         """Everyone begins with the parameters of the first rank, and weight 1."""

@@ -11,7 +11,7 @@ from orchestra.errors import InputError
 from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.strategies.base import CHANGED, Roles, Strategy, WorkSource
+from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy, WorkSource
 from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
 
 if TYPE_CHECKING:
@@ -127,6 +127,10 @@ class Switch(Strategy[SwitchState]):
             )
         self._check_moments(roles, self.then.roles(ranks))
         return roles
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """The most of each phase."""
+        return self.first.footprint(rank, ranks).joined(self.then.footprint(rank, ranks), max)
 
     def _check_moments(self, first: Roles, then: Roles) -> None:
         if self.moments == "reset":

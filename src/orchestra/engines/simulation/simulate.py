@@ -13,8 +13,9 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset
 
-from orchestra.cluster import Cluster, Jitter
+from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
+from orchestra.cluster.jitter import DEFAULT
 from orchestra.engines.events import Failed, Finished, Pulse
 from orchestra.engines.failures import describe, failed_text
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
@@ -43,6 +44,7 @@ class Outcome:
         seconds: of the stopwatch that ran longest.
         failure: why the run failed, None if it did not.
         bad_input: why the run could not be begun.
+        node: of several, that of the only process.
     """
 
     results: tuple[Any, ...]
@@ -53,6 +55,7 @@ class Outcome:
     notices: tuple[str, ...] = ()
     failure: str | None = None
     bad_input: str | None = None
+    node: str | None = None
 
 
 @dataclass
@@ -137,6 +140,11 @@ class Simulation:
         self._outer = outer
         self._seed = seed_number
         self._jitter = jitter
+        self._drifts = {
+            node.name: node.drift.factors(numpy.random.default_rng(_drift_seed(seed_number, place)))
+            for place, node in enumerate(cluster.nodes)
+            if node.drift is not None
+        }
         self._samples = [0] * ranks
         self._whole = 0
         self._notices: list[str] = []
@@ -235,10 +243,10 @@ class Simulation:
 
     def _runtime(self, rank: int) -> Runtime:
         world, node = self._world, self._world.nodes[rank]
-        jitter = node.jitter or self._jitter
-        port, factors = world.net.ports[rank], _factors(jitter, self._seed)
+        jitter = self._jitter if node.jitter == DEFAULT else node.jitter
+        port, factors = world.net.ports[rank], self._factors(jitter, node)
         kind = SimulatedCompute if self._values else ChargedCompute
-        least = 1.0 if jitter is None else jitter.support[0]
+        least = 0.0 if node.drift else 1.0 if jitter is None else jitter.support[0]
         compute = kind(self._kernel, self._costs, factors, port.chill, least)
         return Runtime(
             rank,
@@ -254,6 +262,13 @@ class Simulation:
             warms_up=False,
             stopwatch=port.meter.run,
         )
+
+    def _factors(self, jitter: Jitter | None, node: Node) -> Callable[[Flow], float]:
+        """Of the piece of work that the present flow begins, on `node`."""
+        factors, drift = _factors(jitter, self._seed), self._drifts.get(node.name)
+        if drift is None:
+            return factors
+        return lambda flow: factors(flow) * drift(self._kernel.here())
 
     def _on_turn(self, flow: Flow) -> None:
         """Threads have intra-op thread counts of their own, and main flows random streams."""
@@ -293,6 +308,11 @@ def _factors(jitter: Jitter | None, seed_number: int) -> Callable[[Flow], float]
         return numpy.random.default_rng((seed_number, rank, *further))
 
     return lambda flow: jitter.draw(generator(flow.rank, flow.number))
+
+
+def _drift_seed(seed_number: int, place: int) -> numpy.random.SeedSequence:
+    """Of the node at `place`, other than that of any rank."""
+    return numpy.random.SeedSequence(seed_number, spawn_key=(place,))
 
 
 class _RankFailed(Exception):

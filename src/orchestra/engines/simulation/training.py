@@ -5,6 +5,7 @@ The simulation has a process of its own, which the launcher of real ranks starts
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -20,6 +21,7 @@ from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
 
 if TYPE_CHECKING:
+    from orchestra.cluster import Jitter
     from orchestra.engines.simulation.compute import Costs
     from orchestra.engines.simulation.simulate import Outcome
     from orchestra.worker.runtime import Runtime
@@ -65,6 +67,7 @@ def train_run(
         notices=outcome.notices,
         wall_seconds=outcome.wall_seconds,
         costs=figures.text,
+        node=outcome.node,
     )
 
 
@@ -82,9 +85,12 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     """What the process of the simulation runs; here, so that a launcher can name it."""
     from orchestra.cluster import load_cluster
     from orchestra.cluster.costs import EVENLY
+    from orchestra.cluster.jitter import ASSUMED
     from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
+    from orchestra.engines.simulation.best_node import best_node, threads_alone
     from orchestra.engines.simulation.calibrated import CalibratedCosts
     from orchestra.engines.simulation.links import keep_links
+    from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import simulate
     from orchestra.engines.simulation.speeds import described_speeds
     from orchestra.trainer.program import train
@@ -92,21 +98,33 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
 
     run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
-    threads = cluster.node_of(0, 1).slots if ranks == 1 else 1
-    calibration, overhead, sharing, jitter = figures.calibration, OVERHEAD, EVENLY, None
-    costs: Costs | None = None
+    calibration, overhead = figures.calibration, OVERHEAD
+    sharing = EVENLY
+    jitter: Jitter = ASSUMED
     if calibration is not None and figures.task is not None:
-        split = run.training.accumulation
-        costs = CalibratedCosts(calibration, figures.task, threads=threads, accumulation=split)
         overhead, sharing = calibration.overhead(figures.task), calibration.sharing(figures.task)
-        jitter = figures.task.jitter
+        jitter = figures.task.jitter or ASSUMED
+
+    @functools.cache
+    def costs_with(threads: int) -> Costs:
+        if calibration is None or figures.task is None:
+            return assumed_costs(run, threads)
+        split = run.training.accumulation
+        return CalibratedCosts(calibration, figures.task, threads=threads, accumulation=split)
+
+    memory = Memory(run)
+    if isinstance(run.strategy, Single):
+        node = best_node(run, cluster, memory, costs_with)
+        cluster = replace(cluster, placement=(node.name,))
+    memory.require_room(cluster, ranks)
+    threads = threads_alone(cluster.node_of(0, 1)) if ranks == 1 else 1
     values = run.training.tensors == "real"
     shared = None if values else common(run)
-    overhead, costs = cluster.overhead or overhead, costs or assumed_costs(run, threads)
+    overhead = cluster.overhead or overhead
     speeds: tuple[float, ...] = ()
     if run.measures_shares:
         batch = run.training.batch_size
-        speeds = described_speeds(cluster, ranks, costs, overhead, sharing, batch)
+        speeds = described_speeds(cluster, ranks, costs_with(threads), overhead, sharing, batch)
 
     def rank_program(rank: Runtime) -> RankReport:
         rank = replace(rank, speeds=speeds)
@@ -118,7 +136,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         rank_program,
         cluster,
         ranks,
-        costs,
+        costs_with(threads),
         overhead,
         runtime.reporter,
         seed_number=run.seed,
@@ -129,4 +147,5 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     )
     if outcome.failure is None and outcome.bad_input is None:
         keep_links(assignment.folder, cluster, outcome, overhead.wire)
-    return replace(outcome, sent=())
+    named = cluster.node_of(0, 1).name if ranks == 1 < len(cluster.nodes) else None
+    return replace(outcome, sent=(), node=named)

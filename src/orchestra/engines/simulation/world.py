@@ -136,10 +136,7 @@ class World:
     def _speed(self, node: Node) -> float:
         """Seconds of the cost model's machine that a core of `node` now does in a second."""
         factor = self._speeds.get(node.name, 1.0)
-        if node.speed is not None:
-            return node.speed * factor
-        assert node.flops is not None
-        return node.flops / self._reference_flops * factor
+        return node.speed_beside(self._reference_flops) * factor
 
     def _together(self, node: Node) -> float:
         """What all cores of `node` do in a second."""

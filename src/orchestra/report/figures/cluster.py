@@ -11,6 +11,7 @@ import altair as alt
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
+from orchestra.cluster.jitter import Jitter
 from orchestra.cluster.nodes import Link, Node, Switch
 from orchestra.cluster.registry import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
@@ -306,7 +307,7 @@ def _compute_text(node: Node) -> str:
     unit, count = ("device", node.devices) if node.devices else ("core", node.cores)
     speed = f"speed {node.speed:.3g}" if node.speed is not None else FLOPS.write(node.flops or 0)
     parts = [f"{count} {unit}{'s' * (count != 1)}", speed]
-    parts += [write(node.jitter, CLUSTERS)] if node.jitter else []
+    parts += [write(node.jitter, CLUSTERS)] if isinstance(node.jitter, Jitter) else []
     return ", ".join(parts)
 
 

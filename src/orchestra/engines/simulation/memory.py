@@ -1,0 +1,211 @@
+"""Whether a run has room in the memory of the nodes that it is simulated on."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from orchestra.cluster import Cluster, Node
+from orchestra.cluster.units import BYTES
+from orchestra.data.feed import open_samples
+from orchestra.errors import InputError
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.strategies.base import Strategy
+from orchestra.tasks.load import load_task
+from orchestra.tasks.task import Task
+from orchestra.trainer.random_state import undisturbed
+from orchestra.trainer.settings import Run
+from orchestra.trainer.shapes import meta_model
+from orchestra.worker.batches import Batch, map_tensors
+from orchestra.worker.layout import Layout
+
+ACTIVATIONS = "activations"
+
+
+class Memory:
+    """What the ranks of `run` keep in memory, in bytes.
+
+    Parameters, gradients, the optimizer's state and the strategy's own copies follow from the model
+    and `Strategy.footprint`. Activations are what autograd saves for the backward pass of one batch
+    of the task, on the meta device where the model can be there, in float32, and in proportion to
+    the samples. What a kernel needs for a moment is not counted.
+    """
+
+    def __init__(self, run: Run) -> None:
+        assert isinstance(run.strategy, Strategy)
+        self._run, self._strategy = run, run.strategy
+
+    @functools.cached_property
+    def _task(self) -> Task:
+        return load_task(self._run.task)
+
+    @property
+    def elements(self) -> int:
+        """Of the flat vector of all parameters."""
+        return Layout.of_module(self._module).size
+
+    def require_room(self, cluster: Cluster, ranks: int) -> None:
+        """Raise `InputError`, with the sum, where ranks need more than a node of theirs has."""
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        nodes = cluster.nodes_of(ranks)
+        for rank, node in enumerate(nodes):
+            ranks_of[node.name].append(rank)
+        for node in dict.fromkeys(nodes):
+            if (complaint := self.complaint(node, ranks_of[node.name])) is not None:
+                raise InputError(complaint)
+
+    def complaint(self, node: Node, ranks: Sequence[int]) -> str | None:
+        """Why `ranks` have no room on `node`; None if they have, or its memory is not known."""
+        if node.memory is None:
+            return None
+        devices = max(1, node.devices)
+        for device in range(min(devices, len(ranks))):
+            here = ranks[device::devices]  # as many on each device as can be
+            needed = sum((self._of(rank) for rank in here), Counter[str]())
+            if needed.total() > node.memory:
+                place = f"a device of {node.name}" if node.devices else node.name
+                return self._explained(place, node.memory, here, needed)
+        return None
+
+    def _explained(
+        self, place: str, there: float, ranks: Sequence[int], needed: Counter[str]
+    ) -> str:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"its {len(ranks)} ranks"
+        samples = f" of {sum(map(self._samples, ranks)):g} samples"
+        parts = " + ".join(
+            f"{name}{samples * (name == ACTIVATIONS)} {_text(size)}"
+            for name, size in needed.items()
+            if size
+        )
+        remedy = "; lower batch_size or raise accumulation" if needed[ACTIVATIONS] else ""
+        return (
+            f"memory: {place} has {_text(there)}, but {who} would need {_text(needed.total())}: "
+            f"{parts}{remedy}; choose another strategy, or nodes with more memory"
+        )
+
+    def _of(self, rank: int) -> Counter[str]:
+        """The bytes of one rank, by what they are for."""
+        training = self._run.training
+        footprint = self._strategy.footprint(rank, training.ranks)
+        whole = self._sizes(rank)
+        samples = self._samples(rank)
+        sizes = {
+            "parameters": footprint.parameters * whole["parameters"],
+            "gradients": footprint.gradients * whole["trained"],
+            f"state of {training.optimizer.name}": footprint.optimizer * whole["state"],
+            "further copies": footprint.copies * whole["trained"],
+            ACTIVATIONS: samples * self._sample_activations if samples else 0,
+        }
+        return Counter({name: round(size) for name, size in sizes.items()})
+
+    def _samples(self, rank: int) -> float:
+        """Whose activations are there at a time."""
+        training = self._run.training
+        batches = self._strategy.footprint(rank, training.ranks).batches
+        return batches * training.batch_size / training.accumulation
+
+    def _sizes(self, rank: int) -> Counter[str]:
+        """Bytes of what `rank` trains: of all its tensors, those trained, and their moments."""
+        part = None
+        if self._strategy.divides_model:
+            ranks = len(self._strategy.roles(self._run.training.ranks).shares)
+            part = self._strategy.part_of(
+                self._module, self._loss_beside(self._module), rank, ranks
+            )
+        if part is None:
+            return self._whole
+        return self._sizes_of(part.module)
+
+    @functools.cached_property
+    def _whole(self) -> Counter[str]:
+        return self._sizes_of(self._module)
+
+    def _sizes_of(self, module: nn.Module) -> Counter[str]:
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        sizes = Counter(
+            parameters=_bytes([*module.parameters(), *module.buffers()]),
+            trained=_bytes(trained.values()),
+        )
+        names = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        spec = OptimizerSpec.from_settings(self._run.training.optimizer, names)
+        try:
+            sizes["state"] = _state_bytes(spec, trained, "meta")
+        except RuntimeError:  # it reads numbers: a few optimizers do
+            sizes["state"] = _state_bytes(spec, trained, "cpu")
+        return sizes
+
+    @functools.cached_property
+    def _module(self) -> nn.Module:
+        try:
+            return meta_model(self._task)
+        except InputError:  # with real tensors it can be trained all the same
+            with undisturbed():
+                return self._task.model()
+
+    def _loss_beside(self, model: nn.Module) -> Callable[[nn.Module], Tensor]:
+        """The loss of a module on one batch, where `model` is."""
+        device = next(model.parameters()).device
+        batch = map_tensors(self._batch, lambda tensor: tensor.to(device))
+        return lambda module: self._task.loss(module, batch)
+
+    @functools.cached_property
+    def _batch(self) -> Batch:
+        task = self._task
+        samples = open_samples(task.train, self._run.seed, task.collate)
+        return samples.read(0, self._run.training.batch_size)
+
+    @functools.cached_property
+    def _sample_activations(self) -> float:
+        """Bytes that autograd saves for the backward pass, but for the model's own tensors."""
+        try:
+            saved = saved_bytes(self._module, self._loss_beside(self._module))
+        except (NotImplementedError, RuntimeError):  # the loss reads values
+            with undisturbed():
+                model = self._task.model()
+            saved = saved_bytes(model, self._loss_beside(model))
+        return saved / self._run.training.batch_size
+
+
+def saved_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
+    """Of what autograd keeps between the forward pass and the backward pass of `loss`, each storage
+    once, without the parameters and buffers of `module`."""
+    storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no two have one address
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        return tensor
+
+    with undisturbed(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss(module)
+    for own in (*module.parameters(), *module.buffers()):
+        storages.pop(own.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _state_bytes(spec: OptimizerSpec, trained: dict[str, nn.Parameter], device: str) -> int:
+    """Bytes that the optimizer keeps after a step."""
+    parameters = {
+        name: nn.Parameter(torch.zeros_like(p, device=device)) for name, p in trained.items()
+    }
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = spec.build(parameters)
+    optimizer.step()
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    return _bytes(value for value in values if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _text(size: float) -> str:
+    """To three digits."""
+    return BYTES.write(float(f"{size:.3g}"))
