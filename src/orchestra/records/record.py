@@ -24,7 +24,8 @@ class RunRecord:
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
     of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
     other seconds are virtual, by the `costs`, which were calibrated or assumed; `tuned` are the
-    settings that were chosen for it in trials, none where none were made.
+    settings that were chosen for it in trials, none where none were made; `threads` are the most
+    that a rank computed with.
     `folder` is where everything else lies.
     """
 
@@ -66,6 +67,13 @@ class RunRecord:
     wall_seconds: float | None = None
     costs: str | None = None
     folder: Path = Path()
+
+    @property
+    def threads_by_rank(self) -> list[int]:
+        """How many threads each rank computed with; of one that was lost, the most of any."""
+        known = {part["rank"]: part.get("threads", self.threads) for part in self.by_rank}
+        ranks = max((*known, *map(int, self.left_out)), default=-1) + 1
+        return [known.get(rank, self.threads) for rank in range(ranks)]
 
     def summary(self) -> dict[str, Any]:
         """This run's entry in `summary.json`: everything but the folder, finite or null."""
@@ -174,7 +182,7 @@ def partial_of(path: Path) -> Path:
 
 def _own_part(report: RankReport) -> dict[str, Any]:
     """What stands in `by_rank` of one rank."""
-    names = ("rank", "role", "steps", "samples", "seconds", "bytes_sent", "dropped")
+    names = ("rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped")
     return {name: getattr(report, name) for name in names}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from orchestra.records.record import RunRecord
 from orchestra.report.collect import Source
 from orchestra.report.methods import text_of
 from orchestra.report.numbers import count, listed, some
@@ -21,6 +22,7 @@ _START = (
     "that the seed fixes."
 )
 Names = Callable[[Sequence[Row]], str]
+Key = TypeVar("Key", int, tuple[int, int])
 
 _NEARLY = 0.01
 """Numbers of samples that differ by less than this part are a matter of the last steps."""
@@ -104,14 +106,21 @@ def _budgets(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _threads(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    groups = _grouped(rows, lambda row: row.completed[0].record.threads)
+    groups = _grouped(rows, lambda row: _range_of_threads(row.completed[0].record))
     largest = max((len(group) for _, group in groups), default=0)
     parts = [
-        f"{threads} ({'the others' if len(group) == largest < len(rows) else names(group)})"
-        for threads, group in reversed(groups)
+        f"{least if least == most else f'{least} to {most}'} "
+        f"({'the others' if len(group) == largest < len(rows) else names(group)})"
+        for (least, most), group in reversed(groups)
     ]
     if parts:
         yield f"Threads in a process: {'; '.join(parts)}."
+
+
+def _range_of_threads(record: RunRecord) -> tuple[int, int]:
+    """The least and the most that a rank computed with: nodes may be unlike."""
+    numbers = record.threads_by_rank or [record.threads]
+    return min(numbers), max(numbers)
 
 
 def _settings_differ(study: Study) -> Iterator[str]:
@@ -178,8 +187,8 @@ def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
     return min(samples, default=0), max(samples, default=0)
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], int]) -> list[tuple[int, list[Row]]]:
-    groups: dict[int, list[Row]] = {}
+def _grouped(rows: Sequence[Row], key: Callable[[Row], Key]) -> list[tuple[Key, list[Row]]]:
+    groups: dict[Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return sorted(groups.items())

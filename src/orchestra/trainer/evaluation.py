@@ -22,6 +22,7 @@ from orchestra.trainer.settings import Target
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import FlatModel
 from orchestra.worker.snapshots import Part
+from orchestra.worker.threads import chosen_threads, usable_cores
 from orchestra.worker.worker import Worker
 
 
@@ -204,11 +205,10 @@ def signs_of_life(worker: Worker, module: nn.Module, steps: int) -> Iterator[Non
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """The other ranks have nothing to do meanwhile, so that this one may use the whole machine, or
-    as many threads as OMP_NUM_THREADS allows."""
+    """The other ranks have nothing to do meanwhile, so that this one may use all cores that its
+    process may, or as many threads as OMP_NUM_THREADS allows."""
     threads = torch.get_num_threads()
-    allowed = os.environ.get("OMP_NUM_THREADS", "")
-    most = int(allowed) if allowed.isdecimal() else os.cpu_count() or 1
+    most = chosen_threads(os.environ) or len(usable_cores())
     torch.set_num_threads(max(threads, most))
     try:
         yield

@@ -228,7 +228,7 @@ class Session:
             steps=self.position.steps,
             setup=self.setup,
             stopped=self.stopped,
-            threads=torch.get_num_threads(),
+            threads=self.runtime.threads or torch.get_num_threads(),
         )
         return replace(report, timeline=self.tracer.timeline(self.runtime.clock))
 

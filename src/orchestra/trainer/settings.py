@@ -83,6 +83,12 @@ class Training(Settings):
     tensors: Tensors = setting(
         "real", "shapes: a simulation of time alone, in which no value is ever computed"
     )
+    threads: int | None = setting(
+        None,
+        "a rank computes with; none: OMP_NUM_THREADS, else its share of the cores of its host (of "
+        "its node where it is simulated)",
+        low=1,
+    )
     device: Device = setting("cpu", "where the model lives")
     snapshots: int = setting(10, "copies of the parameters, evaluated after the run", low=0)
     target: Target | None = setting(None, "a metric and its at_least or at_most")

@@ -99,3 +99,4 @@ class Runtime:
     share: Callable[[Callable[[], Any]], Any] = lambda make: make()  # one for all ranks here
     warms_up: bool = True  # whether the first step costs more than the others
     stopwatch: Callable[[bool], None] = lambda running: None  # told when this rank's runs or stops
+    threads: int | None = None  # that this rank's time is charged for; None: those that it uses

@@ -90,12 +90,11 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
 
     run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
-    threads = cluster.node_of(0, 1).slots if ranks == 1 else 1
     calibration, costs, overhead = figures.calibration, None, OVERHEAD
     sharing, jitter = EVENLY, None
     if calibration is not None and figures.task is not None:
         split = run.training.accumulation
-        costs = CalibratedCosts(calibration, figures.task, threads=threads, accumulation=split)
+        costs = CalibratedCosts(calibration, figures.task, accumulation=split)
         overhead, sharing = calibration.overhead(figures.task), calibration.sharing(figures.task)
         jitter = figures.task.jitter
     values = run.training.tensors == "real"
@@ -109,13 +108,14 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         ),
         cluster,
         ranks,
-        costs or assumed_costs(run, threads),
+        costs or assumed_costs(run),
         overhead,
         runtime.reporter,
         seed_number=run.seed,
         sharing=sharing,
         jitter=jitter,
         patience=run.training.patience,
+        threads=run.training.threads,
         values=values,
     )
     if outcome.failure is None and outcome.bad_input is None:
