@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,9 +13,23 @@ from typing import Any
 import pytest
 from tests import rank_programs as programs
 from tests.commands import torchrun
+from tests.simulated import FREE, cluster, run_ranks, simulated
+from tests.test_calibrate import CALIBRATION, COSTS, TASK, kept, run_of, timing
 from tests.test_launched import ROOT, ended, free_port, started
+from tests.training import settings, train_processes
 
+from orchestra.cluster import Cluster, Node
+from orchestra.cluster.costs import Sharing
+from orchestra.cluster.presets import LOOPBACK
 from orchestra.engines.processes import launch
+from orchestra.engines.simulation.calibrated import CalibratedCosts
+from orchestra.engines.simulation.simulate import simulate
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.single import Single
+from orchestra.tasks.load import load_task
+from orchestra.worker.layout import Layout
+from orchestra.worker.reporters import SilentReporter
+from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads, shares_of_cores, usable_cores
 
 __all__ = ["started"]
@@ -153,3 +168,93 @@ def test_in_a_loop_of_the_users_own_the_users_number_stays(tmp_path: Path) -> No
     with torchrun(script, 2, [], tmp_path) as process:
         told = process.end()
     assert (told.status, told.out.split()) == (0, ["3", "3"]), told.err
+
+
+# In virtual time
+
+SECONDS = {1: 1.0, 2: 0.7, 4: 0.5, 8: 0.45}
+"""Of a sample's gradient, over threads: far from linear."""
+TIMINGS = tuple(timing(threads, each, 0.01, 0.1) for threads, each in SECONDS.items())
+MEASURED = CalibratedCosts(CALIBRATION, dataclasses.replace(COSTS, timings=TIMINGS))
+
+
+def gradients(
+    on: str | Cluster, ranks: int, threads: int | None = None, shared_speed: float = 1.0
+) -> list[tuple[int | None, float]]:
+    """The threads of each rank, and the seconds of a gradient of one sample on all of them."""
+
+    def program(runtime: Runtime) -> tuple[int | None, float]:
+        runtime.compute.run(Work("gradient", 1), lambda: None)
+        return runtime.threads, runtime.transport.now()
+
+    there = cluster(on) if isinstance(on, str) else on
+    outcome = simulate(
+        program, there, ranks, MEASURED, FREE, SilentReporter(),
+        sharing=Sharing(shared_speed), threads=threads,
+    )  # fmt: skip
+    assert outcome.failure is None
+    return [(known, pytest.approx(seconds)) for known, seconds in outcome.results]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_rank_with_a_node_for_itself_computes_with_all_its_cores(ranks: int) -> None:
+    assert gradients("lan_1gbit(3, cores=4)", ranks) == [(4, 0.5)] * ranks
+    assert gradients("lan_1gbit(3, cores=1)", ranks) == [(1, 1.0)] * ranks
+    assert gradients("lan_1gbit(3, cores=4)", ranks, threads=2) == [(2, 0.7)] * ranks
+
+
+def test_ranks_of_a_node_divide_its_cores() -> None:
+    assert gradients("one_host(8)", 2) == [(4, 0.5)] * 2
+    assert gradients("one_host(8)", 8) == [(1, 1.0)] * 8
+    assert gradients("lan_1gbit(2, cores=4)", 3) == [(2, 0.7), (4, 0.5), (2, 0.7)]
+
+
+def test_unlike_nodes_have_threads_of_their_own() -> None:
+    nodes = tuple(Node(f"n{cores}", cores, speed=1, loopback=LOOPBACK) for cores in (1, 2, 8))
+    devices = nodes[2].with_setting("devices", 2)
+    assert Cluster("one", nodes[:1], placement="packed").threads_of(3) == (1, 1, 1)
+    assert Cluster("one", nodes[2:], placement="packed").threads_of(3) == (2, 2, 2)
+    assert Cluster("one", (devices,), placement="packed").threads_of(1) == (1,)
+    assert Cluster("one", nodes[1:2], placement="packed").threads_of(1, 64) == (2,)
+
+
+def test_threads_that_want_more_cores_than_there_are_share_them() -> None:
+    """Two teams of four on four cores take twice as long; one that is alone does not."""
+    assert gradients("one_host(4)", 2, threads=4) == [(4, 1.0)] * 2
+    assert gradients("one_host(4)", 1, threads=4) == [(4, 0.5)]
+
+
+def test_cores_that_are_slower_together_are_so_for_the_threads_of_others_only() -> None:
+    """What four threads take while four compute has been measured; not with eight."""
+    assert gradients("one_host(8)", 1, shared_speed=0.5) == [(8, 0.45)]
+    assert gradients("one_host(8)", 2, shared_speed=0.5) == [(4, 1.0)] * 2
+
+
+def test_a_background_flow_is_charged_for_one_thread() -> None:
+    def program(runtime: Runtime) -> float:
+        update = Work("gradient", 1)
+        runtime.transport.spawn(lambda _: runtime.compute.run(update, lambda: None)).wait()
+        return runtime.transport.now()
+
+    assert run_ranks(1, program, "one_host(4)", costs=MEASURED).results == (pytest.approx(1.0),)
+
+
+def test_the_record_tells_the_threads_that_were_charged(tmp_path: Path) -> None:
+    calibration = CALIBRATION.with_task(dataclasses.replace(COSTS, timings=TIMINGS))
+    path = str(kept(calibration, tmp_path))
+    known = {"steps": 2, "batch_size": 4, "calibration": path}
+    ring = simulated(run_of(AllReduce(), 2, **known), tmp_path / "a", on="lan_1gbit(2, cores=4)")
+    assert (ring.threads, ring.threads_by_rank) == (4, [4, 4])
+    alone = simulated(run_of(Single(), 2, **known), tmp_path / "b", on="lan_1gbit(2, cores=4)")
+    assert alone.threads == 4
+    elements = Layout.of_module(load_task(TASK).model()).size
+    for record, batch in ((ring, 4), (alone, 8)):  # gradients and updates of two steps
+        seconds = 2 * (batch * 0.5 + elements * 0.01)
+        assert record.seconds["compute"] == pytest.approx(seconds, rel=1e-6)
+    few = simulated(run_of(AllReduce(), 2, threads=2, **known), tmp_path / "c", on="lan_1gbit(2)")
+    assert few.threads_by_rank == [2, 2]
+
+
+def test_the_record_tells_the_threads_that_were_used(tmp_path: Path) -> None:
+    run = settings(AllReduce("ring"), 2, "images()", steps=2, threads=2)
+    assert train_processes(run, tmp_path).threads_by_rank == [2, 2]
