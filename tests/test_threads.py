@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests import rank_programs as programs
 from tests.commands import torchrun
 from tests.simulated import FREE, cluster, run_ranks, simulated
@@ -193,7 +194,7 @@ def gradients(
         sharing=Sharing(shared_speed), threads=threads,
     )  # fmt: skip
     assert outcome.failure is None
-    return [(known, pytest.approx(seconds)) for known, seconds in outcome.results]
+    return [(known, float(f"{seconds:.9g}")) for known, seconds in outcome.results]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -242,7 +243,7 @@ def test_a_background_flow_is_charged_for_one_thread() -> None:
 def test_the_record_tells_the_threads_that_were_charged(tmp_path: Path) -> None:
     calibration = CALIBRATION.with_task(dataclasses.replace(COSTS, timings=TIMINGS))
     path = str(kept(calibration, tmp_path))
-    known = {"steps": 2, "batch_size": 4, "calibration": path}
+    known: dict[str, Any] = {"steps": 2, "batch_size": 4, "calibration": path}
     ring = simulated(run_of(AllReduce(), 2, **known), tmp_path / "a", on="lan_1gbit(2, cores=4)")
     assert (ring.threads, ring.threads_by_rank) == (4, [4, 4])
     alone = simulated(run_of(Single(), 2, **known), tmp_path / "b", on="lan_1gbit(2, cores=4)")
@@ -258,3 +259,17 @@ def test_the_record_tells_the_threads_that_were_charged(tmp_path: Path) -> None:
 def test_the_record_tells_the_threads_that_were_used(tmp_path: Path) -> None:
     run = settings(AllReduce("ring"), 2, "images()", steps=2, threads=2)
     assert train_processes(run, tmp_path).threads_by_rank == [2, 2]
+
+
+def test_values_are_computed_with_the_threads_of_this_machine_that_are_asked_for() -> None:
+    """Whatever the described node has: one by default, as `OMP_NUM_THREADS` says here."""
+
+    def used(arithmetic: Sequence[int] | None) -> tuple[Any, ...]:
+        on, reporter = cluster("lan_1gbit(2, cores=4)"), SilentReporter()
+        return simulate(
+            lambda _: torch.get_num_threads(), on, 2, MEASURED, FREE, reporter,
+            arithmetic=arithmetic,
+        ).results  # fmt: skip
+
+    assert used(None) == (1, 1)
+    assert used([3, 2]) == (3, 2)

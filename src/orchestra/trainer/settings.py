@@ -85,8 +85,8 @@ class Training(Settings):
     )
     threads: int | None = setting(
         None,
-        "a rank computes with; none: OMP_NUM_THREADS, else its share of the cores of its host (of "
-        "its node where it is simulated)",
+        "that a rank computes with; none: OMP_NUM_THREADS, else its share of the cores of its "
+        "host, and in a simulation of its node",
         low=1,
     )
     device: Device = setting("cpu", "where the model lives")

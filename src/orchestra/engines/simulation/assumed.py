@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.data.feed import open_samples
-from orchestra.engines.simulation.figures import FLOPS
+from orchestra.engines.simulation.figures import FLOPS, SERIAL
 from orchestra.errors import InputError
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
@@ -25,8 +25,6 @@ BYTES = 5e9
 """Bytes a second that it is assumed to read or write."""
 START = 20e-6
 """Seconds that any piece of work is assumed to take at least."""
-SERIAL = 0.05
-"""Part of a gradient's operations that further threads are assumed not to shorten."""
 
 OVERHEAD = Overhead(
     send=Line(20e-6, 1 / BYTES),
