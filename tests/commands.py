@@ -118,7 +118,7 @@ def torchrun(script: Path, ranks: int, arguments: Sequence[str], cwd: Path) -> S
     """`script` under torchrun, on loopback."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(script), *arguments]
-    return Started(command, cwd, {"OMP_NUM_THREADS": "1"})
+    return Started(command, cwd)
 
 
 def rank_pids(launcher: int | None = None) -> list[int]:

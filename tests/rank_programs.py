@@ -16,6 +16,7 @@ from tests.waiting import wait_until
 
 from orchestra.engines.processes import Outcome, launch
 from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.threads import chosen_threads
 
 TAG = 7
 
@@ -26,6 +27,17 @@ def say_rank(runtime: Runtime, argument: Any) -> Any:
 
 def thread_count(_: Runtime, __: None) -> int:
     return torch.get_num_threads()
+
+
+def thread_counts_of_flows(runtime: Runtime, _: None) -> tuple[int, int, int]:
+    """Of the main flow, of another one, and of the main flow again."""
+    before = torch.get_num_threads()
+    inside = runtime.transport.spawn(lambda _: torch.get_num_threads()).wait()
+    return before, inside, torch.get_num_threads()
+
+
+def asked_threads(_: Runtime, __: None) -> int | None:
+    return chosen_threads(os.environ)
 
 
 def read_variable(_: Runtime, name: str) -> str | None:

@@ -62,7 +62,7 @@ class Second:
     def __init__(self, slots: int = 1) -> None:
         self.slots = slots
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, threads: int = 1) -> float:
         return float(work.amount)
 
     def ready(self, slot: int) -> float:

@@ -40,7 +40,7 @@ class Figures:
     tensors: int = 1
     flops: float = 1e9
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, threads: int = 1) -> float:
         each: float = getattr(self, work.kind)
         return max(each * work.amount, NEXT_TO_NOTHING)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.simulated import run_ranks, simulated
 from tests.training import settings
 
-from orchestra.bench.calibrate import Subject, calibrate, sizes_around
+from orchestra.bench.calibrate import Subject, calibrate, sizes_around, thread_counts
 from orchestra.bench.calibrate.links import calibrate_links
 from orchestra.bench.calibrate.stopwatch import curve_of, spread
 from orchestra.bench.calibrate.training import Profile
@@ -25,6 +25,7 @@ from orchestra.cluster.calibration import (
     Parameter,
     TaskCosts,
     Timing,
+    at_threads,
     read_calibration,
 )
 from orchestra.cluster.costs import Line, Overhead, Sharing
@@ -50,9 +51,9 @@ def flat(seconds: float) -> Curve:
     return Curve(((1.0, seconds),))
 
 
-def timing(gradient: float, update: float, step: float) -> Timing:
+def timing(threads: int, gradient: float, update: float, step: float) -> Timing:
     """Of a sample, of an element, of a step of one sample."""
-    return Timing(flat(gradient), flat(update), flat(step))
+    return Timing(threads, flat(gradient), flat(update), flat(step))
 
 
 PARAMETERS = (
@@ -62,13 +63,11 @@ PARAMETERS = (
 COSTS = TaskCosts(
     *key_of(TASK, SGD, "float32"),
     batch_size=4,
-    threads=2,
     cold=0.5,
     shared_speed=0.9,
     refill=0.001,
     sample_flops=1e6,
-    one=timing(1.0, 0.01, 0.1),
-    all=timing(0.6, 0.01, 0.1),
+    timings=(timing(1, 1.0, 0.01, 0.1), timing(2, 0.6, 0.01, 0.1)),
     parameters=PARAMETERS,
 )
 CALIBRATION = Calibration(
@@ -165,8 +164,8 @@ def test_a_task_takes_the_place_of_its_older_figures() -> None:
     [
         ("{", "Expecting"),
         ("[]", "no mapping"),
-        ('{"schema": 7}', "its schema is 7, not 1"),
-        ('{"schema": 1}', "Calibration has measured_at"),
+        ('{"schema": 7}', "its schema is 7, not 2"),
+        ('{"schema": 2}', "Calibration has measured_at"),
         (CALIBRATION.to_json().replace("0.4", '"long"'), "'long' is no float"),
         (CALIBRATION.to_json().replace("0.4", "0.0"), "above 0"),
         (CALIBRATION.to_json().replace('"task"', '"tusk"'), "TaskCosts has task"),
@@ -210,17 +209,44 @@ def test_every_kind_of_work_takes_time() -> None:
 
 def test_more_threads_are_as_fast_as_they_were_measured() -> None:
     """0.6 of the time with two threads: a fifth is serial (Amdahl), so four take 0.4 of it."""
-    two = CalibratedCosts(CALIBRATION, COSTS, threads=2)
-    four = CalibratedCosts(CALIBRATION, COSTS, threads=4)
-    work = Work("gradient", 10)
-    assert two.seconds(work) == pytest.approx(6.0)
-    assert four.seconds(work) == pytest.approx(4.0)
-    assert four.seconds(Work("update", 40)) == pytest.approx(0.4)
+    costs, work = CalibratedCosts(CALIBRATION, COSTS), Work("gradient", 10)
+    assert costs.seconds(work, 2) == pytest.approx(6.0)
+    assert costs.seconds(work, 4) == pytest.approx(4.0)
+    assert costs.seconds(Work("update", 40), 4) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("measured", "threads", "seconds"),
+    [
+        ([(1, 8.0), (2, 5.0), (4, 4.0)], 1, 8.0),
+        ([(1, 8.0), (2, 5.0), (4, 4.0)], 2, 5.0),
+        ([(1, 8.0), (2, 5.0), (4, 4.0)], 4, 4.0),
+        ([(1, 8.0), (2, 5.0), (4, 4.0)], 3, 5 - 2 / 3),  # straight over 1 / threads
+        # (4 / 8 - 1 / 4) / (3 / 4) = a third is serial
+        ([(1, 8.0), (2, 5.0), (4, 4.0)], 8, 8 * (1 / 3 + 2 / 3 / 8)),
+        ([(1, 8.0), (2, 3.0)], 4, 1.5),  # caches helped: from there on in proportion, not better
+        ([(1, 8.0), (2, 9.0)], 2, 9.0),  # a model too small for threads
+        ([(1, 8.0), (2, 9.0)], 4, 9.5),
+        ([(1, 8.0)], 4, 8.0),  # nothing is known of more
+    ],
+)
+def test_seconds_between_and_beyond_the_threads_that_were_measured(
+    measured: list[tuple[int, float]], threads: int, seconds: float
+) -> None:
+    assert at_threads(measured, threads) == pytest.approx(seconds)
+
+
+def test_threads_are_measured_from_one_to_all_cores() -> None:
+    assert [thread_counts(cores) for cores in (1, 2, 6, 8)] == [
+        (1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="have to rise, from 1 on"):
+        dataclasses.replace(COSTS, timings=COSTS.timings[1:])
 
 
 def test_micro_batches_are_looked_up_by_their_own_size() -> None:
     curve = Curve(((1.0, 3.0), (2.0, 4.0)))
-    costs = dataclasses.replace(COSTS, one=Timing(curve, flat(1.0), flat(1.0)))
+    costs = dataclasses.replace(COSTS, timings=(Timing(1, curve, flat(1.0), flat(1.0)),))
     split = CalibratedCosts(CALIBRATION, costs, accumulation=2)
     assert split.seconds(Work("gradient", 2)) == 6.0
     assert [split.ready(slot) for slot in (0, 1)] == [1.0, 0.75]  # in the second micro-batch
@@ -259,7 +285,7 @@ def test_a_node_of_double_speed_takes_half_the_time() -> None:
 
     costs = CalibratedCosts(CALIBRATION, COSTS)
     for speed, seconds in (("1", 4.0), ("2", 2.0), ("0.5", 8.0)):
-        on = f"lan_1gbit(nodes=2, speed={speed})"
+        on = f"lan_1gbit(nodes=2, cores=1, speed={speed})"
         assert run_ranks(2, program, on=on, costs=costs).results == pytest.approx([seconds] * 2)
 
 
@@ -293,9 +319,9 @@ def test_a_run_is_simulated_by_the_figures_that_it_names(tmp_path: Path) -> None
     record = simulated(run, tmp_path / "run", on="lan_1gbit(nodes=2)")
     assert record.costs == "calibrated: abacus, 2 cores, 2026-11-21T10:00:00+00:00"
     assert record.train_seconds is not None
-    assert record.train_seconds > 3 * 4.0  # a second a sample
+    assert record.train_seconds > 3 * 1.6  # of 4 threads, 0.4 s a sample
     elements = Layout.of_module(load_task(TASK).model()).size
-    assert record.seconds["compute"] == pytest.approx(3 * (4.0 + 0.01 * elements), rel=1e-6)
+    assert record.seconds["compute"] == pytest.approx(3 * (1.6 + 0.01 * elements), rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(), Pipeline(microbatches=2), Single()])
@@ -323,13 +349,14 @@ def test_without_a_calibration_the_record_says_what_is_assumed(
 ) -> None:
     monkeypatch.setenv("ORCHESTRA_CACHE", str(tmp_path))
     run = run_of(AllReduce(), 2, steps=1)
-    assert figures_of(run).text == "assumed: 20 GFLOP/s; this machine is not calibrated"
+    assumed = "assumed: 20 GFLOP/s a core, 5% of a gradient on one thread"
+    assert figures_of(run).text == f"{assumed}; this machine is not calibrated"
     (tmp_path / "calibration.json").write_text(CALIBRATION.to_json())
     assert figures_of(run).calibration == CALIBRATION
     other = run_of(AllReduce(), 2, "digits28()", steps=1)
     assert figures_of(other).text.endswith("calibration does not hold the task")
     none = run_of(AllReduce(), 2, steps=1, calibration="none")
-    assert figures_of(none).text == "assumed: 20 GFLOP/s"
+    assert figures_of(none).text == assumed
 
 
 def test_a_file_without_the_task_is_refused_with_the_command_that_adds_it(tmp_path: Path) -> None:
@@ -383,7 +410,8 @@ def test_everything_is_measured(measured: Calibration, tmp_path: Path) -> None:
     (task,) = measured.tasks
     assert task.key == key_of(TASK, SGD, "float32")
     sizes = [1, 2, 4, 8, 16]
-    for timing in (task.one, task.all):
+    assert [timing.threads for timing in task.timings] == list(thread_counts(measured.cores))
+    for timing in task.timings:
         assert [amount for amount, _ in timing.gradient.points] == sizes
         assert [amount for amount, _ in timing.step.points] == sizes
     elements = sum(parameter.elements for parameter in task.parameters)

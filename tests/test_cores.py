@@ -110,6 +110,8 @@ class Idle:
 
     def spend(self, seconds: float) -> None: ...
 
+    def compute(self, seconds: float) -> None: ...
+
 
 def test_a_thread_that_is_held_starts_nothing() -> None:
     """Nor does it keep others from its core; let go, it does what was asked of it meanwhile."""

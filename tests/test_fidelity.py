@@ -42,13 +42,13 @@ def calibration(seconds: float = 1e-3) -> Calibration:
     """A gradient, update and step of `seconds` each, and messages that take 1 us a byte."""
     subject = CNN.subject
     task, optimizer, precision = key_of(subject.task, subject.optimizer, "float32")
-    one = Timing(flat(seconds / 16), flat(seconds / 100), flat(seconds / 16))
+    one = Timing(1, flat(seconds / 16), flat(seconds / 100), flat(seconds / 16))
     costs = dataclasses.replace(
         COSTS,
         task=task,
         optimizer=optimizer,
         precision=precision,
-        one=one,
+        timings=(one,),
         parameters=(Parameter("all", 100, 0.3, 1.0),),
     )
     messages = dataclasses.replace(CALIBRATION.messages, one_way=flat(1e-6))

@@ -77,17 +77,6 @@ def test_native_collectives() -> None:
     assert launch(programs.collect_natively, None, 3).results == (expected,) * 3
 
 
-def test_several_ranks_have_one_thread_each_and_a_single_one_keeps_torchs() -> None:
-    assert launch(programs.thread_count, None, 2).results == (1, 1)
-    own = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert launch(programs.thread_count, None, 1).results == (int(own.stdout),)
-
-
 def test_ranks_have_the_launchers_environment_of_the_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -276,6 +276,17 @@ def test_fairness_says_what_was_equal() -> None:
     )
 
 
+def test_fairness_tells_threads_and_where_nodes_are_unlike_their_range() -> None:
+    unlike = [{"rank": rank, "threads": threads} for rank, threads in enumerate((4, 1, 4, 4))]
+    runs = [
+        record("one process", threads=8, by_rank=[{"rank": 0, "threads": 8}]),
+        record("ring", threads=4, by_rank=unlike),
+        record("server", threads=4, by_rank=unlike),
+    ]
+    told = fairness(study(source(runs))).equal
+    assert "Threads in a process: 8 (one process); 1 to 4 (the others)." in told
+
+
 def test_fairness_doubts_what_was_not() -> None:
     verdict = fair([record("ring"), record("ring", seed=1), record("server", samples=400)])
     text = "\n".join(verdict.doubts)

@@ -261,6 +261,8 @@ class Free:
 
     def spend(self, seconds: float) -> None: ...
 
+    def compute(self, seconds: float) -> None: ...
+
 
 @pytest.fixture(params=[ThreadCarrier, GreenletCarrier])
 def kernel(request: pytest.FixtureRequest) -> Kernel:

@@ -103,7 +103,7 @@ def told(run: Run, folder: Path, on: str, overhead: Overhead) -> Told:
             ),
             cluster(on),
             len(run.strategy.roles(training.ranks).shares),
-            assumed_costs(run, 1),
+            assumed_costs(run),
             overhead,
             SilentReporter(),
             seed_number=run.seed,
@@ -245,7 +245,7 @@ def test_a_strategy_of_the_users_that_reads_values_is_refused() -> None:
     shared = common(run)
     outcome: Outcome = simulate(
         lambda runtime: train_shapes(runtime, run, shared),
-        cluster("lan_1gbit"), 3, assumed_costs(run, 1), OVERHEAD, SilentReporter(), values=False,
+        cluster("lan_1gbit"), 3, assumed_costs(run), OVERHEAD, SilentReporter(), values=False,
     )  # fmt: skip
     assert outcome.bad_input is not None
     assert "reads the value of a tensor" in outcome.bad_input

@@ -185,7 +185,7 @@ def measure(runtime: Runtime, assignment: Assignment) -> Measured:
         lambda rank: train_shapes(rank, run, shared),
         load_cluster(run.training.cluster, where="cluster", folder=Path()),
         ranks,
-        assumed_costs(run, 1),
+        assumed_costs(run),
         OVERHEAD,
         reporter,
         values=False,

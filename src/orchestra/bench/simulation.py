@@ -174,7 +174,7 @@ def _simulate(contest: Contest, referee: _Referee) -> None:
             lambda rank: train(rank, (run, Path(folder))),
             cluster,
             contest.workers,
-            assumed_costs(run, 1),
+            assumed_costs(run),
             OVERHEAD,
             referee,
         )

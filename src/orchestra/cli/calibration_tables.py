@@ -18,7 +18,13 @@ def print_calibration(calibration: Calibration) -> None:
         name, optimizer, precision = task.key
         _print(
             f"a step of {name}, {optimizer}, {precision}",
-            ("", "amount", "seconds", "spread", f"{task.threads} threads"),
+            (
+                "",
+                "amount",
+                "1 thread",
+                "spread",
+                *(f"{t.threads} threads" for t in task.timings[1:]),
+            ),
             _task_rows(task),
         )
     messages = calibration.messages
@@ -57,15 +63,15 @@ def print_links(matrix: Sequence[Sequence[float]], size: int, order: Sequence[in
 
 def _task_rows(task: TaskCosts) -> Iterable[Row]:
     for kind, unit in (("gradient", "samples"), ("update", "elements"), ("step", "samples")):
-        many: Curve = getattr(task.all, kind)
-        by_amount = dict(many.points)
+        more = [dict(getattr(timing, kind).points) for timing in task.timings[1:]]
         for row, (amount, _) in zip(
             _rows(kind, unit, getattr(task.one, kind)), getattr(task.one, kind).points, strict=True
         ):
-            yield (*row, _seconds(by_amount[amount]) if amount in by_amount else "")
-    yield "in turn with an exchange", "", f"+{_seconds(task.cold)}", "", ""
-    yield "on all cores at once", "", f"{1 / task.shared_speed:.2f} times as long", "", ""
-    yield "on another's core", "", f"+{_seconds(task.refill)}", "", ""
+            yield *row, *(_seconds(known[amount]) if amount in known else "" for known in more)
+    empty = ("",) * len(task.timings)
+    yield "in turn with an exchange", "", f"+{_seconds(task.cold)}", *empty
+    yield "on all cores at once", "", f"{1 / task.shared_speed:.2f} times as long", *empty
+    yield "on another's core", "", f"+{_seconds(task.refill)}", *empty
 
 
 def _rows(name: str, unit: str, curve: Curve) -> Iterable[Row]:

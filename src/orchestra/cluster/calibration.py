@@ -9,17 +9,17 @@ import dataclasses
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.cluster.jitter import Jitter, LogNormal
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
 
-SCHEMA = 1
+SCHEMA = 2
 NORMAL_QUARTILE = 0.6745
 """Half of the interquartile range of a normal distribution, in standard deviations."""
 WIRE = 1538 / 1448
@@ -88,12 +88,14 @@ class Timing:
     """What a worker takes for a step.
 
     Attributes:
+        threads: intra-op threads that it computes with.
         gradient: forward and backward, over samples.
         update: the optimizer's, over elements of the parameters.
         step: all else that a step takes on a worker that is alone, over samples: reading the
             batch, collecting the gradient, writing down the step.
     """
 
+    threads: int
     gradient: Curve
     update: Curve
     step: Curve
@@ -104,8 +106,7 @@ class TaskCosts:
     """The figures of a task with an optimizer and a precision.
 
     Attributes:
-        one: with one intra-op thread.
-        all: with all of them; `threads` is how many that were.
+        timings: with one thread, with more, and last with as many as there are cores.
         cold: processor seconds that a step and an exchange take more in turn than each by itself:
             they push each other out of the caches.
         shared_speed: of a core in steps while all cores take steps, where it is 1 while one does.
@@ -118,14 +119,39 @@ class TaskCosts:
     optimizer: str
     precision: str
     batch_size: int
-    threads: int
     cold: float
     shared_speed: float
     refill: float
     sample_flops: float
-    one: Timing
-    all: Timing
+    timings: tuple[Timing, ...]
     parameters: tuple[Parameter, ...]
+
+    def __post_init__(self) -> None:
+        counts = [timing.threads for timing in self.timings]
+        if counts[:1] != [1] or counts != sorted(set(counts)):
+            raise ValueError("the threads of a task's timings have to rise, from 1 on")
+
+    @property
+    def one(self) -> Timing:
+        """With one thread."""
+        return self.timings[0]
+
+    @property
+    def all(self) -> Timing:
+        """With as many as were measured at most."""
+        return self.timings[-1]
+
+    @property
+    def threads(self) -> int:
+        """As many as were measured at most."""
+        return self.all.threads
+
+    def seconds(
+        self, part: Literal["gradient", "update", "step"], amount: float, threads: int
+    ) -> float:
+        """Of that part of a step, with so many threads; see `at_threads`."""
+        measured = [(t.threads, getattr(t, part).at(amount)) for t in self.timings]
+        return at_threads(measured, threads)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -145,6 +171,27 @@ class TaskCosts:
     def flops(self) -> float:
         """Floating-point operations a second of one thread, at the batch that was asked for."""
         return self.sample_flops * self.batch_size / self.one.gradient.at(self.batch_size)
+
+
+def at_threads(measured: Sequence[tuple[int, float]], threads: int) -> float:
+    """Seconds with so many threads, where `measured` are pairs of threads and seconds from 1 on.
+
+    Between two counts the seconds are a straight line over 1 / threads. Beyond the last count, m,
+    they follow Amdahl's law through the first and the last, T(n) = T(1) (s + (1 - s) / n), with
+    s = (T(m) / T(1) - 1 / m) / (1 - 1 / m), the serial fraction of A. Karp and H. Flatt (Measuring
+    Parallel Processor Performance, CACM 33, 1990), which holds all that kept m threads from being m
+    times as fast. It is at least 0. Where only one thread was measured, more gain nothing.
+    """
+    most, last = measured[-1]
+    if threads >= most:
+        if most == 1:
+            return last
+        serial = max((last / measured[0][1] - 1 / most) / (1 - 1 / most), 0.0)
+        return last * (serial + (1 - serial) / threads) / (serial + (1 - serial) / most)
+    place = bisect_right(measured, threads, key=lambda point: point[0])
+    (few, slow), (many, fast) = measured[place - 1 : place + 1]
+    part = (1 / few - 1 / threads) / (1 / few - 1 / many)
+    return slow + (fast - slow) * part
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -83,6 +84,12 @@ class Cluster(Settings):
     def node_of(self, rank: int, ranks: int) -> Node:
         """The node of one of `ranks` ranks; errors as of `nodes_of`."""
         return self.nodes_of(ranks)[rank]
+
+    def threads_of(self, ranks: int, chosen: int | None = None) -> tuple[int, ...]:
+        """How many threads each of `ranks` ranks computes with; see `Node.threads`."""
+        nodes = self.nodes_of(ranks)
+        there = Counter(node.name for node in nodes)
+        return tuple(node.threads(there[node.name], chosen) for node in nodes)
 
     def _place(self, ranks: int) -> tuple[Node, ...]:
         for fault in self.faults:

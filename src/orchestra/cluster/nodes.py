@@ -105,6 +105,13 @@ class Node(Settings):
         assert self.flops is not None
         return self.flops / flops
 
+    def threads(self, ranks: int, chosen: int | None = None) -> int:
+        """Of each of `ranks` ranks here: its share of the cores, at least one; or as many as are
+        `chosen`, and cores there. One on a device."""
+        if self.devices:
+            return 1
+        return min(chosen or max(1, self.cores // ranks), self.cores)
+
     @property
     def slots(self) -> int:
         """Ranks that compute at full speed at the same time: one for each device, else core."""

@@ -69,9 +69,11 @@ def replay(
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: holds files; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    replayed = replay_run(settings, source, folder, until=until, quiet=quiet)
+    (record,) = read_summary(source / SUMMARY)
+    threads = record.threads_by_rank if record.engine == "processes" else None
+    replayed = replay_run(settings, source, folder, until=until, threads=threads, quiet=quiet)
     stopped = replayed.parameters_sha256 is None
-    then = read_summary(source / SUMMARY)[0].parameters_sha256
+    then = record.parameters_sha256
     return Replay(
         None if stopped or then is None else replayed.parameters_sha256 == then,
         replayed.steps,

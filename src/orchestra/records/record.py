@@ -24,13 +24,14 @@ class RunRecord:
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
     of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
     other seconds are virtual, by the `costs`, which were calibrated or assumed, and `node` the one
-    that a single process was on, of several; `tuned` are the settings that were chosen for it in
-    trials, none where none were made. Of a full step at the start `global_batch` are the samples of
-    all workers, and `worker_batches` those of each one; `synchronous` tells whether one update is
-    made of all of them; `shares` are the weights of the ranks' parts, where they were measured.
-    `nodes` are figures of the replicas at the last snapshot, None where all ranks had the same
-    parameters: how many `replicas` there were, how many were `judged`, their `mean`, and the
-    `worst` of each figure of which it is known whether more is better.
+    that a single process was on, of several; `threads` are the most that a rank computed with;
+    `tuned` are the settings that were chosen for it in trials, none where none were made. Of a full
+    step at the start `global_batch` are the samples of all workers, and `worker_batches` those of
+    each one; `synchronous` tells whether one update is made of all of them; `shares` are the
+    weights of the ranks' parts, where they were measured. `nodes` are figures of the replicas at
+    the last snapshot, None where all ranks had the same parameters: how many `replicas` there were,
+    how many were `judged`, their `mean`, and the `worst` of each figure of which it is known
+    whether more is better.
     `folder` is where everything else lies.
     """
 
@@ -80,6 +81,13 @@ class RunRecord:
     costs: str | None = None
     node: str | None = None
     folder: Path = Path()
+
+    @property
+    def threads_by_rank(self) -> list[int]:
+        """How many threads each rank computed with; of one that was lost, the most of any."""
+        known = {part["rank"]: part.get("threads", self.threads) for part in self.by_rank}
+        ranks = max((*known, *map(int, self.left_out)), default=-1) + 1
+        return [known.get(rank, self.threads) for rank in range(ranks)]
 
     def summary(self) -> dict[str, Any]:
         """This run's entry in `summary.json`: everything but the folder, finite or null."""
@@ -188,7 +196,7 @@ def partial_of(path: Path) -> Path:
 
 def _own_part(report: RankReport) -> dict[str, Any]:
     """What stands in `by_rank` of one rank."""
-    names = ("rank", "role", "steps", "samples", "seconds", "bytes_sent", "dropped")
+    names = ("rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped")
     return {name: getattr(report, name) for name in names}
 
 

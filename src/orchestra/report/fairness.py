@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from orchestra.records.record import RunRecord
 from orchestra.report.batches import unlike_batches
 from orchestra.report.collect import Source
 from orchestra.report.methods import text_of
@@ -21,7 +22,7 @@ _START = (
     "One start for each seed: the same initial parameters, and the samples in one global order "
     "that the seed fixes."
 )
-K = TypeVar("K", int, tuple[float, ...])
+K = TypeVar("K", int, tuple[int, int], tuple[float, ...])
 Names = Callable[[Sequence[Row]], str]
 
 _NEARLY = 0.01
@@ -122,11 +123,12 @@ def _budgets(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _threads(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    groups = _grouped(rows, lambda row: row.completed[0].record.threads)
+    groups = _grouped(rows, lambda row: _range_of_threads(row.completed[0].record))
     largest = max((len(group) for _, group in groups), default=0)
     parts = [
-        f"{threads} ({'the others' if len(group) == largest < len(rows) else names(group)})"
-        for threads, group in reversed(groups)
+        f"{least if least == most else f'{least} to {most}'} "
+        f"({'the others' if len(group) == largest < len(rows) else names(group)})"
+        for (least, most), group in reversed(groups)
     ]
     if parts:
         yield f"Threads in a process: {'; '.join(parts)}."
@@ -137,6 +139,12 @@ def _nodes(rows: Sequence[Row], names: Names) -> Iterator[str]:
     parts = [f"{node} ({names([row])})" for node, row in alone if node is not None]
     if parts:
         yield f"One process on one node of the cluster: {'; '.join(parts)}."
+
+
+def _range_of_threads(record: RunRecord) -> tuple[int, int]:
+    """The least and the most that a rank computed with: nodes may be unlike."""
+    numbers = record.threads_by_rank or [record.threads]
+    return min(numbers), max(numbers)
 
 
 def _settings_differ(study: Study) -> Iterator[str]:

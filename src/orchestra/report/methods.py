@@ -97,6 +97,9 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     yield "seeds", ", ".join(str(seed) for seed in seeds)
     engines = sorted({run.record.engine for run in source.runs})
     yield "engine", listed(engines)
+    threads = sorted({n for run in source.runs for n in run.record.threads_by_rank})
+    if threads:
+        yield "threads of a rank", ", ".join(map(str, threads))
     if processor := environment.get("processor"):
         cores = environment.get("cores")
         yield "machine", f"{processor}, {count('core', cores)}" if cores else processor

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from orchestra.errors import PeerLost
 from orchestra.transports.tags import Tag
 from orchestra.worker.snapshots import Part
+from orchestra.worker.threads import chosen_threads, usable_cores
 from orchestra.worker.worker import Worker
 
 Buffers = Sequence[tuple[str, Tensor]]
@@ -63,11 +64,10 @@ def signs_of_life(worker: Worker, module: nn.Module, steps: int) -> Iterator[Non
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """The other ranks have nothing to do meanwhile, so that this one may use the whole machine, or
-    as many threads as OMP_NUM_THREADS allows."""
+    """The other ranks have nothing to do meanwhile, so that this one may use all cores that its
+    process may, or as many threads as OMP_NUM_THREADS allows."""
     threads = torch.get_num_threads()
-    allowed = os.environ.get("OMP_NUM_THREADS", "")
-    most = int(allowed) if allowed.isdecimal() else os.cpu_count() or 1
+    most = chosen_threads(os.environ) or len(usable_cores())
     torch.set_num_threads(max(threads, most))
     try:
         yield

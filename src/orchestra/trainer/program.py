@@ -251,7 +251,7 @@ class Session:
             steps=self.position.steps,
             setup=self.setup,
             stopped=self.stopped,
-            threads=torch.get_num_threads(),
+            threads=self.runtime.threads or torch.get_num_threads(),
         )
         timeline = self.tracer.timeline(self.runtime.clock)
         return replace(report, timeline=timeline, shares=self.shares)

@@ -105,6 +105,12 @@ class Training(Settings):
     tensors: Tensors = setting(
         "real", "shapes: a simulation of time alone, in which no value is ever computed"
     )
+    threads: int | None = setting(
+        None,
+        "that a rank computes with; none: OMP_NUM_THREADS, else its share of the cores of its "
+        "host, and in a simulation of its node",
+        low=1,
+    )
     device: Device = setting("cpu", "where the model lives")
     snapshots: int | None = setting(
         None,

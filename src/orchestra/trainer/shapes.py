@@ -171,7 +171,7 @@ class ShapeSession:
             steps=self.position.steps,
             setup=self.setup,
             stopped=self.stopped,
-            threads=1,
+            threads=self.runtime.threads or 1,
         )
         chief = self._chief_report() if self.worker.rank == roles.chief else None
         return replace(report, chief=chief, shares=self._shares)

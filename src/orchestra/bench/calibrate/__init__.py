@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
-
-import torch
 
 from orchestra.bench.calibrate.messages import measure_messages, messages_of
 from orchestra.bench.calibrate.sharing import measure_slices, measure_speeds
@@ -22,6 +19,7 @@ from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.figures import key_of
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.environment import environment
+from orchestra.worker.threads import usable_cores
 
 __all__ = ["Subject", "calibrate"]
 
@@ -44,7 +42,7 @@ class Subject:
             self.batch_sizes[0],
             sizes_around(self.batch_sizes),
             seconds,
-            torch.get_num_threads(),
+            thread_counts(len(usable_cores())),
             key_of(self.task, self.optimizer, self.precision),
         )
 
@@ -59,11 +57,9 @@ def sizes_around(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(size for size in wanted if size > 0))
 
 
-def usable_cores() -> int:
-    """Those that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def thread_counts(cores: int) -> tuple[int, ...]:
+    """1, 2, 4 and so on, and as many as there are cores."""
+    return tuple(sorted({2**k for k in range(cores.bit_length()) if 2**k < cores} | {cores}))
 
 
 def calibrate(
@@ -75,7 +71,7 @@ def calibrate(
 
     `seconds` is the time for each figure. Raises KeyboardInterrupt where the user stopped it.
     """
-    cores = usable_cores()
+    cores = len(usable_cores())
     orders = [subject.order(seconds) for subject in subjects]
     kept = Kept()
     first, second = _measure(measure_messages, seconds, 2, "messages", 24, on_progress)
@@ -84,7 +80,7 @@ def calibrate(
     time_slice = statistics.median(itertools.chain(*several))
     tasks = []
     for order in orders:
-        total = 2 * len(order.sizes) + 1
+        total = len(order.threads) * len(order.sizes) + 1
         measured, _ = _measure(measure_task, order, 2, order.task, total, on_progress)
         costs, own = cast("tuple[TaskCosts, Kept]", measured)
         speeds, *_ = _measure(measure_speeds, order, cores + 1, "cores at once", 1, on_progress)

@@ -46,7 +46,7 @@ FIRST_STEPS = 3
 class Order:
     """What is to be measured: a task with these batches, and for how many seconds each.
 
-    `threads` are those of one process with all cores.
+    `threads` are the numbers of threads that it is measured with: 1, and more.
     """
 
     task: str
@@ -55,7 +55,7 @@ class Order:
     batch_size: int
     sizes: tuple[int, ...]
     seconds: float
-    threads: int
+    threads: tuple[int, ...]
     key: tuple[str, str, str]
 
 
@@ -113,21 +113,21 @@ def measure_task(runtime: Runtime, order: Order) -> tuple[TaskCosts, Kept] | Non
     elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
     meter = _Meter(runtime, order, task, kept)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
-    one = meter.timing(AllReduce(), time.thread_time, elements, _updates(module, order, kept))
+    one = meter.timing(AllReduce(), time.thread_time, elements, _updates(module, order, kept), 1)
     cold = meter.cold()
     parameters = _parameters(task, module, order)
-    torch.set_num_threads(order.threads)
-    everything = meter.timing(Single(), time.perf_counter, elements, {})
+    timings = [one]
+    for threads in order.threads[1:]:
+        torch.set_num_threads(threads)
+        timings.append(meter.timing(Single(), time.perf_counter, elements, {}, threads))
     costs = TaskCosts(
         *order.key,
         batch_size=order.batch_size,
-        threads=order.threads,
         cold=cold,
         shared_speed=1.0,
         refill=0.0,
         sample_flops=_sample_flops(task, module, order.batch_size),
-        one=one,
-        all=everything,
+        timings=tuple(timings),
         parameters=parameters,
     )
     return costs, kept
@@ -178,8 +178,10 @@ class _Meter:
         clock: Callable[[], float],
         elements: int,
         slices: Mapping[int, float],
+        threads: int,
     ) -> Timing:
-        """`slices`: what part of the seconds of a whole update those of so many elements take."""
+        """With so many `threads`. `slices`: what part of the seconds of a whole update those of so
+        many elements take."""
         gradient: dict[int, list[float]] = {}
         step: dict[int, list[float]] = {}
         update: list[float] = []
@@ -191,7 +193,7 @@ class _Meter:
             self._runtime.reporter.progress(step=self._done, samples=0)
         whole = statistics.median(update)
         updates = {size: [whole * part] for size, part in slices.items()} | {elements: update}
-        return Timing(curve_of(gradient), curve_of(updates), curve_of(step))
+        return Timing(threads, curve_of(gradient), curve_of(updates), curve_of(step))
 
     def cold(self) -> float:
         """Of a step with an exchange, what neither takes where it is done by itself."""

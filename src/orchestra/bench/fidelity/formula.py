@@ -13,7 +13,8 @@ from orchestra.errors import InputError
 
 def constant(case: Case, calibration: Calibration) -> float:
     """The step of one worker, whatever the strategy and however many ranks there are."""
-    return _alone(_costs(case, calibration), case.task.subject.batch_sizes[0])
+    threads = _threads(case, calibration)
+    return _alone(_costs(case, calibration), case.task.subject.batch_sizes[0], threads)
 
 
 def closed_formula(case: Case, calibration: Calibration) -> float:
@@ -27,13 +28,14 @@ def closed_formula(case: Case, calibration: Calibration) -> float:
     elements = sum(parameter.elements for parameter in costs.parameters)
     batch, way = case.task.subject.batch_sizes[0], calibration.messages.one_way
     workers = len(case.run.strategy.roles(case.ranks).workers)
-    crowding = max(1.0, workers / calibration.cores)
+    crowding, threads = max(1.0, workers / calibration.cores), _threads(case, calibration)
+    micro_batch = batch * case.ranks / MICROBATCHES
     terms = _Terms(
         ranks=case.ranks,
         workers=workers,
-        step=_alone(costs, batch) * crowding,
-        update=costs.one.update.at(elements),
-        stage=costs.one.gradient.at(batch * case.ranks / MICROBATCHES) / case.ranks * crowding,
+        step=_alone(costs, batch, threads) * crowding,
+        update=costs.seconds("update", elements, threads),
+        stage=costs.seconds("gradient", micro_batch, threads) / case.ranks * crowding,
         alpha=way.points[0][1],
         message=way.at(4 * elements),
         adding=calibration.overhead(costs).add * 4 * elements,
@@ -111,9 +113,15 @@ FORMULAS: dict[str, Callable[[_Terms], float]] = {
 """By label of the strategy."""
 
 
-def _alone(costs: TaskCosts, batch: int) -> float:
-    one, elements = costs.one, sum(parameter.elements for parameter in costs.parameters)
-    return one.gradient.at(batch) + one.update.at(elements) + one.step.at(batch)
+def _threads(case: Case, calibration: Calibration) -> int:
+    """That each rank computes with."""
+    return max(1, calibration.cores // case.ranks)
+
+
+def _alone(costs: TaskCosts, batch: int, threads: int) -> float:
+    elements = sum(parameter.elements for parameter in costs.parameters)
+    gradient, rest = (costs.seconds(part, batch, threads) for part in ("gradient", "step"))
+    return gradient + rest + costs.seconds("update", elements, threads)
 
 
 def _costs(case: Case, calibration: Calibration) -> TaskCosts:

@@ -75,8 +75,9 @@ class Control:
         self._send({"kind": "hello", "rank": self._seat.rank, "token": self._seat.token, **about})
         self._thread.start()
 
-    def roster(self) -> list[tuple[str, int]]:
-        """Block until all ranks have joined; the data addresses of all, by rank.
+    def roster(self) -> tuple[list[tuple[str, int]], int]:
+        """Block until all ranks have joined; the data addresses of all, by rank, and how many
+        threads are this rank's share of the cores of its host.
 
         Raises `RunAborted` if the run ends before.
         """
@@ -84,7 +85,8 @@ class Control:
             self._changed.wait_for(lambda: self._roster is not None or self._cause is not None)
             if self._roster is None:
                 raise RunAborted(self._cause)
-            return [(host, port) for host, port in self._roster["addresses"]]
+            addresses = [(host, port) for host, port in self._roster["addresses"]]
+            return addresses, self._roster["threads"][self._seat.rank]
 
     def attach(
         self,

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,7 @@ def join(
     patience: float = 60.0,
     host: str | None = None,
     tls: TLS | None = None,
+    threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     quiet: bool = True,
 ) -> Outcome:
@@ -54,7 +56,8 @@ def join(
             the interface that reaches the master.
         tls: by default what the variables `ORCHESTRA_TLS_CERTIFICATE`, `ORCHESTRA_TLS_KEY` and
             `ORCHESTRA_TLS_AUTHORITY` name; unencrypted without them.
-        patience: see `launch`, as the other arguments. `on_event` and `quiet` matter on rank 0.
+        patience: see `launch`, as `threads` and the other arguments. `on_event` and `quiet` matter
+            on rank 0.
 
     Returns:
         On rank 0 the outcome of the whole run, on every other rank one with its own result.
@@ -86,7 +89,7 @@ def join(
             closing.callback(watcher.abandon)
             _publish(store, watcher, token)
         closing.enter_context(_interrupts(watcher))
-        seat = _seat(launched, store, address, limits, tls)
+        seat = replace(_seat(launched, store, address, limits, tls), threads=threads)
         result = _take_part(seat, program, argument, store, watcher)
         if watcher is None:
             own = [None] * launched.ranks

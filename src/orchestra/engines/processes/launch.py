@@ -42,6 +42,7 @@ def launch(
     patience: float = 60.0,
     host: str = "127.0.0.1",
     tls: TLS | None = None,
+    threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     quiet: bool = True,
 ) -> Outcome:
@@ -55,6 +56,8 @@ def launch(
             before its first step), and without a sign of life as unresponsive.
         host: the address on which the ranks listen.
         tls: encrypts what the ranks and the watcher send to each other.
+        threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or its share of the
+            cores.
         on_event: called from another thread with every event and notice.
         quiet: do not print the notices to standard error.
 
@@ -88,7 +91,10 @@ def launch(
         watcher.start()
         try:
             for rank in range(ranks):
-                seat = Seat(rank, ranks, rank, watcher.address, address, token, limits, tls=tls)
+                seat = Seat(
+                    rank, ranks, rank, watcher.address, address, token, limits,
+                    tls=tls, threads=threads,
+                )  # fmt: skip
                 _start(watcher, seat, errand)
             watcher.join()
         except BaseException:

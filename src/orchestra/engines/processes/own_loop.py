@@ -119,8 +119,7 @@ class _Host:
     """Takes this process's rank in a thread, and lends its runtime to the user's script."""
 
     def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
-        if launched.ranks > 1:
-            torch.set_num_threads(1)
+        self._threads = torch.get_num_threads()  # the user's, which stays
         self._runtimes: queue.SimpleQueue[Runtime | BaseException] = queue.SimpleQueue()
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -136,7 +135,10 @@ class _Host:
 
     def _run(self, launched: Launched, patience: float, host: str | None) -> None:
         try:
-            join(self._lend, None, launched, patience=patience, host=host, quiet=False)
+            join(
+                self._lend, None, launched,
+                patience=patience, host=host, threads=self._threads, quiet=False,
+            )  # fmt: skip
         except BaseException as error:
             self.failure = error
             self._runtimes.put(error)

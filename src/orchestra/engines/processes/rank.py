@@ -19,13 +19,14 @@ from orchestra.engines.memory import keep_freed_memory
 from orchestra.engines.processes.control import Control, Signs
 from orchestra.engines.processes.observed import ObservedTransport
 from orchestra.engines.processes.seat import Seat
-from orchestra.engines.processes.system import machine
+from orchestra.engines.processes.system import kernel, machine
 from orchestra.engines.random_streams import seed
 from orchestra.errors import RunFailed
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
 from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.threads import chosen_threads, usable_cores
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -76,8 +77,6 @@ def occupy(
     Raises:
         RunFailed: with the first cause, wherever it lies.
     """
-    if seat.ranks > 1:
-        torch.set_num_threads(1)
     with ExitStack() as resources:
         listener = resources.enter_context(Listener(seat.host))
         control = Control(seat)
@@ -85,6 +84,8 @@ def occupy(
             pid=os.getpid(),
             host=socket.gethostname(),
             machine=machine(),
+            kernel=kernel(),
+            cores=usable_cores(),
             address=listener.address,
         )
         try:
@@ -106,14 +107,16 @@ def _run(
     resources: ExitStack,
 ) -> Any:
     program, argument = load()
+    addresses, share = control.roster()
+    torch.set_num_threads(seat.threads or chosen_threads(os.environ) or share)
     transport = connect_mesh(
         seat.rank,
-        control.roster(),
+        addresses,
         listener,
         seat.token.encode(),
         tls=seat.tls,
         timeout=seat.limits.joining,
-        on_flow_start=_flow_starter(seat),
+        on_flow_start=_one_thread,
     )
     resources.callback(transport.close)
     observed = ObservedTransport(transport)
@@ -154,9 +157,10 @@ def _run(
     return result
 
 
-def _flow_starter(seat: Seat) -> Callable[[], None] | None:
-    """Threads have intra-op thread counts of their own."""
-    return (lambda: torch.set_num_threads(1)) if seat.ranks > 1 else None
+def _one_thread() -> None:
+    """Intra-op thread counts are each thread's own; a background flow leaves the cores to the main
+    flow."""
+    torch.set_num_threads(1)
 
 
 def _pickled(result: Any) -> bytes:

@@ -22,6 +22,8 @@ class Seat:
             and the end of the run is told on standard error.
         tls: encrypts all connections, where given.
         supervised: whether this process is to leave when its parent process is gone.
+        threads: intra-op threads of its program; None: those of `OMP_NUM_THREADS`, or its share of
+            the cores.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class Seat:
     local: bool = True
     supervised: bool = True
     tls: TLS | None = None
+    threads: int | None = None
 
     @property
     def holds_watcher(self) -> bool:

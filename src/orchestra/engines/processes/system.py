@@ -20,11 +20,19 @@ def is_stopped(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] == "T"
 
 
-def machine() -> str:
-    """Equal for two processes that see each other's process ids."""
+def kernel() -> str:
+    """Equal for two processes whose numbers of cores mean the same cores; empty if not known."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def machine() -> str:
+    """Equal for two processes that see each other's process ids; empty where that is not known."""
+    boot = kernel()
+    try:
+        return f"{boot}:{Path('/proc/self/ns/pid').readlink()}" if boot else ""
     except OSError:
         return ""
 

@@ -46,6 +46,7 @@ def train_run(
             (run, folder.absolute()),
             len(roles.shares),
             patience=run.training.patience,
+            threads=run.training.threads,
             on_event=display.on_event,
         )
     return _record(run, outcome, folder)
@@ -104,6 +105,7 @@ def take_part(
             (run, folder.absolute(), completed is not None),
             launched,
             patience=run.training.patience,
+            threads=run.training.threads,
             on_event=display.on_event,
         )
     if completed is not None or not first:

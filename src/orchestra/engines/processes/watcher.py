@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -38,6 +38,7 @@ from orchestra.engines.processes.system import is_stopped, machine
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.engines.verdicts import Limits, Verdicts
 from orchestra.transports.tls import TLS
+from orchestra.worker.threads import shares_of_cores
 
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
@@ -54,6 +55,7 @@ class _Link:
     rank: int | None = None
     pid: int = 0
     same_machine: bool = False
+    cores: tuple[str, Sequence[int]] = ("", ())  # of which host it may use which
     address: tuple[str, int] = ("", 0)
 
     def send(self, message: Message) -> None:
@@ -316,6 +318,7 @@ class Watcher:
         link.frames.largest = None
         link.rank, link.pid = rank, message["pid"]
         link.address = tuple(message["address"])
+        link.cores = message["kernel"] or message["host"], message["cores"]
         link.same_machine = bool(self._machine) and message["machine"] == self._machine
         self._links[rank] = link
         self._observe(Joined(rank, message["host"]))
@@ -324,7 +327,8 @@ class Watcher:
         if len(self._links) == self._ranks:
             addresses = [self._links[r].address for r in range(self._ranks)]
             self.setup["processes"] = self._age()
-            self._broadcast({"kind": "roster", "addresses": addresses})
+            threads = shares_of_cores([self._links[r].cores for r in range(self._ranks)])
+            self._broadcast({"kind": "roster", "addresses": addresses, "threads": threads})
             if self.verdicts.stopped:
                 self._broadcast({"kind": "stop"})
 

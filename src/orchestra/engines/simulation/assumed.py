@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.data.feed import open_samples
-from orchestra.engines.simulation.figures import FLOPS
+from orchestra.engines.simulation.figures import FLOPS, SERIAL
 from orchestra.errors import InputError
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
@@ -39,27 +39,29 @@ class AssumedCosts:
     """Costs of training `task` with batches of its own, by its operations and its elements.
 
     Two thirds of a gradient's operations are taken for the backward pass, in which every
-    parameter takes a time in proportion to its elements, the last one first. `threads` of a rank
-    share the operations without loss.
+    parameter takes a time in proportion to its elements, the last one first. n threads take
+    SERIAL + (1 - SERIAL) / n of the seconds of one (G. Amdahl, AFIPS 30, 1967): 4 are 3.5 times as
+    fast, 16 are 9 times. All other work goes by the bytes that it moves, whatever the threads.
     """
 
     flops = FLOPS
 
-    def __init__(self, sample_flops: float, layout: Layout, stages: int, threads: int) -> None:
-        self._sample_seconds = sample_flops / FLOPS / threads
+    def __init__(self, sample_flops: float, layout: Layout, stages: int) -> None:
+        self._sample_seconds = sample_flops / FLOPS
         self._stages = stages
         elements = [slot.size for slot in layout.slots]  # the last parameter first, as in backward
         whole = sum(elements)
         self._ready = [1 / 3 + 2 / 3 * done / whole for done in accumulate(elements)]
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, threads: int = 1) -> float:
+        gradient = work.amount * self._sample_seconds * (SERIAL + (1 - SERIAL) / threads)
         match work.kind:
             case "gradient":
-                return START + work.amount * self._sample_seconds
+                return START + gradient
             case "forward":
-                return START + work.amount * self._sample_seconds / 3 / self._stages
+                return START + gradient / 3 / self._stages
             case "backward":
-                return START + work.amount * self._sample_seconds * 2 / 3 / self._stages
+                return START + gradient * 2 / 3 / self._stages
             case _:
                 return START + 3 * 4 * work.amount / BYTES  # two operands and a result
 
@@ -67,13 +69,13 @@ class AssumedCosts:
         return self._ready[slot]
 
 
-def assumed_costs(run: Run, threads: int) -> AssumedCosts:
+def assumed_costs(run: Run) -> AssumedCosts:
     """The operations of a gradient of the task of `run`, as it says, or counted on a batch."""
     task = load_task(run.task)
     module = task.model() if run.training.tensors == "real" else meta_model(task)
     flops = task.sample_flops or _counted(run, task, module)
     stages = getattr(run.strategy, "stages", None) or run.training.ranks
-    return AssumedCosts(flops, Layout.of_module(module), stages, threads)
+    return AssumedCosts(flops, Layout.of_module(module), stages)
 
 
 def _counted(run: Run, task: Task, module: nn.Module) -> float:

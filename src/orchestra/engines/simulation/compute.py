@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 class Costs(Protocol):
-    """How long a piece of work takes one thread of a node whose speed is 1."""
+    """How long a piece of work takes on a node whose speed is 1."""
 
     @property
     def flops(self) -> float:
-        """Floating-point operations a second of such a thread in a gradient."""
+        """Floating-point operations a second of one thread in a gradient."""
         ...
 
-    def seconds(self, work: Work) -> float:
-        """Always above 0."""
+    def seconds(self, work: Work, threads: int = 1) -> float:
+        """With so many threads, always above 0."""
         ...
 
     def ready(self, slot: int) -> float:
@@ -39,7 +39,7 @@ class _Gradient:
 
 class SimulatedCompute:
     """One rank's; `jitter` gives the factor of the piece of work that begins in a flow, which is at
-    least `least_factor`.
+    least `least_factor`. The rank's main flow computes with `threads`, others with one.
 
     `on_step` is called at the beginning of each step. What surrounds its gradient takes time, but
     does not count as computation, as it does not on processes.
@@ -52,7 +52,9 @@ class SimulatedCompute:
         jitter: Callable[[Flow], float],
         on_step: Callable[[], None] = lambda: None,
         least_factor: float = 1.0,
+        threads: int = 1,
     ) -> None:
+        self._threads = threads
         self._least_factor = least_factor
         self._seconds = 0.0
         self._kernel = kernel
@@ -79,10 +81,11 @@ class SimulatedCompute:
         """
         if work.kind == "gradient":
             self._gather()
-        seconds = self._costs.seconds(work)
+        flow = self._kernel.current
+        seconds = self._costs.seconds(work, self._threads if flow.main else 1)
         if not seconds > 0:
             raise ValueError(f"{work} takes {seconds} s: the simulation has no figure for it")
-        flow, began = self._kernel.current, self._kernel.here()
+        began = self._kernel.here()
         seconds *= self._jitter(flow)
         if work.kind == "gradient":
             gradient = self._gradient = _Gradient(seconds, seconds)
@@ -90,7 +93,7 @@ class SimulatedCompute:
             seconds = gradient.left
         else:
             result = function()
-        flow.processor.spend(seconds)
+        flow.processor.compute(seconds)
         if work.kind == "step":
             self._on_step()
         else:
@@ -110,15 +113,15 @@ class SimulatedCompute:
         return self._costs.ready(slot)
 
     def least(self, work: Work) -> float:
-        """Seconds on a core of speed 1 that `work` takes at least."""
-        return self._costs.seconds(work) * self._least_factor
+        """Seconds on cores of speed 1 that `work` takes at least in the main flow."""
+        return self._costs.seconds(work, self._threads) * self._least_factor
 
     def reached(self, slot: int) -> None:
         """Inside a gradient: let time pass up to where `slot` is ready."""
         gradient = self._gradient
         left = gradient.whole * (1 - self._costs.ready(slot))
         if left < gradient.left:
-            self._kernel.current.processor.spend(gradient.left - left)
+            self._kernel.current.processor.compute(gradient.left - left)
             gradient.left = left
 
 

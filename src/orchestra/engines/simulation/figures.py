@@ -14,6 +14,8 @@ from orchestra.trainer.settings import AUTO, NONE, Run
 
 FLOPS = 20e9
 """Floating-point operations a second that a core of speed 1 is assumed to do."""
+SERIAL = 0.05
+"""Part of a gradient's operations that further threads are assumed not to shorten."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def figures_of(run: Run) -> Figures:
         InputError: a file that is not there, damaged, or without the task of the run.
     """
     training = run.training
-    assumed = f"assumed: {UNIT.write(FLOPS)}"
+    assumed = f"assumed: {UNIT.write(FLOPS)} a core, {SERIAL:.0%} of a gradient on one thread"
     if training.calibration == NONE:
         return Figures(assumed)
     own = training.calibration == AUTO

@@ -42,6 +42,10 @@ class Processor(Protocol):
         """Let the present flow compute what takes so many seconds on a core of speed 1."""
         ...
 
+    def compute(self, seconds: float) -> None:
+        """The same with all of its threads."""
+        ...
+
 
 class Timer:
     """A call that is due; it may be cancelled until then."""

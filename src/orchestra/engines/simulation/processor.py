@@ -9,11 +9,21 @@ from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 
 
+class Team:
+    """The threads of a flow that computes with several, where those of other ranks want the same
+    cores. `own` has the capacity of `width` cores, `together` of all those of the node."""
+
+    def __init__(self, own: Resource, together: Resource, width: float) -> None:
+        self.resources = own, together
+        self.width = width
+
+
 class Thread:
     """One flow's thread. `resources`: the thread itself, whose capacity is the node's speed, and
     the node's cores where more threads than cores may run. `undisturbed` tells whether it computes
     at its own rate, whatever others do. With `cores`, threads that have to share them take turns;
-    without, they share them evenly at every instant."""
+    without, they share them evenly at every instant. Its further threads are in `team`; None: there
+    are none, or they have cores for themselves."""
 
     def __init__(
         self,
@@ -22,7 +32,9 @@ class Thread:
         resources: Sequence[Resource],
         undisturbed: Callable[[], bool],
         cores: Cores | None = None,
+        team: Team | None = None,
     ) -> None:
+        self._team = team
         self._speed = resources[0].capacity
         self._held = False
         self._cores = cores
@@ -42,10 +54,13 @@ class Thread:
         self._speed = speed
         if not self._held or self._cores is not None:
             self._fluid.set_capacity(self._resources[0], speed)
+        if not self._held:
+            self._set_team(speed)
 
     def hold(self) -> None:
         """From an event: it computes nothing, and others have its core."""
         self._held = True
+        self._set_team(0.0)
         if self._cores is None:
             self._fluid.set_capacity(self._resources[0], 0.0)
         else:
@@ -54,6 +69,7 @@ class Thread:
     def let_go(self) -> None:
         """From an event: it goes on where it was held."""
         self._held = False
+        self._set_team(self._speed)
         if self._cores is None:
             self._fluid.set_capacity(self._resources[0], self._speed)
         else:
@@ -77,3 +93,26 @@ class Thread:
         kernel.catch_up()
         self.start(seconds, lambda: kernel.resume(flow))
         kernel.park()
+
+    def compute(self, seconds: float) -> None:
+        """`spend`, with all of its threads: done when the last one is."""
+        kernel, flow, team = self._kernel, self._kernel.current, self._team
+        if team is None:
+            self.spend(seconds)
+            return
+        kernel.catch_up()
+        left = 2
+
+        def end() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                kernel.resume(flow)
+
+        self._fluid.start(team.width * seconds, team.resources, end)
+        self.start(seconds, end)
+        kernel.park()
+
+    def _set_team(self, speed: float) -> None:
+        if self._team is not None:
+            self._fluid.set_capacity(self._team.resources[0], self._team.width * speed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,19 +39,29 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Errand:
-    """What to replay: `run`, recorded in `source`; what it writes goes into `folder`."""
+    """What to replay: `run`, recorded in `source`; what it writes goes into `folder`. `threads` are
+    those that each rank computed with; None: those of a simulation."""
 
     run: Run
     source: Path
     folder: Path
     ranks: int
     until: int | None
+    threads: Sequence[int] | None
 
 
 def replay_run(
-    run: Run, source: Path, folder: Path, *, until: int | None = None, quiet: bool = False
+    run: Run,
+    source: Path,
+    folder: Path,
+    *,
+    until: int | None = None,
+    threads: Sequence[int] | None = None,
+    quiet: bool = False,
 ) -> Replayed:
     """Repeat `run` as the orders in `source` say, to its end or to step `until` of its workers.
+
+    `threads` are those that each rank computed with: bits are equal where their numbers are.
 
     Raises:
         InputError: the run was not recorded, or not as a whole.
@@ -62,7 +73,7 @@ def replay_run(
             "native cannot be replayed exactly; record one with a schedule, such as ring"
         )
     ranks = len(roles_of(run).shares)
-    errand = Errand(run, source.absolute(), folder.absolute(), ranks, until)
+    errand = Errand(run, source.absolute(), folder.absolute(), ranks, until, threads)
     with Display(run, Single().roles(1), quiet=quiet) as display:
         launched = launch(program, errand, 1, patience=3600.0, on_event=display.on_event)
     if launched.stopped:
@@ -96,7 +107,10 @@ def program(runtime: Runtime, errand: Errand) -> Replayed | Exception:
         return session.finish()
 
     cluster = load_cluster(f"lan_10gbit(nodes={errand.ranks})", where="replay", folder=Path())
-    outcome = simulate(rank_program, cluster, errand.ranks, ALIKE, OVERHEAD, runtime.reporter)
+    outcome = simulate(
+        rank_program, cluster, errand.ranks, ALIKE, OVERHEAD, runtime.reporter,
+        arithmetic=errand.threads,
+    )  # fmt: skip
     if outcome.bad_input is not None:
         return InputError(outcome.bad_input)
     if halt.reached:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from orchestra.engines.simulation.world import World
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import RunFailed
 from orchestra.worker.runtime import Reporter, Runtime
+from orchestra.worker.threads import chosen_threads, usable_cores
 
 T = TypeVar("T")
 Program = Callable[[Runtime], Any]
@@ -113,6 +115,9 @@ class Simulation:
         sharing: of cores among threads.
         jitter: of the durations of compute, on nodes that do not say.
         patience: of the watcher, in seconds, where the cluster has faults.
+        threads: of each rank; None: its share of the cores of its node.
+        arithmetic: how many threads of this machine compute each rank's values; by default
+            `OMP_NUM_THREADS`, else one, or all cores for a rank that is alone.
         values: whether tensors have any. Without them updates are charged and not carried out, and
             there are no random streams.
     """
@@ -129,12 +134,19 @@ class Simulation:
         sharing: Sharing,
         jitter: Jitter | None,
         patience: float,
+        threads: int | None,
+        arithmetic: Sequence[int] | None,
         values: bool,
     ) -> None:
         self._values = values
+        self._threads = cluster.threads_of(ranks, threads)
+        own = chosen_threads(os.environ) or (1 if ranks > 1 else len(usable_cores()))
+        self._arithmetic = arithmetic or [own] * ranks
         self._streams = RandomStreams()
         self._kernel = Kernel(self._on_turn) if values else Kernel(_nothing, GreenletCarrier)
-        self._world = World(self._kernel, cluster, ranks, overhead, costs.flops, sharing)
+        self._world = World(
+            self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads
+        )  # fmt: skip
         self._ranks = ranks
         self._costs = costs
         self._outer = outer
@@ -215,7 +227,7 @@ class Simulation:
         def live() -> None:
             self._results[rank] = program(runtime)
 
-        flow = self._kernel.start(rank, live, self._world.thread(rank), main=True)
+        flow = self._kernel.start(rank, live, self._world.thread(rank, main=True), main=True)
         flow.on_end.append(self._ended)
 
     def _ended(self, flow: Flow) -> None:
@@ -247,7 +259,8 @@ class Simulation:
         port, factors = world.net.ports[rank], self._factors(jitter, node)
         kind = SimulatedCompute if self._values else ChargedCompute
         least = 0.0 if node.drift else 1.0 if jitter is None else jitter.support[0]
-        compute = kind(self._kernel, self._costs, factors, port.chill, least)
+        threads = self._threads[rank]
+        compute = kind(self._kernel, self._costs, factors, port.chill, least, threads)
         return Runtime(
             rank,
             self._ranks,
@@ -261,6 +274,7 @@ class Simulation:
             share=self._share,
             warms_up=False,
             stopwatch=port.meter.run,
+            threads=threads,
         )
 
     def _factors(self, jitter: Jitter | None, node: Node) -> Callable[[Flow], float]:
@@ -271,9 +285,13 @@ class Simulation:
         return lambda flow: factors(flow) * drift(self._kernel.here())
 
     def _on_turn(self, flow: Flow) -> None:
-        """Threads have intra-op thread counts of their own, and main flows random streams."""
-        if self._ranks > 1 and torch.get_num_threads() != 1:
-            torch.set_num_threads(1)
+        """Threads have intra-op thread counts of their own, and main flows random streams.
+
+        The counts are those of the arithmetic on this machine, whatever a rank is charged for.
+        """
+        threads = self._arithmetic[flow.rank]
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         if flow.main:
             self._streams.give(flow.rank)
 
@@ -334,11 +352,14 @@ def simulate(
     sharing: Sharing = EVENLY,
     jitter: Jitter | None = None,
     patience: float = Limits.patience,
+    threads: int | None = None,
+    arithmetic: Sequence[int] | None = None,
     values: bool = True,
 ) -> Outcome:
     """Run `program` on `ranks` ranks of `cluster` in virtual time, in this process."""
     simulation = Simulation(
         cluster, ranks, costs, overhead, outer,
-        seed_number=seed_number, sharing=sharing, jitter=jitter, patience=patience, values=values,
+        seed_number=seed_number, sharing=sharing, jitter=jitter, patience=patience, threads=threads,
+        arithmetic=arithmetic, values=values,
     )  # fmt: skip
     return simulation.run(program)

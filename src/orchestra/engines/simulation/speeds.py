@@ -13,7 +13,13 @@ from orchestra.worker.runtime import Runtime, Work
 
 
 def described_speeds(
-    cluster: Cluster, ranks: int, costs: Costs, overhead: Overhead, sharing: Sharing, samples: int
+    cluster: Cluster,
+    ranks: int,
+    costs: Costs,
+    overhead: Overhead,
+    sharing: Sharing,
+    samples: int,
+    threads: int | None,
 ) -> tuple[float, ...]:
     """Gradients of `samples` samples that each of `ranks` ranks computes in a second, all at once.
 
@@ -29,7 +35,8 @@ def described_speeds(
         return runtime.transport.now() - began
 
     outcome = simulate(
-        program, steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, values=False
-    )
+        program, steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, threads=threads,
+        values=False,
+    )  # fmt: skip
     assert outcome.failure is None
     return tuple(1 / seconds for seconds in outcome.results)

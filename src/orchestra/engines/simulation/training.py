@@ -5,7 +5,6 @@ The simulation has a process of its own, which the launcher of real ranks starts
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -87,7 +86,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     from orchestra.cluster.costs import EVENLY
     from orchestra.cluster.jitter import ASSUMED
     from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
-    from orchestra.engines.simulation.best_node import best_node, threads_alone
+    from orchestra.engines.simulation.best_node import best_node
     from orchestra.engines.simulation.calibrated import CalibratedCosts
     from orchestra.engines.simulation.links import keep_links
     from orchestra.engines.simulation.memory import Memory
@@ -98,33 +97,30 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
 
     run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
-    calibration, overhead = figures.calibration, OVERHEAD
-    sharing = EVENLY
+    costs: Costs
+    overhead, sharing = OVERHEAD, EVENLY
     jitter: Jitter = ASSUMED
-    if calibration is not None and figures.task is not None:
+    calibration = figures.calibration
+    if calibration is None or figures.task is None:
+        costs = assumed_costs(run)
+    else:
+        split = run.training.accumulation
+        costs = CalibratedCosts(calibration, figures.task, accumulation=split)
         overhead, sharing = calibration.overhead(figures.task), calibration.sharing(figures.task)
         jitter = figures.task.jitter or ASSUMED
 
-    @functools.cache
-    def costs_with(threads: int) -> Costs:
-        if calibration is None or figures.task is None:
-            return assumed_costs(run, threads)
-        split = run.training.accumulation
-        return CalibratedCosts(calibration, figures.task, threads=threads, accumulation=split)
-
     memory = Memory(run)
     if isinstance(run.strategy, Single):
-        node = best_node(run, cluster, memory, costs_with)
+        node = best_node(run, cluster, memory, costs)
         cluster = replace(cluster, placement=(node.name,))
     memory.require_room(cluster, ranks)
-    threads = threads_alone(cluster.node_of(0, 1)) if ranks == 1 else 1
     values = run.training.tensors == "real"
     shared = None if values else common(run)
     overhead = cluster.overhead or overhead
     speeds: tuple[float, ...] = ()
     if run.measures_shares:
-        batch = run.training.batch_size
-        speeds = described_speeds(cluster, ranks, costs_with(threads), overhead, sharing, batch)
+        batch, threads = run.training.batch_size, run.training.threads
+        speeds = described_speeds(cluster, ranks, costs, overhead, sharing, batch, threads)
 
     def rank_program(rank: Runtime) -> RankReport:
         rank = replace(rank, speeds=speeds)
@@ -136,13 +132,14 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         rank_program,
         cluster,
         ranks,
-        costs_with(threads),
+        costs,
         overhead,
         runtime.reporter,
         seed_number=run.seed,
         sharing=sharing,
         jitter=jitter,
         patience=run.training.patience,
+        threads=run.training.threads,
         values=values,
     )
     if outcome.failure is None and outcome.bad_input is None:

@@ -15,7 +15,7 @@ from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.meeting import Meetings
 from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.native import NativeCollectives
-from orchestra.engines.simulation.processor import Thread
+from orchestra.engines.simulation.processor import Team, Thread
 from orchestra.engines.simulation.sharing import ROUNDING
 from orchestra.engines.simulation.streams import Load, Message, Stream
 from orchestra.engines.simulation.transport import Net, Port
@@ -33,7 +33,8 @@ class Way:
 class World:
     """`cluster` with `ranks` ranks on it, at the virtual time of `kernel`.
 
-    `reference_flops` are the FLOP/s of a core of speed 1. Without faults, a flow with a core for
+    `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
+    rank computes with; by default one. Without faults, a flow with a core for
     itself does not wait for the others until it has to do with them.
     """
 
@@ -45,6 +46,7 @@ class World:
         overhead: Overhead,
         reference_flops: float,
         sharing: Sharing = EVENLY,
+        threads: Sequence[int] = (),
     ) -> None:
         faults = bool(cluster.faults)
         self._goes_ahead = not faults
@@ -68,16 +70,22 @@ class World:
         self._threads: Counter[str] = Counter()  # by node, those that have ended included
         self._by_name = {node.name: node for node in self.nodes}
         self._room: dict[str, tuple[int, bool]] = {}
+        self._widths = threads or [1] * ranks
+        self._teams: dict[str, Resource] = {}  # of nodes whose cores several teams want
         self._ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, node in enumerate(self.nodes):
             self._ranks_of[node.name].append(rank)
+        for node in self._by_name.values():
+            widths = [self._widths[rank] for rank in self._ranks_of[node.name]]
+            if max(widths) > 1 and len(widths) > 1 and sum(widths) > self._at_once(node):
+                self._teams[node.name] = Resource(f"{node.name} teams", self._together(node))
         for rank in range(ranks):
             meter = Meter(kernel.here)
             for net in (self.net, self._native):
                 Port(net, rank, functools.partial(self.thread, rank), meter)
 
-    def thread(self, rank: int) -> Thread:
-        """A thread for one more flow of `rank`, on the cores of its node."""
+    def thread(self, rank: int, *, main: bool = False) -> Thread:
+        """A thread for one more flow of `rank`, on the cores of its node; several for `main`."""
         node = self.nodes[rank]
         speed = self._speed(node)
         own = Resource(f"a thread of rank {rank}", speed)
@@ -94,9 +102,21 @@ class World:
                 )
         undisturbed = functools.partial(self._has_room, node.name) if self._goes_ahead else _never
         resources, turns_here = (own, self._cores[node.name]), self._turns.get(node.name)
-        thread = Thread(self.kernel, self.fluid, resources, undisturbed, turns_here)
+        team = self._team(rank, node) if main else None
+        thread = Thread(self.kernel, self.fluid, resources, undisturbed, turns_here, team)
         self._threads_of[rank].append(thread)
         return thread
+
+    def _team(self, rank: int, node: Node) -> Team | None:
+        """The threads of the main flow of `rank`, where those of others want the same cores.
+
+        What so many threads take by themselves is in the costs of work with so many.
+        """
+        if node.name not in self._teams:
+            return None
+        width = min(self._widths[rank], self._at_once(node))
+        own = Resource(f"the threads of rank {rank}", width * self._speed(node))
+        return Team(own, self._teams[node.name], width)
 
     def _has_room(self, name: str) -> bool:
         """`_count_room`, as long as no flow has begun or ended."""
@@ -112,6 +132,8 @@ class World:
         Where threads take turns, a core that another one had before has to be refilled, even if it
         is free now.
         """
+        if node.name in self._teams:
+            return False
         if node.name in self._turns and self._threads[node.name] >= node.slots:
             return False
         flows = sum(self.kernel.flows_of[rank] for rank in self._ranks_of[node.name])
@@ -140,7 +162,11 @@ class World:
 
     def _together(self, node: Node) -> float:
         """What all cores of `node` do in a second."""
-        return self._speed(node) * max(1.0, node.slots * self._sharing.speed)
+        return self._speed(node) * self._at_once(node)
+
+    def _at_once(self, node: Node) -> float:
+        """What all cores of `node` do together, where one does 1 by itself."""
+        return max(1.0, node.slots * self._sharing.speed)
 
     def _way(self, source: int, target: int) -> Way:
         path = self._cluster.path(self.nodes[source], self.nodes[target])
@@ -166,6 +192,8 @@ class World:
                 thread.change_speed(self._speed(node))
         if node.name in self._cores:
             self.fluid.set_capacity(self._cores[node.name], self._together(node))
+        if node.name in self._teams:
+            self.fluid.set_capacity(self._teams[node.name], self._together(node))
 
     def change_bandwidth(self, channel: Channel, factor: float) -> None:
         """`channel` carries so many times as much as usual; 0: nothing."""
