@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.records.report import Point, RankReport
+from orchestra.records.usage import NOTABLE, busy_with_others
 
 SCHEMA = 1
 
@@ -23,7 +24,9 @@ class RunRecord:
     Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
     of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
-    other seconds are virtual, by the `costs`, which were calibrated or assumed; `tuned` are the
+    other seconds are virtual, by the `costs`, which were calibrated or assumed, `costs_doubts` why
+    these are not to be trusted; `busy_with_others` is the part of a real machine's processor time
+    that other programs took while the stopwatch ran, None where not known; `tuned` are the
     settings that were chosen for it in trials, none where none were made.
     `folder` is where everything else lies.
     """
@@ -65,6 +68,8 @@ class RunRecord:
     cluster: str | None = None
     wall_seconds: float | None = None
     costs: str | None = None
+    costs_doubts: Sequence[str] = ()
+    busy_with_others: float | None = None
     folder: Path = Path()
 
     def summary(self) -> dict[str, Any]:
@@ -72,6 +77,11 @@ class RunRecord:
         entry = asdict(self)
         del entry["folder"]
         return {key: _plain(value) for key, value in entry.items()}
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs took a notable part of the machine: its seconds are too long."""
+        return self.busy_with_others is not None and self.busy_with_others > NOTABLE
 
 
 def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
@@ -106,6 +116,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),
         by_rank=[_own_part(report) for report in reports],
+        busy_with_others=_rounded(busy_with_others(report.usage for report in reports)),
         **about,
     )
 
@@ -170,6 +181,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def partial_of(path: Path) -> Path:
     """Where `write_atomically` begins; a process that is killed then leaves this file."""
     return path.with_name(f".{path.name}.partial")
+
+
+def _rounded(part: float | None) -> float | None:
+    return None if part is None else round(part, 3)
 
 
 def _own_part(report: RankReport) -> dict[str, Any]:

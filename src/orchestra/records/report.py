@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestra.records.timeline import Timeline
+from orchestra.records.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class RankReport:
     group (the strategy's start), first_step (the warm-up, and waiting for the others).
     `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
     `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
-    `timeline` is None where none was to be kept; `dropped` counts gradients that came too late.
+    `timeline` is None where none was to be kept; `dropped` counts gradients that came too late;
+    `usage` is that of the machine while the stopwatch ran, None where it was not real.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class RankReport:
     chief: ChiefReport | None = None
     timeline: Timeline | None = None
     dropped: int = 0
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def train_run(
         notices=outcome.notices,
         wall_seconds=outcome.wall_seconds,
         costs=figures.text,
+        costs_doubts=figures.doubts,
     )
 
 
