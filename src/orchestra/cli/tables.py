@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestra.records.record import RunRecord
+from orchestra.report.conditions import costs_text
 from orchestra.settings import Described
 from orchestra.strategies.switch import Switch
 from orchestra.trainer.settings import Run
@@ -87,6 +88,11 @@ def _figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
     yield "sent", f"{record.bytes_sent / 1e6:.3f} MB" + " (estimated)" * record.bytes_estimated
     if record.seconds:
         yield "a worker's time", ", ".join(f"{k} {v:.2f} s" for k, v in record.seconds.items())
+    if record.costs is not None:
+        yield "cost model", costs_text(record)
+    if record.disturbed:
+        part = f"{record.busy_with_others:.0%} of the processor time"
+        yield "busy machine", f"other programs took {part}: these seconds are too long"
     if record.staleness is not None:
         mean, most = record.staleness["mean"], record.staleness["max"]
         yield "staleness", f"{mean:.2f} updates in the mean, at most {most:.0f}"

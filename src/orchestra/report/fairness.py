@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestra.report.collect import Source
+from orchestra.report.conditions import doubts
 from orchestra.report.methods import text_of
 from orchestra.report.numbers import count, listed, some
 from orchestra.report.rows import Row
@@ -57,7 +58,7 @@ def fairness(study: Study) -> Fairness:
     return Fairness(
         fair=not unfair,
         equal=[*equal, *_budgets(rows), *_threads(rows, names), _STOPWATCH],
-        doubts=[*unfair, *_runs_differ(rows)],
+        doubts=[*unfair, *_runs_differ(rows), *doubts(study)],
         tuning=_tuning(study),
     )
 
