@@ -108,7 +108,7 @@ def _parser() -> Parser:
         help="for each figure, where there is time (default: 0.5)",
     )  # fmt: skip
     parser.add_argument(
-        "--limit", type=float, default=120.0, metavar="SECONDS",
+        "--limit", type=float, metavar="SECONDS",
         help="for everything; what it leaves no time for is left out, and said (default: 120)",
     )  # fmt: skip
     parser.add_argument(
@@ -150,7 +150,7 @@ def _subject(options: Namespace) -> Subject:
     if options.batch_size is not None:
         sizes = _numbers(options.batch_size)
     for name, value in (("--seconds", options.seconds), ("--limit", options.limit)):
-        if not value > 0:
+        if value is not None and not value > 0:
             raise InputError(f"{name}: {value} is not above 0")
     return Subject(task, optimizer, precision, sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import math
 import statistics
@@ -110,7 +111,7 @@ def calibrate(
 
 def _general(seconds: float) -> list[Measurement]:
     """What is the same for every task."""
-    allowed = lambda until: Allowed(seconds, until)  # noqa: E731
+    allowed = functools.partial(Allowed, seconds)
     cores = len(usable_cores())
     return [
         _measurement("messages", 3.0, measure_messages, allowed, 2, 3 * len(SIZES)),
@@ -120,7 +121,7 @@ def _general(seconds: float) -> list[Measurement]:
 
 def _of_subject(subject: Subject, seconds: float) -> list[Measurement]:
     """What is of one task: its steps, and these on all cores at once."""
-    order = lambda until: subject.order(seconds, until)  # noqa: E731
+    order = functools.partial(subject.order, seconds)
     ranks = len(usable_cores()) + 1
     total = 2 * len(sizes_around(subject.batch_sizes)) + 1
     return [
