@@ -4,23 +4,29 @@ head of a report, which says where its runs took place."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.comparisons import compared
 from tests.drawn import drawn, keep, record
 from tests.pages import Page
+from tests.training import settings
 
 from orchestra.cli import comparison_table
 from orchestra.cluster import load_cluster
 from orchestra.cluster.writing import cluster_text
+from orchestra.engines.processes import launch
+from orchestra.engines.processes.training import program
 from orchestra.engines.processes.usage import busy_seconds
 from orchestra.experiments.comparison import Comparison
 from orchestra.records.layout import CLUSTER, run_folder
-from orchestra.records.record import RunRecord
+from orchestra.records.record import RunRecord, combine
 from orchestra.records.usage import Usage, busy_with_others
 from orchestra.report.write import write_report
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.trainer.settings import Run
 
 STAT = """\
 cpu  600 6 60 9000 70 1 2 3 0 0
@@ -56,14 +62,23 @@ def test_what_others_took(usages: list[Usage | None], part: float | None) -> Non
     assert busy_with_others(usages) == (None if part is None else pytest.approx(part))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what all programs took")
-def test_a_comparison_records_it(tmp_path: Path) -> None:
-    comparison = compared(tmp_path / "run", steps=600, strategies={"ring": "AllReduce('ring')"})
-    (ring,) = [run for run in comparison.records if run.name == "ring"]
-    assert ring.train_seconds is not None
-    if ring.train_seconds > 0.5:  # else it is too short to tell
-        assert ring.busy_with_others is not None
-        assert 0 <= ring.busy_with_others <= 1
+def test_each_rank_reports_what_it_used_while_its_stopwatch_ran(tmp_path: Path) -> None:
+    run = settings(AllReduce(), 2, "images()", steps=3, batch_size=4)
+    reports = launch(program, (run, tmp_path), 2).results
+    for report in reports:
+        assert report.usage.passed > 0
+        assert report.usage.own > 0
+    if sys.platform == "linux":
+        assert all(report.usage.busy is not None for report in reports)
+    long = [replace(r, usage=replace(r.usage, passed=2.0, own=1.0, busy=3.0)) for r in reports]
+    cores = reports[0].usage.cores
+    assert combine(long, **about(run)).busy_with_others == pytest.approx(0.5 / cores, abs=1e-3)
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What ranks do not know of their record."""
+    facts = {"strategy": "", "engine": "processes", "workers": 2, "servers": 0, "seed": 0}
+    return {"name": run.name, "ranks": 2, **facts}
 
 
 def printed(
