@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from orchestra.cli.arguments import Parser
 from orchestra.cli.bench import progress_line
 from orchestra.engines.processes.environment import detect
+from orchestra.engines.processes.usage import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.tasks.registry import task_text
@@ -31,10 +32,10 @@ The figures go into a file that reads well. From then on `orchestra simulate`, o
 goes by them for the tasks in the file, and says so in its records ("costs"). Calibrating another
 task adds it; the rest is measured anew.
 
-It measures for at most 120 s (--limit), for less on a quiet machine with a small model; beginning
-and end take a few seconds more. Let the machine do nothing else meanwhile. What other programs
-disturb is measured again while there is time. If they still took more than 10 % of the processor
-time from a measurement, or repeats differ by more than 30 %, nothing is kept.
+It ends within 120 s (--limit), or some seconds more where even starting and ending Python takes
+them, and sooner on a quiet machine with a small model. Let the machine do nothing else meanwhile.
+What other programs disturb is measured again while there is time. If they still took more than
+10 % of the processor time from a measurement, or repeats differ by more than 30 %, nothing is kept.
 
 Exit status: 0 kept, 1 not kept, 2 bad input.
 """
@@ -60,6 +61,7 @@ TASK, OPTIMIZER, BATCH = "digits()", "SGD(lr=0.1)", (32,)
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, keep the figures, and show them."""
+    began = now()
     options = _parser().read(arguments)
     if options.links:
         return _links(options)
@@ -70,10 +72,11 @@ def main(arguments: Sequence[str]) -> int:
     before = read_calibration(path) if path.exists() else None
     _make_folder(path)
     subject = _subject(options)
-    from orchestra.bench.calibrate import calibrate
+    from orchestra.bench.calibrate import LIMIT, calibrate
 
+    limit = options.limit or LIMIT
     with progress_line() as tell:
-        measured = calibrate([subject], options.seconds, tell, options.limit)
+        measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
     from orchestra.cli.calibration_tables import print_calibration
 
     print_calibration(measured)

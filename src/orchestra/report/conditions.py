@@ -39,8 +39,8 @@ def doubts(study: Study) -> Iterator[str]:
     for reasons in dict.fromkeys(tuple(record.costs_doubts) for record in records):
         if reasons:
             yield (
-                f"The cost model is not to be trusted, nor are simulated seconds: "
-                f"{'; '.join(reasons)} while it was measured. Calibrate again on a quiet machine."
+                "The cost model is not to be trusted, nor are simulated seconds: when measured, "
+                f"{'; '.join(reasons)}. Calibrate again on a quiet machine."
             )
     disturbed = [record for record in records if record.disturbed]
     if disturbed:
@@ -56,8 +56,7 @@ def doubts(study: Study) -> Iterator[str]:
 
 def costs_text(record: RunRecord) -> str:
     """The cost model of a simulated run in one line."""
-    doubtful = f"; NOT to be trusted: {'; '.join(record.costs_doubts)}"
-    return f"{record.costs}{doubtful * bool(record.costs_doubts)}"
+    return f"{record.costs}{'; NOT to be trusted' * bool(record.costs_doubts)}"
 
 
 def _machines(study: Study) -> Iterator[Condition]:

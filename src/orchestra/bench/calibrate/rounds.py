@@ -77,8 +77,8 @@ def measure_all(
         first = course.attempt(measurement, until, done / whole, measurement.weight / whole)
         if first is None:
             raise RunFailed(
-                f"the calibration was not done within {limit:g} s: {measurement.name} took longer; "
-                "give it more with --limit, a smaller batch, or a quiet machine"
+                f"the calibration was not done within {limit:.0f} s: {measurement.name} took "
+                "longer; give it more with --limit, a smaller batch, or a quiet machine"
             )
         kept.append(first)
         done += measurement.weight

@@ -32,6 +32,7 @@ from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Layout
+from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
 
 T = TypeVar("T")
@@ -168,6 +169,23 @@ def _answer(runtime: Runtime) -> None:
         pass
 
 
+@dataclass
+class _Inner(PassingReporter):
+    """Of a training inside a measurement, which has done `done` figures: a sign of life only."""
+
+    done: int
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        self.inner.progress(step=self.done, samples=samples)
+
+
 class _Meter:
     """Short trainings of one task on one worker, with batches of several sizes."""
 
@@ -268,7 +286,13 @@ class _Meter:
             stop_on_nonfinite=False,
         )
         run = Run("calibration", task=order.task, strategy=strategy, training=training)
-        runtime = replace(self._runtime, ranks=1, compute=profile, share=lambda make: self._task)
+        runtime = replace(
+            self._runtime,
+            ranks=1,
+            compute=profile,
+            reporter=_Inner(self._runtime.reporter, self._done),
+            share=lambda make: self._task,
+        )
         with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
             train(runtime, (run, Path(folder)))
         return profile.steps()

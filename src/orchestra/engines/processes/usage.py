@@ -15,6 +15,11 @@ _WORKING = (0, 1, 2, 5, 6, 7)
 """Fields of a line of /proc/stat: user, nice, system, irq, softirq, steal (proc(5))."""
 
 
+def now() -> float:
+    """Seconds on the clock that all processes of this machine share."""
+    return time.monotonic()
+
+
 def usable_cores() -> tuple[int, ...]:
     """Those that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
