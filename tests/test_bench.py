@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -152,7 +153,7 @@ def test_figures_as_a_table_and_as_json(
     file = tmp_path / "figures.json"
     assert main(["bench", "step", "--ranks", "2", "--rounds", "1", "--json", str(file)]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert all(re.fullmatch(r"orchestra: .+, \d+%", line) for line in captured.err.splitlines())
     document = json.loads(file.read_text())
     assert document["environment"]["cores"]
     assert [row["contestant"] for row in document["rows"]][-1] == step.ALONE

@@ -278,10 +278,12 @@ def _write(path: Path | None, name: str, rows: Sequence[Any]) -> None:
 
 
 @contextmanager
-def progress_line() -> Iterator[Progress | None]:
-    """What shows progress on standard error, where that is a terminal."""
+def progress_line() -> Iterator[Progress]:
+    """What shows progress on standard error: a bar on a terminal, elsewhere a line now and then."""
     if not sys.stderr.isatty():
-        yield None
+        from orchestra.engines.processes.display import Lines
+
+        yield Lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from orchestra.cli.arguments import Parser
 from orchestra.cli.bench import progress_line
 from orchestra.engines.processes.environment import detect
-from orchestra.errors import InputError
+from orchestra.engines.processes.usage import now
+from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.tasks.registry import task_text
 
@@ -29,8 +30,14 @@ ends; and how much slower a core is while all of them compute.
 
 The figures go into a file that reads well. From then on `orchestra simulate`, on this machine,
 goes by them for the tasks in the file, and says so in its records ("costs"). Calibrating another
-task adds it; the rest is measured anew. A minute or two for each task; let the machine do nothing
-else meanwhile.
+task adds it; the rest is measured anew.
+
+It ends within 120 s (--limit), or some seconds more where even starting and ending Python takes
+them, and sooner on a quiet machine with a small model. Let the machine do nothing else meanwhile.
+What other programs disturb is measured again while there is time. If they still took more than
+10 % of the processor time from a measurement, or repeats differ by more than 30 %, nothing is kept.
+
+Exit status: 0 kept, 1 not kept, 2 bad input.
 """
 
 EPILOG = """\
@@ -50,13 +57,11 @@ examples:
 """
 
 TASK, OPTIMIZER, BATCH = "digits()", "SGD(lr=0.1)", (32,)
-BUSY = 0.1
-"""Part of the time in which the measuring process was kept waiting: from here on there is a
-warning."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, keep the figures, and show them."""
+    began = now()
     options = _parser().read(arguments)
     if options.links:
         return _links(options)
@@ -67,23 +72,29 @@ def main(arguments: Sequence[str]) -> int:
     before = read_calibration(path) if path.exists() else None
     _make_folder(path)
     subject = _subject(options)
-    from orchestra.bench.calibrate import calibrate
+    from orchestra.bench.calibrate import LIMIT, calibrate
 
+    limit = options.limit or LIMIT
     with progress_line() as tell:
-        measured = calibrate([subject], options.seconds, tell)
-    kept = measured
-    if before is not None and before.machine == measured.machine:
-        kept = replace(measured, tasks=before.tasks).with_task(measured.tasks[0])
-    _write(path, kept)
+        measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
     from orchestra.cli.calibration_tables import print_calibration
 
     print_calibration(measured)
-    print(f"kept in {path}, with {len(kept.tasks)} task{'s' * (len(kept.tasks) > 1)}")
-    if measured.busy_with_others > BUSY:
-        print(
-            f"The measuring process had to wait in {measured.busy_with_others:.0%} of the time: "
-            "other programs were using this machine. Calibrate again when it is quiet."
+    quality = measured.quality_of(measured.tasks[0])
+    doubts = quality.doubts
+    if doubts and not options.keep_anyway:
+        raise RunFailed(
+            f"not kept, since not to be trusted: {'; '.join(doubts)}; calibrate again when the "
+            "machine is quiet, or keep it with --keep-anyway"
         )
+    kept = measured.marked() if doubts else measured
+    if before is not None and before.machine == measured.machine:
+        kept = replace(kept, tasks=before.tasks).with_task(kept.tasks[0])
+    _write(path, kept)
+    print(f"quality: {quality}")
+    if quality.left_out:
+        print(f"left out, for there was no time: {', '.join(quality.left_out)}; see --limit")
+    print(f"kept in {path}, with {len(kept.tasks)} task{'s' * (len(kept.tasks) > 1)}")
     return 0
 
 
@@ -96,7 +107,15 @@ def _parser() -> Parser:
         "--batch-size", metavar="N[,N...]", help="of one worker; others around it are measured, too"
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.5, metavar="S", help="for each figure (default: 0.5)"
+        "--seconds", type=float, default=0.5, metavar="S",
+        help="for each figure, where there is time (default: 0.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS",
+        help="for everything; what it leaves no time for is left out, and said (default: 120)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-anyway", action="store_true", help="also figures that are not to be trusted"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: calibration.json in ~/.cache/orchestra"
@@ -133,8 +152,9 @@ def _subject(options: Namespace) -> Subject:
         optimizer = Optimizer.parse(options.optimizer or OPTIMIZER, where="--optimizer")
     if options.batch_size is not None:
         sizes = _numbers(options.batch_size)
-    if not options.seconds > 0:
-        raise InputError(f"--seconds: {options.seconds} is not above 0")
+    for name, value in (("--seconds", options.seconds), ("--limit", options.limit)):
+        if value is not None and not value > 0:
+            raise InputError(f"{name}: {value} is not above 0")
     return Subject(task, optimizer, precision, sizes)
 
 

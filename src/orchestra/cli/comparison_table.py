@@ -12,6 +12,7 @@ from orchestra.experiments.comparison import Comparison
 from orchestra.experiments.experiment import ranks_text
 from orchestra.report.answer import answer
 from orchestra.report.collect import collect
+from orchestra.report.conditions import conditions, doubts
 from orchestra.report.fairness import fairness
 from orchestra.report.measures import SENT, TIME_TO_TARGET, TRAIN, Measure, known_to
 from orchestra.report.numbers import significant, uncertain
@@ -33,8 +34,13 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
         study = Study(sources, rows_of(sources), baseline)
         for line in (FAIR, *fairness(study).tuning):
             console.print(f"{line}.", markup=False)
+        for condition in conditions(study):
+            if condition.name != "machine":
+                console.print(f"{condition.name}: {condition.text}", markup=False)
         console.print(_table(study))
         console.print(answer(study).headline, style="bold", markup=False)
+        for doubt in doubts(study):
+            console.print(doubt, style="yellow", markup=False)
     for line in _missing(comparison):
         console.print(line, markup=False)
     if comparison.stopped:

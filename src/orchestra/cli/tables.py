@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestra.records.record import RunRecord
+from orchestra.report.conditions import costs_text
 from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import Described
 from orchestra.strategies.switch import Switch
@@ -87,9 +88,18 @@ def _figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
         yield "nodes' own models", _nodes(record.nodes)
     if run.training.target is not None:
         yield "target", _reached(record)
+    yield from _conditions(record, run)
+
+
+def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
     yield "sent", f"{record.bytes_sent / 1e6:.3f} MB" + " (estimated)" * record.bytes_estimated
     if record.seconds:
         yield "a worker's time", ", ".join(f"{k} {v:.2f} s" for k, v in record.seconds.items())
+    if record.costs is not None:
+        yield "cost model", costs_text(record)
+    if record.disturbed:
+        part = f"{record.busy_with_others:.0%} of the processor time"
+        yield "busy machine", f"other programs took {part}: these seconds are too long"
     if record.staleness is not None:
         mean, most = record.staleness["mean"], record.staleness["max"]
         yield "staleness", f"{mean:.2f} updates in the mean, at most {most:.0f}"

@@ -12,10 +12,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.cluster.jitter import Jitter, LogNormal
+from orchestra.cluster.quality import Quality, marked, together
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
 
@@ -113,6 +115,7 @@ class TaskCosts:
         refill: processor seconds that a thread loses on a core that another one had before it.
         sample_flops: floating-point operations of a sample's forward and backward.
         parameters: the trainable ones, in the model's order.
+        quality: None in a file of an earlier version.
     """
 
     task: str
@@ -125,6 +128,7 @@ class TaskCosts:
     sample_flops: float
     timings: tuple[Timing, ...]
     parameters: tuple[Parameter, ...]
+    quality: Quality | None = None
 
     def __post_init__(self) -> None:
         counts = [timing.threads for timing in self.timings]
@@ -228,10 +232,11 @@ class Calibration:
     Attributes:
         measured_at: date and time, UTC.
         machine: what `records.environment` says of it.
-        busy_with_others: the part of the time in which the measuring process was kept waiting.
+        busy_with_others: the part of the processor time that others took, where it was most.
         time_slice: seconds for which a thread keeps a core while others wait for it.
         work: seconds over elements of each kind of work that is the same for every task.
         messages: through sockets over loopback.
+        quality: of all but the tasks, which have their own; None in a file of an earlier version.
     """
 
     measured_at: str
@@ -242,6 +247,12 @@ class Calibration:
     work: Mapping[str, Curve]
     messages: Messages
     tasks: tuple[TaskCosts, ...] = ()
+    quality: Quality | None = None
+
+    def quality_of(self, task: TaskCosts) -> Quality:
+        """How far the figures that a simulation of `task` goes by can be trusted, all together."""
+        known = [quality for quality in (self.quality, task.quality) if quality is not None]
+        return together(known or [Quality(self.measured_at, self.busy_with_others, 0.0)])
 
     def task(self, task: str, optimizer: str, precision: str) -> TaskCosts | None:
         """The figures of a task; None where it was not measured with these."""
@@ -252,6 +263,11 @@ class Calibration:
         """A copy in which `costs` are the figures of their task."""
         others = tuple(other for other in self.tasks if other.key != costs.key)
         return dataclasses.replace(self, tasks=(*others, costs))
+
+    def marked(self) -> Calibration:
+        """A copy that says of itself that it was kept although it is not to be trusted."""
+        tasks = tuple(dataclasses.replace(t, quality=marked(t.quality)) for t in self.tasks)
+        return dataclasses.replace(self, quality=marked(self.quality), tasks=tasks)
 
     def overhead(self, task: TaskCosts) -> Overhead:
         """What messages cost beside the links that they cross, in a training of `task`."""
@@ -327,6 +343,9 @@ def _read(value: Any, hint: Any) -> Any:
         rest = parts[-1] is Ellipsis
         hints = [parts[0]] * len(value) if rest else list(parts)
         return tuple(_read(item, part) for item, part in zip(value, hints, strict=True))
+    if origin is UnionType:  # of a type and None
+        (part,) = (part for part in parts if part is not NoneType)
+        return None if value is None else _read(value, part)
     if origin is Mapping:
         return {key: _read(item, parts[1]) for key, item in value.items()}
     if hint is float and type(value) in (int, float):
@@ -338,6 +357,7 @@ def _read(value: Any, hint: Any) -> Any:
 
 def _read_fields(value: Any, cls: Any) -> Any:
     hints = get_type_hints(cls)
-    if not isinstance(value, dict) or set(value) != set(hints):
+    required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+    if not isinstance(value, dict) or not required <= set(value) <= set(hints):
         raise TypeError(f"{cls.__name__} has {', '.join(hints)}")
-    return cls(**{name: _read(value[name], hint) for name, hint in hints.items()})
+    return cls(**{name: _read(item, hints[name]) for name, item in value.items()})

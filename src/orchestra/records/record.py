@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.records.report import Point, RankReport
+from orchestra.records.usage import NOTABLE, busy_with_others
 
 SCHEMA = 1
 
@@ -23,8 +24,10 @@ class RunRecord:
     Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
     `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
     of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
-    other seconds are virtual, by the `costs`, which were calibrated or assumed, and `node` the one
-    that a single process was on, of several; `threads` are the most that a rank computed with;
+    other seconds are virtual, by the `costs`, which were calibrated or assumed, `costs_doubts` why
+    these are not to be trusted, and `node` the one that a single process was on, of several;
+    `busy_with_others` is the part of a real machine's processor time that other programs took while
+    the stopwatch ran, None where not known; `threads` are the most that a rank computed with;
     `tuned` are the settings that were chosen for it in trials, none where none were made. Of a full
     step at the start `global_batch` are the samples of all workers, and `worker_batches` those of
     each one; `synchronous` tells whether one update is made of all of them; `shares` are the
@@ -80,6 +83,8 @@ class RunRecord:
     wall_seconds: float | None = None
     costs: str | None = None
     node: str | None = None
+    costs_doubts: Sequence[str] = ()
+    busy_with_others: float | None = None
     folder: Path = Path()
 
     @property
@@ -94,6 +99,11 @@ class RunRecord:
         entry = asdict(self)
         del entry["folder"]
         return {key: _plain(value) for key, value in entry.items()}
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs took a notable part of the machine: its seconds are too long."""
+        return self.busy_with_others is not None and self.busy_with_others > NOTABLE
 
 
 def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
@@ -128,6 +138,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),
         by_rank=[_own_part(report) for report in reports],
+        busy_with_others=_rounded(busy_with_others(report.usage for report in reports)),
         **about,
     )
 
@@ -192,6 +203,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def partial_of(path: Path) -> Path:
     """Where `write_atomically` begins; a process that is killed then leaves this file."""
     return path.with_name(f".{path.name}.partial")
+
+
+def _rounded(part: float | None) -> float | None:
+    return None if part is None else round(part, 3)
 
 
 def _own_part(report: RankReport) -> dict[str, Any]:

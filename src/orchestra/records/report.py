@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestra.records.timeline import Timeline
+from orchestra.records.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class RankReport:
     `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
     `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
     `timeline` is None where none was to be kept; `dropped` counts gradients that came too late;
-    `shares` are the weights of all ranks' parts, where they were measured.
+    `shares` are the weights of all ranks' parts, where they were measured; `usage` is that of the
+    machine while the stopwatch ran, None where it was not real.
     """
 
     rank: int
@@ -86,6 +88,7 @@ class RankReport:
     timeline: Timeline | None = None
     dropped: int = 0
     shares: tuple[float, ...] = ()
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from orchestra.records.record import RunRecord
 from orchestra.report.batches import unlike_batches
 from orchestra.report.collect import Source
+from orchestra.report.conditions import doubts
 from orchestra.report.methods import text_of
 from orchestra.report.numbers import count, listed, some
 from orchestra.report.rows import Row
@@ -60,7 +61,7 @@ def fairness(study: Study) -> Fairness:
     return Fairness(
         fair=not unfair,
         equal=[*equal, *_budgets(rows), *_threads(rows, names), *_nodes(rows, names), _STOPWATCH],
-        doubts=[*unfair, *unlike_batches(rows), *_runs_differ(rows)],
+        doubts=[*unfair, *unlike_batches(rows), *_runs_differ(rows), *doubts(study)],
         tuning=_tuning(study),
     )
 

@@ -102,7 +102,8 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
         yield "threads of a rank", ", ".join(map(str, threads))
     if processor := environment.get("processor"):
         cores = environment.get("cores")
-        yield "machine", f"{processor}, {count('core', cores)}" if cores else processor
+        where = "machine" if "processes" in engines else "simulated by"
+        yield where, f"{processor}, {count('core', cores)}" if cores else processor
     if system := environment.get("platform"):
         yield "system", system
     packages = {"Python": environment.get("python"), **environment.get("packages", {})}

@@ -13,6 +13,7 @@ import vl_convert
 from markupsafe import Markup, escape
 
 from orchestra.report.answer import answer
+from orchestra.report.conditions import conditions
 from orchestra.report.fairness import fairness
 from orchestra.report.figures import Figure, style_of
 from orchestra.report.figures.style import INK, lines_of
@@ -38,6 +39,10 @@ SECTIONS = {
 """Titles of the sections that figures belong to, in their order."""
 
 
+HEAD = "cluster"
+"""The section of those figures that stand beside the answer."""
+
+
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
     """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
     environment = jinja2.Environment(
@@ -53,6 +58,8 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         title=_title(study),
         study=study,
         answer=answer(study),
+        conditions=conditions(study),
+        clusters=[figure for figure in figures if figure.section == HEAD],
         fairness=fairness(study),
         table=table(study),
         sections=_sections(figures),
@@ -80,7 +87,8 @@ def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
     """The figures by the titles of their sections."""
     found: dict[str, list[Figure]] = {title: [] for title in SECTIONS.values()}
     for figure in figures:
-        found[SECTIONS[figure.section]].append(figure)
+        if figure.section != HEAD:
+            found[SECTIONS[figure.section]].append(figure)
     return {title: members for title, members in found.items() if members}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.stopwatch import Kept, curve_of, repeat
+from orchestra.bench.calibrate.stopwatch import Allowed, Budget, Kept, curve_of, repeat
 from orchestra.cluster.calibration import Curve, Messages
 from orchestra.collectives import Group, all_reduce
 from orchestra.transports.framing import header_bytes
@@ -21,8 +21,14 @@ from orchestra.worker.runtime import Runtime
 SIZES = (4, 4096, 65_536, 262_144, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 """Bytes of the messages that are measured."""
 ELEMENTS = (256, 4096, 65_536, 1 << 18, 1 << 20, 4 << 20)
+KINDS = 3
+"""Kinds of work on elements."""
+SMALL = SIZES[:5]
+"""Bytes of messages of a rank to itself."""
 REDUCED, ROUNDS = 65_536, 200
 """Bytes of a message in an all-reduce that is measured, and how often."""
+FIRST = 10
+"""Times that a message goes back and forth before anybody looks at the clock."""
 PASSES = 3
 TAG = 1
 GO = 2
@@ -42,31 +48,33 @@ class Measured:
     work: dict[str, Curve]
     reduced: Reduced
     buffer_bytes: int
-    kept: Kept
 
 
-def measure_messages(runtime: Runtime, seconds: float) -> Measured:
+def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[Measured, Kept]:
     """On two ranks: back and forth in every size; then, on the first alone, the rest."""
     torch.set_num_threads(1)
-    transport, kept = runtime.transport, Kept()
+    transport, kept, seconds = runtime.transport, Kept(), allowed.seconds
+    budget = Budget(allowed.until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
-    passes = [_sizes(runtime, seconds / PASSES, number) for number in range(PASSES)]
+    with kept.watched(2):
+        passes: list[tuple[Times, Times, Times]] = []
+        while len(passes) < PASSES and (not passes or _goes_on(transport, not budget.over)):
+            passes.append(_sizes(runtime, seconds / PASSES, len(passes), budget))
+        reduced = _all_reduces(transport, budget.share())
     send, receive, one_way = (curve_of(_best(several)) for several in zip(*passes, strict=True))
-    reduced = _all_reduces(transport)
     buffer_bytes = _buffer_bytes(transport)
     work, local = {}, curve_of({1: [1.0]})
     if transport.rank == 0:
-        small = SIZES[:5]
-        passes_of_one = [
-            {size: _local(transport, size, seconds / 8, kept) for size in small}
-            for _ in range(PASSES)
-        ]
+        passes_of_one: list[Times] = []
+        while len(passes_of_one) < PASSES and not (passes_of_one and budget.over):
+            passes_of_one.append(
+                {size: _local(transport, size, seconds / 8, budget.share()) for size in SMALL}
+            )
         local = curve_of(_best(passes_of_one))
-        work = elementwise(seconds, kept)
-        transport.send(torch.zeros(1), 1, GO).wait()
-    else:
-        transport.receive(0, GO).wait()
-    return Measured(
+        with kept.watched(1):
+            work = elementwise(seconds, kept, budget)
+    _goes_on(transport, False)  # the other rank waits for this one
+    measured = Measured(
         send=send,
         receive=receive,
         one_way=one_way,
@@ -74,16 +82,26 @@ def measure_messages(runtime: Runtime, seconds: float) -> Measured:
         work=work,
         reduced=reduced,
         buffer_bytes=buffer_bytes,
-        kept=kept,
     )
+    return measured, kept
 
 
-def _sizes(runtime: Runtime, seconds: float, number: int) -> tuple[Times, Times, Times]:
+def _goes_on(transport: Transport, wish: bool) -> bool:
+    """What rank 0 wishes; both know it then."""
+    if transport.rank == 0:
+        transport.send(torch.tensor([float(wish)]), 1, GO).wait()
+        return wish
+    return bool(transport.receive(0, GO).wait())
+
+
+def _sizes(
+    runtime: Runtime, seconds: float, number: int, budget: Budget
+) -> tuple[Times, Times, Times]:
     """Messages of all sizes, back and forth: sending, receiving, one way."""
     sends, receives, ways = {}, {}, {}
     for done, size in enumerate(SIZES, start=1):
         pair = _Pair(runtime.transport, size)
-        pair.run(seconds)
+        pair.run(seconds, budget.share())
         sends[pair.frame], receives[pair.frame] = pair.sends, pair.receives
         ways[pair.frame] = pair.one_way
         runtime.reporter.progress(step=number * len(SIZES) + done, samples=0)
@@ -111,31 +129,29 @@ class _Pair:
         self._leaving = torch.zeros(size // 4)
         self._arriving = torch.zeros(size // 4)
 
-    def run(self, seconds: float) -> None:
-        """As often as rank 0 finds time for."""
-        count, began = 0, time.perf_counter()
-        go_on = torch.ones(1)
-        while bool(go_on):
-            for _ in range(10):
-                self._round(counts=count > 0)
-            count += 10
-            if self._transport.rank == 0:
-                late = time.perf_counter() - began > seconds
-                go_on = torch.tensor([float(not late or count < 20)])
-                self._transport.send(go_on, 1, GO).wait()
-            else:
-                go_on = self._transport.receive(0, GO).wait()
+    def run(self, seconds: float, most: float) -> None:
+        """As often as rank 0 finds time for: for `seconds`, and at least 20 times if that takes no
+        more than `most`. The first times warm up; they count where there are no others."""
+        count, began, go_on = 0, time.perf_counter(), True
+        while go_on:
+            for _ in range(FIRST):
+                self._round()
+            count += FIRST
+            passed = time.perf_counter() - began
+            wanted = count < 2 * FIRST or passed < seconds
+            go_on = _goes_on(self._transport, wanted and passed < most)
+        for times in (self.sends, self.receives, self.one_way) if count > FIRST else ():
+            del times[:FIRST]
 
-    def _round(self, *, counts: bool) -> None:
+    def _round(self) -> None:
         started = time.perf_counter()
         functions = [self._send, self._receive]
         if self._transport.rank > 0:
             functions.reverse()
         times = {function: _processor_seconds(function) for function in functions}
-        if counts:
-            self.sends.append(times[self._send])
-            self.receives.append(times[self._receive])
-            self.one_way.append((time.perf_counter() - started) / 2)
+        self.sends.append(times[self._send])
+        self.receives.append(times[self._receive])
+        self.one_way.append((time.perf_counter() - started) / 2)
 
     def _send(self) -> None:
         self._transport.send(self._leaving, self._peer, TAG).wait()
@@ -161,8 +177,8 @@ class Reduced:
     one_round: float
 
 
-def _all_reduces(transport: Transport) -> Reduced:
-    """Medians over many, in turn."""
+def _all_reduces(transport: Transport, most: float) -> Reduced:
+    """Medians over many, in turn; as many as `most` seconds suffice for."""
     group = Group((0, 1))
     whole, half = torch.zeros(REDUCED // 2), torch.zeros(REDUCED // 4)
 
@@ -172,10 +188,13 @@ def _all_reduces(transport: Transport) -> Reduced:
     def butterfly() -> None:
         all_reduce(transport, half, "butterfly", group, TAG)
 
-    two, one = [], []
-    for _ in range(ROUNDS):
-        two.append(_processor_seconds(ring))
-        one.append(_processor_seconds(butterfly))
+    two: list[float] = []
+    one: list[float] = []
+    began = time.perf_counter()
+    while not two or _goes_on(transport, len(two) < ROUNDS and time.perf_counter() - began < most):
+        for _ in range(FIRST):
+            two.append(_processor_seconds(ring))
+            one.append(_processor_seconds(butterfly))
     return Reduced(statistics.median(two), statistics.median(one))
 
 
@@ -199,18 +218,22 @@ def _buffer_bytes(transport: Transport) -> int:
     return free
 
 
-def _local(transport: Transport, size: int, seconds: float, kept: Kept) -> list[float]:
+def _local(transport: Transport, size: int, seconds: float, most: float) -> list[float]:
     """A message from a flow to another of the same rank, and half of the answer."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
     task = transport.spawn(lambda inner: _echo(inner, there, back))
 
+    count = 0
+
     def once() -> None:
+        nonlocal count
         transport.send(values, transport.rank, there)
         transport.receive(transport.rank, back).wait()
+        count += 1
 
     began = time.process_time()
-    count = len(repeat(once, seconds, kept)) + 3
+    repeat(once, seconds, Kept(), most)  # it waits for the other flow, so that nothing is kept
     spent = (time.process_time() - began) / count / 2
     transport.send(torch.zeros(0), transport.rank, there)
     task.wait()
@@ -222,7 +245,7 @@ def _echo(transport: Transport, there: int, back: int) -> None:
         transport.send(message, transport.rank, back)
 
 
-def elementwise(seconds: float, kept: Kept) -> dict[str, Curve]:
+def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
     """Work over elements of float32, the same for every task."""
     kinds: dict[str, Callable[[Tensor, Tensor], object]] = {
         "add": lambda own, other: own.add_(other),
@@ -235,7 +258,7 @@ def elementwise(seconds: float, kept: Kept) -> dict[str, Curve]:
         for elements in ELEMENTS:
             own, other = torch.zeros(elements), torch.ones(elements)
             once = functools.partial(function, own, other)
-            times[elements] = repeat(once, seconds / len(kinds), kept)
+            times[elements] = repeat(once, seconds / KINDS, kept, budget.share())
         curves[kind] = curve_of(times)
     return curves
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from orchestra.bench.calibrate.stopwatch import Allowed, Budget, Kept
 from orchestra.bench.calibrate.training import Order, step_of
 from orchestra.collectives import Group, all_reduce
 from orchestra.transports.tags import Tag
@@ -29,59 +30,80 @@ class Speeds:
     turns: float
 
 
-def measure_speeds(runtime: Runtime, order: Order) -> Speeds:
+def measure_speeds(runtime: Runtime, order: Order) -> tuple[Speeds, Kept]:
     """On one rank more than there are cores.
 
     A machine is faster at one time than at another: only what was measured in one turn is compared.
+    Of the `TURNS` those that the time is too short for are left out.
     """
     torch.set_num_threads(1)
     step, everyone = step_of(order), Group(tuple(range(runtime.ranks)))
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     cores = max(runtime.ranks - 1, 1)
-    shared, turns = [], []
-    for _ in range(TURNS):
+    shared, turns, kept = [], [], Kept()
+    budget = Budget(order.until, 3 * TURNS)
+    for turn in range(TURNS):
         alone, all_cores, one_more = (
-            _crowd(runtime, everyone, crowd, step, order.seconds / 2)
+            _crowd(runtime, everyone, crowd, step, min(order.seconds / 2, budget.share()), kept)
             for crowd in (1, cores, runtime.ranks)
         )
         shared.append(alone / all_cores)
         turns.append(1 - all_cores / one_more)
-    return Speeds(min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0))
+        runtime.reporter.progress(step=turn + 1, samples=0)
+        if _agreed(runtime, everyone, budget.over):
+            break
+    found = Speeds(min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0))
+    return found, kept
 
 
 def _crowd(
-    runtime: Runtime, everyone: Group, crowd: int, step: Callable[[], None], seconds: float
+    runtime: Runtime,
+    everyone: Group,
+    crowd: int,
+    step: Callable[[], None],
+    seconds: float,
+    kept: Kept,
 ) -> float:
     """Processor seconds of a step, where as many ranks as `crowd` take them at the same time."""
     mine = torch.zeros(1, dtype=torch.float64)
     all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)  # a barrier
-    if runtime.rank < crowd:
-        mine += _pace(step, seconds)
-    all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)
+    with kept.watched(crowd):
+        if runtime.rank < crowd:
+            mine += _pace(step, seconds)
+        all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)
     return float(mine) / crowd
 
 
-def measure_slices(runtime: Runtime, seconds: float) -> list[float]:
+def _agreed(runtime: Runtime, everyone: Group, wish: bool) -> bool:
+    """Whether any rank has this wish: their clocks are one, but they read it one after another."""
+    wishes = torch.tensor([float(wish)])
+    all_reduce(runtime.transport, wishes, "ring", everyone, Tag.AGREE)
+    return bool(wishes)
+
+
+def measure_slices(runtime: Runtime, allowed: Allowed) -> tuple[list[float], Kept]:
     """On one rank more than there are cores: for how long this one ran without a pause, each time;
     all of the seconds where it never had to pause."""
-    everyone = Group(tuple(range(runtime.ranks)))
+    everyone, kept = Group(tuple(range(runtime.ranks))), Kept()
     all_reduce(runtime.transport, torch.zeros(1), "ring", everyone, Tag.AGREE)
     runs: list[float] = []
-    began = since = last = time.perf_counter()
-    while last - began < seconds:
-        now = time.perf_counter()
-        if now - last > PAUSE:
-            runs.append(last - since)
-            since = now
-        last = now
-    return runs[1:] or [seconds]
+    with kept.watched(runtime.ranks):
+        began = since = last = time.perf_counter()
+        while last - began < allowed.seconds:
+            now = time.perf_counter()
+            if now - last > PAUSE:
+                runs.append(last - since)
+                since = now
+            last = now
+    return runs[1:] or [allowed.seconds], kept
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
     """Processor seconds of a step; the ends, where others may not be there, do not count."""
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
-    while (now := time.perf_counter() - began) < seconds or len(times) < 3:
+    least = 3 if seconds > 0 else 1
+    while (now := time.perf_counter() - began) < seconds or len(times) < least:
         started = time.thread_time()
         step()
         times.append((now, time.thread_time() - started))

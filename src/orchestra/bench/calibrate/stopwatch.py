@@ -1,49 +1,132 @@
-"""Repeated measurements: medians, their spread, and whether the machine was quiet."""
+"""Repeated measurements within their time: medians, their spread, and who was in the way."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from orchestra.cluster.calibration import Curve
+from orchestra.engines.processes.usage import UsageMeter
+from orchestra.records.usage import taken_by_others
 
 LEAST, MOST = 9, 400
-"""Repeats of a measurement."""
+"""Repeats of a measurement, where there is time for them."""
 WARM_UP = 3
 """Repeats before those that count."""
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """What a measurement may take: seconds for each figure, and until when, by the clock of a
+    `Budget`, it has to be done."""
+
+    seconds: float
+    until: float = math.inf
+
+
+@dataclass
+class Budget:
+    """The time of a measurement, divided evenly over the figures that are still to come.
+
+    Attributes:
+        until: when all of them have to be there, by `clock`, which is one for all processes of a
+            machine.
+        figures: how many are still to come.
+    """
+
+    until: float = math.inf
+    figures: int = 1
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def over(self) -> bool:
+        """Whether the time has passed: what can be left out is left out."""
+        return self.clock() >= self.until
+
+    def share(self) -> float:
+        """Seconds for the next figure, 0 where the time has passed."""
+        seconds = max(self.until - self.clock(), 0.0) / max(self.figures, 1)
+        self.figures -= 1
+        return seconds
+
+
 @dataclass
 class Kept:
-    """Seconds that the measuring thread ran, and seconds that passed meanwhile."""
+    """Under what conditions a process measured.
+
+    Attributes:
+        ran: seconds that the measuring thread ran, where it was never to wait for anything.
+        passed: seconds that passed meanwhile.
+        meters: by how many cores all ranks of the measurement wanted: what was used meanwhile.
+        left_out: what there was no time for.
+    """
 
     ran: float = 0.0
     passed: float = 0.0
+    meters: dict[int, UsageMeter] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def waiting(self) -> float:
         """The part of the time in which the thread was kept from a processor."""
         return max(0.0, 1 - self.ran / self.passed) if self.passed else 0.0
 
+    @contextmanager
+    def watched(self, cores: int) -> Iterator[None]:
+        """Notes what others take while this rank and its like want so many `cores`."""
+        meter = self.meters.setdefault(cores, UsageMeter())
+        meter.running(True)
+        try:
+            yield
+        finally:
+            meter.running(False)
 
-def repeat(function: Callable[[], object], seconds: float, kept: Kept) -> list[float]:
+
+def waited(ranks: Sequence[Kept]) -> float:
+    """The part of the processor time that a measurement wanted and other programs took, where that
+    was worst; from what all of its `ranks` noted."""
+    parts = [kept.waiting for kept in ranks]
+    for wanted in {wanted for kept in ranks for wanted in kept.meters}:
+        usages = [kept.meters[wanted].usage() for kept in ranks if wanted in kept.meters]
+        cores, taken = usages[0].cores, taken_by_others(usages)
+        if taken is not None:
+            parts.append(max(0.0, 1 - (cores - taken) / min(wanted, cores)))
+    return max(parts, default=0.0)
+
+
+def repeat(
+    function: Callable[[], object], seconds: float, kept: Kept, most: float = math.inf
+) -> list[float]:
     """Processor seconds of each call of `function`, for about `seconds`, after a warm-up.
 
     Of this thread alone: other work on the machine does not count, nor do threads that torch has.
+    A slow function is called less often than `LEAST` times, so that it all takes `most` seconds.
     """
+    started = time.perf_counter()
     for _ in range(WARM_UP):
         function()
+        if time.perf_counter() - started > most / 3:
+            break
     times: list[float] = []
     began, ran = time.perf_counter(), time.thread_time()
-    while len(times) < LEAST or (time.perf_counter() - began < seconds and len(times) < MOST):
-        started = time.thread_time()
+    while _goes_on(len(times), time.perf_counter() - began, seconds, most):
+        called = time.thread_time()
         function()
-        times.append(time.thread_time() - started)
+        times.append(time.thread_time() - called)
     kept.ran += time.thread_time() - ran
     kept.passed += time.perf_counter() - began
     return times
+
+
+def _goes_on(count: int, passed: float, seconds: float, most: float) -> bool:
+    """Whether there is to be a further repeat after `count` of them."""
+    if count == 0:
+        return True
+    return passed < most and (count < LEAST or (passed < seconds and count < MOST))
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchestra.bench.calibrate.stopwatch import Kept, curve_of, repeat
+from orchestra.bench.calibrate.stopwatch import LEAST, MOST, Budget, Kept, curve_of, repeat
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
@@ -31,6 +32,7 @@ from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Layout
+from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
 
 T = TypeVar("T")
@@ -46,7 +48,8 @@ FIRST_STEPS = 3
 class Order:
     """What is to be measured: a task with these batches, and for how many seconds each.
 
-    `threads` are the numbers of threads that it is measured with: 1, and more.
+    `threads` are the numbers of threads that it is measured with: 1, and more; `until` is when it
+    has to be done, by the clock of a `Budget`.
     """
 
     task: str
@@ -57,6 +60,7 @@ class Order:
     seconds: float
     threads: tuple[int, ...]
     key: tuple[str, str, str]
+    until: float = math.inf
 
 
 @dataclass
@@ -113,13 +117,19 @@ def measure_task(runtime: Runtime, order: Order) -> tuple[TaskCosts, Kept] | Non
     elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
     meter = _Meter(runtime, order, task, kept)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
-    one = meter.timing(AllReduce(), time.thread_time, elements, _updates(module, order, kept), 1)
+    timings = []
+    with kept.watched(1):
+        updates = _updates(module, order, kept, meter.budget)
+        timings.append(meter.timing(AllReduce(), time.thread_time, elements, updates, 1))
     cold = meter.cold()
-    parameters = _parameters(task, module, order)
-    timings = [one]
+    parameters = _parameters(task, module, order, meter.budget.share())
     for threads in order.threads[1:]:
+        if meter.budget.over and threads < order.threads[-1]:
+            kept.left_out.append(f"steps with {threads} threads")
+            continue
         torch.set_num_threads(threads)
-        timings.append(meter.timing(Single(), time.perf_counter, elements, {}, threads))
+        with kept.watched(threads):
+            timings.append(meter.timing(Single(), time.perf_counter, elements, {}, threads))
     costs = TaskCosts(
         *order.key,
         batch_size=order.batch_size,
@@ -162,6 +172,23 @@ def _answer(runtime: Runtime) -> None:
         pass
 
 
+@dataclass
+class _Inner(PassingReporter):
+    """Of a training inside a measurement, which has done `done` figures: a sign of life only."""
+
+    done: int
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        self.inner.progress(step=self.done, samples=samples)
+
+
 class _Meter:
     """Short trainings of one task on one worker, with batches of several sizes."""
 
@@ -171,6 +198,9 @@ class _Meter:
         self._task = task
         self._kept = kept
         self._done = 0
+        sizes = len(order.threads) * len(order.sizes)
+        figures = sizes + 3 + 1 + len(SLICES)  # cold, parameters, updates
+        self.budget = Budget(order.until, figures)
 
     def timing(
         self,
@@ -181,11 +211,19 @@ class _Meter:
         threads: int,
     ) -> Timing:
         """With so many `threads`. `slices`: what part of the seconds of a whole update those of so
-        many elements take."""
+        many elements take.
+
+        The batch that was asked for comes first; others are left out where there is no time.
+        """
         gradient: dict[int, list[float]] = {}
         step: dict[int, list[float]] = {}
         update: list[float] = []
-        for size in self._order.sizes:
+        asked = self._order.batch_size
+        for size in sorted(self._order.sizes, key=lambda size: (size != asked, size)):
+            if self.budget.over and gradient:
+                samples = f"{size} sample{'s' * (size > 1)}"
+                self._kept.left_out.append(f"a gradient of {samples}")
+                continue
             times = self._steps(strategy, size, clock)
             gradient[size], step[size] = times["gradient"], times["step"]
             update += times["update"]
@@ -198,9 +236,14 @@ class _Meter:
     def cold(self) -> float:
         """Of a step with an exchange, what neither takes where it is done by itself."""
         clock, size, runtime = time.thread_time, self._order.batch_size, self._runtime
+        if self.budget.over:
+            self._kept.left_out.append("what steps and exchanges in turn take more")
+            _exchange(runtime, last=1.0)
+            return 0.0
         alone = self._steps(AllReduce(), size, clock)["whole"]
         in_turn = self._steps(AllReduce(), size, clock, lambda: _exchange(runtime))["whole"]
-        exchanges = repeat(lambda: _exchange(runtime), self._order.seconds / 2, self._kept)
+        seconds, most = self._order.seconds / 2, self.budget.share()
+        exchanges = repeat(lambda: _exchange(runtime), seconds, Kept(), most)  # waits for a peer
         _exchange(runtime, last=1.0)
         self._done += 1
         step, both = statistics.median(alone), statistics.median(in_turn)
@@ -213,11 +256,15 @@ class _Meter:
         clock: Callable[[], float],
         exchange: Callable[[], object] = lambda: None,
     ) -> dict[str, list[float]]:
-        """A training of as many steps as fit into the time."""
-        began = time.perf_counter()
-        self._train(strategy, size, FIRST_STEPS + 2, clock, exchange)
-        each = (time.perf_counter() - began) / (FIRST_STEPS + 2)
-        steps = FIRST_STEPS + min(max(int(self._order.seconds / each), 9), 400)
+        """A training of as many steps as fit into the time; what found that out, if it is short."""
+        most, began = self.budget.share(), time.perf_counter()
+        times = self._train(strategy, size, FIRST_STEPS + 2, clock, exchange)
+        passed = time.perf_counter() - began
+        each = passed / (FIRST_STEPS + 2)
+        fit = int(min(max((most - passed) / each, 0.0), MOST)) - FIRST_STEPS
+        if fit <= 2:
+            return times
+        steps = FIRST_STEPS + min(max(int(self._order.seconds / each), LEAST), fit)
         began, ran = time.perf_counter(), time.thread_time()
         times = self._train(strategy, size, steps, clock, exchange)
         if clock is time.thread_time:
@@ -245,13 +292,19 @@ class _Meter:
             stop_on_nonfinite=False,
         )
         run = Run("calibration", task=order.task, strategy=strategy, training=training)
-        runtime = replace(self._runtime, ranks=1, compute=profile, share=lambda make: self._task)
+        runtime = replace(
+            self._runtime,
+            ranks=1,
+            compute=profile,
+            reporter=_Inner(self._runtime.reporter, self._done),
+            share=lambda make: self._task,
+        )
         with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
             train(runtime, (run, Path(folder)))
         return profile.steps()
 
 
-def _updates(module: nn.Module, order: Order, kept: Kept) -> dict[int, float]:
+def _updates(module: nn.Module, order: Order, kept: Kept, budget: Budget) -> dict[int, float]:
     """What part of an update's seconds it takes on slices as servers have them, by elements."""
     layout = Layout.of_module(module)
     names = [slot.name for slot in layout.slots]
@@ -265,7 +318,8 @@ def _updates(module: nn.Module, order: Order, kept: Kept) -> dict[int, float]:
         for tensor in tensors.values():
             tensor.grad = torch.randn_like(tensor)
         step = spec.build(tensors).step
-        times[elements] = statistics.median(repeat(step, order.seconds / 4, kept))
+        repeats = repeat(step, order.seconds / 4, kept, budget.share())
+        times[elements] = statistics.median(repeats)
     most = max(times, default=0)
     return {elements: seconds / times[most] for elements, seconds in times.items() if elements}
 
@@ -278,17 +332,18 @@ def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
     return float(counter.get_total_flops()) / size
 
 
-def _parameters(task: Task, module: nn.Module, order: Order) -> tuple[Parameter, ...]:
+def _parameters(task: Task, module: nn.Module, order: Order, most: float) -> tuple[Parameter, ...]:
     """How a gradient's seconds are spread over the layers, at the batch that was asked for."""
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     passes = _Passes(module, named)
     began = time.perf_counter()
-    while len(passes.ready) < 12 or (
-        time.perf_counter() - began < order.seconds and len(passes.ready) < 200
+    while not passes.ready or (
+        (passed := time.perf_counter() - began) < most
+        and (len(passes.ready) < 12 or (passed < order.seconds and len(passes.ready) < 200))
     ):
         passes.once(lambda: task.loss(module, batch))
-    counted = slice(FIRST_STEPS, None)
+    counted = slice(min(FIRST_STEPS, len(passes.ready) - 1), None)
     ready = [statistics.median(column) for column in zip(*passes.ready[counted], strict=True)]
     forward = [statistics.median(column) for column in zip(*passes.forward[counted], strict=True)]
     return tuple(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from orchestra.bench.fidelity import Fidelity
 from orchestra.bench.fidelity.judge import Verdict, verdicts
 from orchestra.bench.fidelity.measure import Row
+from orchestra.cluster.calibration import Calibration
 
 NAMES = {"simulated": "simulation", "formula": "closed formula", "constant": "constant"}
 
@@ -18,14 +20,23 @@ def markdown(result: Fidelity) -> str:
     lines = [
         f"Measured on {calibration.measured_at[:10]}: {machine.get('processor')}, "
         f"{calibration.cores} cores, torch {machine.get('packages', {}).get('torch')}; "
-        f"{len(rows[0].runs)} runs of each row. While calibrating, the measuring process was kept "
-        f"waiting for {calibration.busy_with_others:.0%} of the time.",
+        f"{len(rows[0].runs)} runs of each row. While calibrating, other programs took at most "
+        f"{calibration.busy_with_others:.0%} of the processor time that was wanted.",
         "",
+        *_doubts(calibration),
         *_table(*_summary(verdicts(rows))),
         "",
         *_table(*_cases(rows)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _doubts(calibration: Calibration) -> list[str]:
+    """What makes the predictions doubtful from the beginning; nothing on a quiet machine."""
+    reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
+    found = dict.fromkeys(itertools.chain(*reasons))
+    text = f"**The calibration is not to be trusted**, nor are these figures: {'; '.join(found)}."
+    return [text, ""] if found else []
 
 
 def _summary(found: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:

@@ -15,6 +15,7 @@ from orchestra.trainer.settings import Run
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 BEHIND = 0.8  # a worker with less than this part of the leader's steps is named
 
 
@@ -106,6 +107,21 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Lines:
+    """Progress where there is no terminal: a line on standard error at first, and now and then."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told_at: float | None = None
+
+    def __call__(self, what: str, part: float) -> None:
+        """`what` is under way; `part` of it is done."""
+        now = self._clock()
+        if self._told_at is None or now - self._told_at >= LINE_SECONDS:
+            self._told_at = now
+            print(f"orchestra: {what}, {part:.0%}", file=sys.stderr, flush=True)
 
 
 class Display:

@@ -45,6 +45,7 @@ def launch(
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     quiet: bool = True,
+    limit: float | None = None,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
@@ -60,6 +61,8 @@ def launch(
             cores.
         on_event: called from another thread with every event and notice.
         quiet: do not print the notices to standard error.
+        limit: seconds after which all ranks are killed, whatever they do; the result of each that
+            has delivered none is then None.
 
     Raises:
         InputError: for a program that cannot be sent to a rank, or one that a rank's program
@@ -89,6 +92,9 @@ def launch(
     with _store_path() as store_path, _interrupts_to(watcher.interrupt):
         errand = Errand(payload, _main_module(payload), dict(os.environ), store_path)
         watcher.start()
+        alarm = threading.Timer(limit or 0.0, watcher.abandon)
+        if limit is not None:
+            alarm.start()
         try:
             for rank in range(ranks):
                 seat = Seat(
@@ -100,6 +106,8 @@ def launch(
         except BaseException:
             watcher.abandon()
             raise
+        finally:
+            alarm.cancel()
     return outcome(watcher, range(ranks))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.outcome import Outcome
+from orchestra.engines.processes.usage import UsageMeter
 from orchestra.engines.run_record import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
@@ -24,7 +26,9 @@ def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     """What each rank runs; here, so that a launcher can name it without importing torch."""
     from orchestra.trainer.program import train
 
-    return train(runtime, assignment)
+    meter = UsageMeter()
+    report = train(replace(runtime, stopwatch=meter.running), assignment)
+    return replace(report, usage=meter.usage())
 
 
 def train_run(

@@ -22,12 +22,13 @@ SERIAL = 0.05
 class Figures:
     """What a run is simulated with: nothing measured at all, or a machine's figures for its task.
 
-    `text` says which, for the record.
+    `text` says which, for the record, and `doubts` why its seconds are not to be trusted.
     """
 
     text: str
     calibration: Calibration | None = None
     task: TaskCosts | None = None
+    doubts: tuple[str, ...] = ()
 
 
 def own_calibration() -> Path:
@@ -68,7 +69,9 @@ def figures_of(run: Run) -> Figures:
     task = calibration.task(*key_of(run.task, training.optimizer, training.precision))
     if task is not None:
         machine = f"{calibration.machine.get('processor')}, {calibration.cores} cores"
-        return Figures(f"calibrated: {machine}, {calibration.measured_at}", calibration, task)
+        quality = calibration.quality_of(task)
+        text = f"calibrated: {machine}, {quality.measured_at}; {quality}"
+        return Figures(text, calibration, task, quality.doubts)
     if own:
         return Figures(f"{assumed}; this machine's calibration does not hold the task")
     raise InputError(

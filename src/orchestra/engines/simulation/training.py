@@ -67,6 +67,7 @@ def train_run(
         wall_seconds=outcome.wall_seconds,
         costs=figures.text,
         node=outcome.node,
+        costs_doubts=figures.doubts,
     )
 
 

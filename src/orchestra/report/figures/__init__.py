@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from orchestra.report.collect import Source
+from orchestra.report.figures.clusters import clusters
 from orchestra.report.figures.curves import curves
 from orchestra.report.figures.differences import differences
 from orchestra.report.figures.figure import Figure, save
@@ -28,6 +29,7 @@ from orchestra.report.study import Study
 __all__ = ["Figure", "Style", "figures", "save", "style_of"]
 
 _FAMILIES = (
+    clusters,
     time_to_target,
     trade,
     curves,

@@ -24,7 +24,9 @@ class Figure:
     `spec` is Vega-Lite as plain data, without the title, on a transparent ground. Its parameter
     `hidden` lists the strategies (names of rows) to leave out, and `dark` says that the ground is;
     a page may set both at any time. `section` is the part of the report that it belongs to:
-    convergence, target, time, traffic, staleness, scaling, differences or timeline.
+    convergence, target, time, traffic, staleness, scaling, differences or timeline; those of
+    "cluster" stand at its head. `least_width` is how many pixels it needs, where its words are
+    placed by hand.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Figure:
     caption: str
     spec: Mapping[str, Any]
     section: str
+    least_width: int = 0
 
 
 def save(figure: Figure, folder: Path) -> tuple[Path, Path]:
@@ -52,6 +55,7 @@ def save_as(figure: Figure, path: Path, width: int = WIDTH) -> None:
 
 def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[str, Any]:
     """The specification of `figure` to be drawn alone, `width` pixels wide."""
+    width = max(width, figure.least_width)
     fixed = {"dark": dark, "room": width}
     params = [
         {"name": param["name"], "value": fixed[param["name"]]} if param["name"] in fixed else param
