@@ -153,7 +153,7 @@ def test_the_command_lists_presets_and_writes_a_cluster_out(
     listed = capsys.readouterr().out
     assert "\n  lan_1gbit " in listed
     assert "ParameterServer" not in listed
-    assert "LogNormal" not in listed
+    assert "\n  LogNormal" not in listed
     assert main(["list", "jitter"]) == 0
     assert "LogNormal" in capsys.readouterr().out
     assert main(["list", "lan_1gbit"]) == 0
