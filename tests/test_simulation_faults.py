@@ -418,15 +418,14 @@ def test_what_passes_changes_times_and_no_synchronous_result(
 def test_a_slow_link_makes_a_straggler(
     first: str, training: dict[str, Any], tmp_path: Path
 ) -> None:
-    """From half-way on; before, and with equal links to the end, there is none."""
+    """In the second half of 20 steps; in the first, and with equal links, there is none."""
     when = "when=Straggler(window=3), moments='reset'"
     strategy = parse(f"Switch({first}, Gossip(), {when})", STRATEGIES, where="test")
     trained = Trained(strategy, tmp_path, **training)
     assert trained.usual.switched_at_step is None
     slow = trained.with_faults(LinkSlow(of="worker-1", factor=50, at=trained.half))
-    lines = step_lines(slow.folder, 0)
     assert slow.switched_at_step is not None
-    assert lines[slow.switched_at_step - 1]["seconds"] > trained.half
+    assert slow.switched_at_step >= 10
 
 
 @pytest.mark.parametrize(("overlap", "exchanges"), [(0, "every_tau_steps"), (3, "every_step")])
