@@ -20,12 +20,14 @@ from orchestra.cluster.writing import cluster_text
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.records.record import RunRecord
+from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.elastic_averaging import ElasticAveraging
 from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
@@ -321,8 +323,10 @@ REPLICATED = ParameterServer(servers=2, consistency="asynchronous", replicas=1)
 class Trained:
     """A simulated training, and the same with something wrong half-way."""
 
-    def __init__(self, strategy: Strategy[Any], folder: Path, ranks: int = 4) -> None:
-        self.run = settings(strategy, ranks, "digits_in_one_thread()", steps=20)
+    def __init__(
+        self, strategy: Strategy[Any], folder: Path, ranks: int = 4, **training: Any
+    ) -> None:
+        self.run = settings(strategy, ranks, "digits_in_one_thread()", steps=20, **training)
         self.folder = folder
         self.usual = self._train("usual", lan())
         assert self.usual.train_seconds is not None
@@ -397,6 +401,31 @@ def test_what_passes_changes_times_and_no_synchronous_result(
         assert record.bytes_sent == trained.usual.bytes_sent
         assert record.train_seconds is not None
         assert least < record.train_seconds - 2 * at < most, fault
+
+
+@pytest.mark.parametrize(
+    ("first", "training"),
+    [
+        ("AllReduce('ring')", {}),
+        ("AllReduce('ring')", {"bucket_megabytes": 0.0005}),
+        (
+            "AllReduce('ring')",
+            {"bucket_megabytes": 0.0005, "tensors": "shapes", "engine": "simulation"},
+        ),
+        ("ParameterServer()", {}),
+    ],
+)
+def test_a_slow_link_makes_a_straggler(
+    first: str, training: dict[str, Any], tmp_path: Path
+) -> None:
+    """In the second half of 20 steps; in the first, and with equal links, there is none."""
+    when = "when=Straggler(window=3), moments='reset'"
+    strategy = parse(f"Switch({first}, Gossip(), {when})", STRATEGIES, where="test")
+    trained = Trained(strategy, tmp_path, **training)
+    assert trained.usual.switched_at_step is None
+    slow = trained.with_faults(LinkSlow(of="worker-1", factor=50, at=trained.half))
+    assert slow.switched_at_step is not None
+    assert slow.switched_at_step >= 10
 
 
 @pytest.mark.parametrize(("overlap", "exchanges"), [(0, "every_tau_steps"), (3, "every_step")])

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from tests.meshes import connect, exchange, exchange_randomly, mesh, on_ranks, until
+from tests.meshes import connect, exchange, exchange_randomly, in_threads, mesh, on_ranks, until
 from torch import Tensor
 
 from orchestra.transports.framing import (
@@ -291,6 +291,22 @@ def test_time_is_split_into_waiting_and_moving() -> None:
         waited = one.traffic.seconds_waiting
         task.wait()
         assert one.traffic.seconds_waiting > waited
+
+
+def test_the_rest_of_a_message_that_has_begun_is_not_waited_for() -> None:
+    """A link that is slow keeps its ends busy; nobody is late."""
+    with mesh(2) as (zero, one):
+        sending = one.send(torch.zeros(16 << 20), 0, 0)  # more than the kernels' buffers hold
+        receive = zero.receive(1, 0)
+        until(lambda: not receive.done() and receive.frame_bytes > 0)
+
+        def go_on() -> int:
+            until(lambda: zero._engine._leading)  # until rank 0 blocks
+            return sending.wait().numel()
+
+        in_threads([lambda: receive.wait().numel(), go_on])
+        assert zero.traffic.seconds_waiting == 0.0
+        assert zero.traffic.seconds_communicating > 0
 
 
 # --- CUDA ------------------------------------------------------------------------------------

@@ -115,7 +115,11 @@ class GradientAverage:
 
     def _sum(self, transport: Transport, bucket: Bucket) -> None:
         assert self._reduce is not None
+        before = transport.traffic.seconds_communicating
         self._note_buffer(self._reduce(transport, bucket))
+        if self._flow is not None:
+            seconds = transport.traffic.seconds_communicating - before
+            self._worker.measures.background_seconds += seconds
 
     def _note_buffer(self, buffer: int) -> None:
         measures = self._worker.measures

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class ElasticAveragingState(ParameterServerState):
     """Of a worker: its clock t, the `samples` since its last exchange, and v under EAMSGD.
 
-    `force` is alpha (x - c) of the step under way, where it has an exchange.
+    `force` is alpha (x - c) of the step under way, where it has an exchange; `own` is x while the
+    model shows the centre, between two epochs of a loop of the user's own.
     """
 
     clock: int = 0
@@ -38,6 +39,7 @@ class ElasticAveragingState(ParameterServerState):
     velocity: Tensor | None = None
     force: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
     work: SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
+    own: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +136,9 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
 
     def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
         """In its turn the exchange; then, under EAMSGD, to where the gradient is taken."""
-        state.force = None
+        if state.own is not None:
+            worker.parameters.copy_(state.own)
+        state.own = state.force = None
         if state.clock % self.every == 0:
             state.force = worker.parameters.new_empty(worker.parameters.shape)
             answers = self._push(worker, state, self.beta / len(worker.workers), state.force)
@@ -179,7 +183,9 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         return self._owners.quiesce(worker, state, step)
 
     def agree(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """The centre becomes everybody's parameters."""
+        """The centre becomes everybody's parameters, until a worker goes on from its own."""
+        if state.client is not None:
+            state.own = worker.parameters.clone()
         self._owners.agree(worker, state)
 
     def stop(self, worker: Worker, state: ElasticAveragingState) -> None:

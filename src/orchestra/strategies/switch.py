@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class SwitchState:
     """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
 
-    `leaving` finds the step to switch at where workers do not decide alike; each of their steps
-    has cost `seconds` of computation in all. `queue_of` is put aside until the switch: workers that
-    are to leave a phase after a common step take equal parts in it.
+    `leaving` finds the step to switch at where workers do not decide alike; their steps so far
+    have cost `seconds` of this worker's computation and communication. `queue_of` is put aside
+    until the switch: workers that are to leave a phase after a common step take equal parts in it.
     """
 
     inner: Any
@@ -194,7 +194,7 @@ class Switch(Strategy[SwitchState]):
         judge = _Judge(self.when, state.rule, worker)
         level = self.nesting + 1
         state.leaving = exchange.CommonStep(worker, steps=state.steps, level=level, judge=judge)
-        state.seconds = worker.compute.seconds
+        state.seconds = _own_seconds(worker)
         worker.gradients.measures_square = self.when.reads_gradients
 
     @property
@@ -246,7 +246,7 @@ class Switch(Strategy[SwitchState]):
         if state.leaving is None:
             return self.when.observe(state.rule, worker.step)
         step, before = worker.step, state.seconds
-        state.seconds = worker.compute.seconds
+        state.seconds = _own_seconds(worker)
         rate = step.rates[0] if step.rates else 0.0
         spent = state.seconds - before
         squares = (worker.gradients.square, square)
@@ -339,6 +339,12 @@ class Switch(Strategy[SwitchState]):
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:
         return self.then if state.switched else self.first
+
+
+def _own_seconds(worker: Worker) -> float:
+    """What `worker` has needed so far, without waiting for others."""
+    communicating = worker.transport.traffic.seconds_communicating
+    return worker.compute.seconds + communicating + worker.measures.background_seconds
 
 
 class _Judge:

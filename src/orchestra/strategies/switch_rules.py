@@ -143,9 +143,13 @@ class StragglerState(RuleState):
 
 @dataclass(frozen=True, repr=False)
 class Straggler(Rule):
-    """While some worker computes slower than the others.
+    """While some worker needs longer for a step than the others, waiting for others left out.
 
-    The online policy of Sync-Switch (Li et al., ICDCS 2021), to asynchrony and back:
+    What counts is computing and communicating: a slow processor, and a slow link, which takes long
+    from the first to the last byte of a message. Both ends of a link see it, so that of three
+    workers in a ring two are slow, and the median is. The inside of torch.distributed's own
+    collectives is not seen. The online policy of Sync-Switch (Li et al., ICDCS 2021), to asynchrony
+    and back:
     Switch(a, Switch(b, a, when=Straggler(present=False)), when=Straggler()).
     """
 

@@ -84,7 +84,9 @@ class ProgressEngine:
                 operation.awaited = True
                 try:
                     while not operation.finished and self._failure is None:
-                        blocked += self._advance(None)
+                        moving = isinstance(operation, Receive) and operation.frame_bytes > 0
+                        seconds = self._advance(None)
+                        blocked += 0.0 if moving else seconds
                 finally:
                     self._hand_over()
             traffic = operation.flow.traffic

@@ -25,7 +25,8 @@ class Traffic:
     """What one flow moved, and how long that took.
 
     `seconds_waiting` is time blocked with nothing to move; `seconds_communicating` is the rest of
-    the time inside the transport. `bytes_sent` counts payload and our headers, when sent; a
+    the time inside the transport, blocked for the rest of a message that has begun to arrive
+    included: what links take. `bytes_sent` counts payload and our headers, when sent; a
     message from a rank to itself costs no bytes.
     """
 

@@ -35,10 +35,11 @@ class Step:
     on them; `agreed` tells which. `losses` then holds the loss of each rank (0 without data).
     `epoch` counts passes over the data set, as a fraction. `planned` are the samples consumed
     once every worker has done this step, and `fraction` is what that is of the budget (0 where
-    there is none). `seconds` are those that each worker computed for this step, where somebody
-    gathers them; so are `counts`, each worker's samples, `squares`, |g|^2 of each one's gradient,
-    and `square`, that of their mean. `staleness`: of this step's push at each server, in updates.
-    `position`: where the samples begin in the global order, if they came from a queue.
+    there is none). `seconds` are those that each worker needed for this step, without waiting,
+    where somebody gathers them; so are `counts`, each worker's samples, `squares`, |g|^2 of each
+    one's gradient, and `square`, that of their mean. `staleness`: of this step's push at each
+    server, in updates. `position`: where the samples begin in the global order, if they came from a
+    queue.
     """
 
     samples: int = 0
@@ -89,7 +90,8 @@ class Bucket(Protocol):
 class Measures:
     """What strategies report about themselves, beside the transport's counters.
 
-    `dropped`: gradients of this worker that came too late to be applied.
+    `dropped`: gradients of this worker that came too late to be applied. `background_seconds`:
+    those that a background flow communicated in averages of gradients.
     """
 
     staleness: list[int] = field(default_factory=list)
@@ -97,6 +99,7 @@ class Measures:
     peak_buffer_bytes: int = 0
     native_bytes: int = 0
     native_seconds: float = 0.0
+    background_seconds: float = 0.0
     switched_at_step: int | None = None
 
 
