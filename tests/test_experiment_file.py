@@ -503,7 +503,9 @@ def test_only_completed_runs_are_finished(tmp_path: Path) -> None:
     assert finished(tmp_path) == []
     write_summary(tmp_path, "exp", [_record("completed"), _record("failed"), _record("stopped")])
     assert [record.status for record in finished(tmp_path)] == ["completed"]
-    expected = replace(_record("completed"), folder=tmp_path, notices=[], by_rank=[])
+    empty = ("notices", "by_rank", "worker_batches", "shares")
+    lists: dict[str, Any] = {name: [] for name in empty}
+    expected = replace(_record("completed"), folder=tmp_path, **lists)
     assert finished(tmp_path) == [expected]
     assert [r.status for r in finished(tmp_path, failed=True)] == ["completed", "failed"]
     (tmp_path / "summary.json").write_text("{")

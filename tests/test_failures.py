@@ -25,7 +25,7 @@ HOST = socket.gethostname()
 def train(task: str, strategy: str, **settings: Any) -> list[str]:
     words = ["train", "--task", f"tests.failing_tasks:{task}", "--strategy", strategy]
     words += ["--ranks", "3", "--out", "out"]
-    settings = {"steps": 40, "batch_size": 8, "snapshots": 0, **settings}
+    settings = {"steps": 40, "batch_size": 8, "equal": "worker_batch", "snapshots": 0, **settings}
     for key, value in settings.items():
         words += ["--set", f"{key}={value}"]
     return words

@@ -30,7 +30,8 @@ class Gate:
         self.ranks, self.workers = (3, 3) if "beside" in strategy else (4, 2)
         words = ["train", "--task", f"tests.counted:counted('{folder}', {size})"]
         words += ["--strategy", strategy, "--ranks", str(self.ranks), "--out", str(self.out)]
-        settings = {"steps": 30, "batch_size": 8, "snapshots": 4, "optimizer": f"SGD(lr={RATE})"}
+        settings = {"steps": 30, "batch_size": 8, "equal": "worker_batch", "snapshots": 4}
+        settings["optimizer"] = f"SGD(lr={RATE})"
         for key, value in {**settings, **more}.items():
             words += ["--set", f"{key}={value}"]
         self.command = started(words, folder)
