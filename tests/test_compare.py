@@ -110,7 +110,7 @@ def test_several_numbers_of_ranks(folder: Path, capsys: pytest.CaptureFixture[st
         ("one", 2, 0, "completed"),
         ("server", 2, 0, "completed"),
     ]
-    assert [record.global_batch for record in comparison.records] == [8, 16, 8]
+    assert [record.global_batch for record in comparison.records] == [8, 16, 16]
     (left_out,) = summary(folder / "out")["not_run"]
     assert (left_out["name"], left_out["ranks"]) == ("server", 1)
     assert "leave no worker" in left_out["reason"]
