@@ -267,7 +267,7 @@ def test_only_the_token_opens_a_seat() -> None:
     watcher = Watcher(1, Limits(), host="127.0.0.1", token="secret", children=False)
     watcher.start()
     hello = {"kind": "hello", "rank": 0, "pid": os.getpid(), "address": ["127.0.0.1", 1]}
-    hello |= {"token": "guess", "host": "here", "machine": ""}
+    hello |= {"token": "guess", "host": "here", "machine": "", "kernel": "", "cores": [0]}
     result = pack({"kind": "result"}, b"payload")
     for stranger in (b"GET / HTTP/1.0\r\n\r\n", pack(hello), pack(hello | {"rank": 1}), result):
         assert answer(watcher.address, stranger, result) == b""
