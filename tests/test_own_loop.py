@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,69 @@ def test_averages_of_replicas_are_weighted_in_a_loop_of_ones_own(
     for state, _ in results:
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+SELF_PACED = [  # and a worker that no other one waits for while it is held between two steps
+    (ASYNCHRONOUS, 1),
+    ("ParameterServer(servers=2, consistency='bounded', staleness=9, placement='beside')", 1),
+    ("StochasticGradientPush(overlap=1)", 1),
+    ("PairwiseAveraging", 2),
+    ("ElasticAveraging(2)", 1),
+    ("Switch(AllReduce('ring'), PairwiseAveraging, when=AfterSteps(2), moments='averaged')", 2),
+]
+
+
+def taken_by(
+    runtime: Runtime, strategy: str, count: int, may_step: Callable[[int, int], bool]
+) -> list[list[float]]:
+    """The samples that this rank took in each of two epochs; `may_step` is told the rank and how
+    many batches it has taken, and waits, or refuses the step."""
+    data = TensorDataset(torch.arange(float(count)).unsqueeze(1).double())
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loop = OwnLoop(
+        runtime, model, optimizer, loader, parse(strategy, STRATEGIES, where="strategy"), seed=3
+    )
+    epochs: list[list[float]] = [[], []]
+    batches = 0
+    for epoch in epochs:
+        for (numbers,) in loop.batches:
+            epoch += numbers.flatten().tolist()
+            batches += 1
+            if may_step(runtime.rank, batches):
+                optimizer.zero_grad()
+                model(numbers).square().mean().backward()
+                optimizer.step()
+    loop.finish()
+    return epochs
+
+
+@pytest.mark.parametrize(("strategy", "held"), SELF_PACED)
+def test_who_is_free_takes_the_next_batch(strategy: str, held: int) -> None:
+    """One is held at its fifth batch until rank 0 has taken five more; every sample is read once an
+    epoch."""
+    ahead = threading.Event()
+
+    def hold(rank: int, batches: int) -> bool:
+        if rank == 0 and batches == 10:
+            ahead.set()
+        return rank != held or batches != 5 or ahead.wait(60)
+
+    results = run_ranks(3, lambda runtime: taken_by(runtime, strategy, 61, hold))
+    for epoch in range(2):
+        read = sorted(number for epochs in results for number in epochs[epoch])
+        assert read == list(range(61))
+    assert sum(map(len, results[0])) > sum(map(len, results[held]))
+
+
+@pytest.mark.parametrize("strategy", [name for name, _ in SELF_PACED if "Switch" not in name])
+def test_a_batch_without_a_step_is_passed_over(strategy: str) -> None:
+    skip = lambda rank, batches: batches % 3 != 0  # noqa: E731
+    results = run_ranks(3, lambda runtime: taken_by(runtime, strategy, 24, skip))
+    for epoch in range(2):
+        read = sorted(number for epochs in results for number in epochs[epoch])
+        assert read == list(range(24))
 
 
 def test_every_worker_has_as_many_batches() -> None:

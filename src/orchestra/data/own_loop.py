@@ -19,6 +19,7 @@ from torch.utils.data import (
 from orchestra.data.order import GlobalOrder
 from orchestra.data.plan import Plan
 from orchestra.errors import InputError
+from orchestra.schedules.work_queue import WorkItem, WorkQueue
 from orchestra.worker.batches import batch_samples
 
 
@@ -149,6 +150,49 @@ class _Parts:
         return self.plan.steps
 
 
+class QueuedLoader:
+    """A worker's batches out of a queue: one permutation of the dataset an epoch, equal on all.
+
+    Positions in the queue count the samples of all epochs. A batch is loaded when its item is
+    there, in this process.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self.samples = len(loader.sampler)  # type: ignore[arg-type]
+        assert loader.batch_size is not None
+        self.batch_size = loader.batch_size
+        shuffled = isinstance(loader.sampler, RandomSampler)
+        self._order = GlobalOrder(self.samples, seed) if shuffled else None
+        self._items: deque[WorkItem] = deque()
+        self._batches = iter(_with_batches(loader, self))
+
+    @staticmethod
+    def fits(loader: DataLoader[Any]) -> bool:
+        """Whether each sample of `loader` has a place in an epoch, and no batch is loaded early."""
+        return _is_standard(loader) and loader.num_workers == 0 and not loader.drop_last
+
+    def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
+        """The samples from `start` on, with a pause at the end of each epoch; None for a worker
+        alone, which needs none."""
+        sizes = tuple((rank, self.batch_size) for rank, share in enumerate(shares) if share)
+        return WorkQueue(start, None, sizes, self.samples) if len(sizes) > 1 else None
+
+    def load(self, item: WorkItem) -> Part:
+        """The batch of `item`."""
+        self._items.append(item)
+        return Part(next(self._batches), item.samples, item.samples)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of the items, as they come."""
+        while self._items:
+            item = self._items.popleft()
+            if self._order is not None:
+                yield self._order.indices(item.start, item.stop).tolist()
+            else:
+                first = item.start % self.samples
+                yield list(range(first, first + item.samples))
+
+
 class _EveryNth:
     def __init__(self, loader: DataLoader[Any], workers: int, index: int) -> None:
         self._batches: _Strided | DataLoader[Any]
@@ -191,7 +235,9 @@ class _Strided:
         return -(-len(self._items) // self._step)
 
 
-def _with_batches(loader: DataLoader[Any], batches: _Parts | _Strided) -> DataLoader[Any]:
+def _with_batches(
+    loader: DataLoader[Any], batches: _Parts | _Strided | QueuedLoader
+) -> DataLoader[Any]:
     """A loader like `loader`, over other lists of indices."""
     kept = (
         "dataset",

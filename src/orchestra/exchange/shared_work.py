@@ -6,6 +6,7 @@ import contextlib
 import enum
 
 import torch
+from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.schedules.work_queue import Kind, WorkInHand, WorkItem, WorkQueue, item_of
@@ -68,6 +69,9 @@ class SharedWork:
             self._tell(Word.STOP if self._worker.reporter.stop_requested() else Word.NEXT)
             self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
         return item
+
+    def skip(self, values: Tensor) -> None:
+        """The next item was asked for already."""
 
     def close(self) -> None:
         """Collective over the workers and the holder: nobody takes anything more."""

@@ -67,6 +67,22 @@ class Client:
         self._told_to_wait = item.kind is WorkKind.WAIT
         return item
 
+    def skip(self, values: Tensor) -> None:
+        """A push of nothing for the last item; `values`, flat, are pulled."""
+        assert self.work is not None
+        item = self.work.item
+        self.push(
+            values,
+            values,  # a server answers when it has read all of them
+            samples=0,
+            step_samples=item.samples,
+            loss=0.0,
+            stop=False,
+            rates=(),
+            used=[False] * (1 + max(n for home in self.homes for n in home.slice.tensors)),
+            position=item.start,
+        )
+
     def _wait_for_work(self) -> WorkItem:
         server = self.homes[0].rank
         self._transport.send(request(Kind.WAIT, self._waits), server, Tag.REQUEST).wait()

@@ -240,7 +240,7 @@ class ServerState:
         for push in pushes:
             self.clocks[push.worker] = push.clock
             if self.applied is not None and push.position is not None:
-                self.applied.add(push.position, push.position + push.samples)
+                self.applied.add(push.position, push.position + push.step_samples)
                 self.positions[push.worker] = push.position
             if push.samples:
                 self.staleness.append(staleness[push.worker])

@@ -69,6 +69,13 @@ class WorkSource(Protocol):
         """What the worker does next; the one before is done."""
         ...
 
+    def skip(self, values: Tensor) -> None:
+        """Nobody computes the batch of the last item; the flat parameters `values` may be renewed.
+
+        For loops of the user's own, which may take a batch and make no step with it.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Footprint:

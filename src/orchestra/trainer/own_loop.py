@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from orchestra.collectives import all_reduce
-from orchestra.data.own_loop import Part, ShardedLoader, shard_loader
+from orchestra.data.own_loop import Part, QueuedLoader, ShardedLoader, shard_loader
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
-from orchestra.strategies.base import CHANGED, Strategy
+from orchestra.schedules.work_queue import Kind, WorkItem
+from orchestra.strategies.base import CHANGED, Strategy, WorkSource
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
@@ -40,6 +41,7 @@ class OwnLoop:
         *,
         accumulation: int = 1,
         seed: int = 0,
+        work: str = "shared",
         bucket_megabytes: float = 25.0,
         overlap: bool = True,
     ) -> None:
@@ -63,8 +65,12 @@ class OwnLoop:
         self.worker.set_workers(roles.workers)
         self.optimizer = optimizer
         self.accumulation = accumulation
+        queued = None
+        if work == "shared" and accumulation == 1 and QueuedLoader.fits(loader):
+            queued = QueuedLoader(loader, seed)
+            self.worker.queue_of = queued.queue
         self.state = strategy.start(self.worker)
-        self.batches = Batches(self, loader, seed)
+        self.batches = Batches(self, loader, seed, queued)
         self._backwards = 0  # in this epoch
         self._pending = False  # a gradient that was not exchanged yet
         self._stepping = False
@@ -117,12 +123,14 @@ class OwnLoop:
         worker = self.worker
         self._pending = False
         samples, total = self.batches.take_counts()
+        item = self.batches.item
         worker.gradients.await_collection()
         worker.begin_step(
             Step(
                 samples=samples,
                 total_samples=total,
-                consumed=worker.step.consumed + total,
+                consumed=worker.step.consumed + total if item is None else item.stop,
+                position=None if item is None else item.start,
                 epoch=self.batches.epoch,
                 rates=get_rates(self.optimizer),
                 loss=self.batches.loss,
@@ -161,6 +169,7 @@ class OwnLoop:
         finally:
             set_rates(self.optimizer, rates)
             self._stepping = False
+        self.batches.item = None
         self.worker.gradients.forget()
         self._steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
@@ -177,10 +186,18 @@ class Batches:
     """The user's loader, dealt out to the workers; iterate it as before, once an epoch.
 
     When an iteration ends, every rank's model holds the agreed parameters. On a rank without
-    data an iteration yields nothing: it serves until the workers' epoch is over.
+    data an iteration yields nothing: it serves until the workers' epoch is over. Where workers take
+    batches from a queue, which `queued` loads, they get unlike numbers of them.
+
+    Attributes:
+        item: what this worker took from the queue and has not made a step with.
     """
 
-    def __init__(self, loop: OwnLoop, loader: DataLoader[Any], seed: int) -> None:
+    def __init__(
+        self, loop: OwnLoop, loader: DataLoader[Any], seed: int, queued: QueuedLoader | None
+    ) -> None:
+        self.item: WorkItem | None = None
+        self._queued = queued
         self.loss = float("nan")
         self.ended = False  # all workers have left: nothing is to be served any more
         self._loop = loop
@@ -222,11 +239,34 @@ class Batches:
         return samples, total
 
     def _work(self, sharded: ShardedLoader) -> Iterator[Any]:
-        for part in sharded:
+        loop = self._loop
+        if loop.strategy.work(loop.state) is None:
+            for part in sharded:
+                self._count(part)
+                yield part.batch
+                if not self._is_worker():
+                    return
+                if loop.strategy.work(loop.state) is not None:
+                    break
+        source = loop.strategy.work(loop.state)
+        if source is not None:
+            yield from self._take(source)
+
+    def _take(self, source: WorkSource) -> Iterator[Any]:
+        """The batches of the queue, until all pause at the end of the epoch."""
+        worker = self._loop.worker
+        assert self._queued is not None
+        while True:
+            if self.item is not None:
+                self.take_counts()
+                source.skip(worker.parameters)
+            self.item = source.take()
+            if self.item.kind is not Kind.BATCH:
+                worker.step.consumed, self.item = self.item.start, None
+                return
+            part = self._queued.load(self.item)
             self._count(part)
             yield part.batch
-            if not self._is_worker():
-                return
 
     def _count(self, part: Part) -> None:
         worker = self._loop.worker

@@ -103,7 +103,7 @@ class Measures:
     switched_at_step: int | None = None
 
 
-QueueOf = Callable[[int, tuple[float, ...]], WorkQueue]
+QueueOf = Callable[[int, tuple[float, ...]], WorkQueue | None]
 """queue_of(start, shares): the samples from `start` on, for ranks with these shares of a step."""
 
 

@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ def distribute(
     *,
     accumulation: int = 1,
     seed: int = 0,
+    work: Literal["shared", "equal"] = "shared",
     bucket_megabytes: float = 25.0,
     overlap: bool = True,
     patience: float = 60.0,
@@ -61,6 +62,10 @@ def distribute(
         strategy: an object such as `AllReduce("ring")`, or its notation as text.
         accumulation: calls of `backward()` for one `step()`; only the last one exchanges.
         seed: of the order of the samples, where there are several workers.
+        work: where workers need not step together, "shared" lets one that is free take the next
+            batch, so that they get unlike numbers of them: of a map-style loader without worker
+            processes, `drop_last` or `accumulation`. "equal" gives each as many; so is any other
+            loader dealt out.
         bucket_megabytes: gradients exchanged at a time, by strategies that exchange them.
         overlap: exchange them while the backward pass goes on.
         patience: seconds without progress until a rank counts as hung.
@@ -91,6 +96,7 @@ def distribute(
         strategy,
         accumulation=accumulation,
         seed=seed,
+        work=work,
         bucket_megabytes=bucket_megabytes,
         overlap=overlap,
     )
