@@ -33,6 +33,7 @@ nodes:
   server: {flops: 100 GFLOP/s}
 ranks: spread
 """
+TASK = "images(sample_flops=1e9)"
 SPEEDS = 6 * 10 + 2 * 2.5  # samples a second at 1 GFLOP for each
 ASYNCHRONOUS = 'ParameterServer(consistency="asynchronous")'
 SELF_PACED = {
@@ -55,7 +56,7 @@ def strategy_of(text: str) -> Strategy[Any]:
 def on_eight_nodes(text: str, folder: Path, **training: Any) -> RunRecord:
     file = folder / "eight.yaml"
     file.write_text(EIGHT)
-    run = settings(strategy_of(text), SELF_PACED[text], "images(sample_flops=1e9)", **training)
+    run = settings(strategy_of(text), SELF_PACED[text], TASK, threads=1, **training)
     return simulated(run, folder / "run", on=str(file))
 
 
@@ -113,7 +114,7 @@ def test_the_batch_of_a_dead_worker_is_given_out_again(text: str, tmp_path: Path
     half = usual.train_seconds / 2
     file = tmp_path / "dying.yaml"
     file.write_text(EIGHT + f"faults:\n  - Death: {{of: rank 3, at: {half} s}}\n")
-    run = settings(strategy_of(text), SELF_PACED[text], "images(sample_flops=1e9)", steps=10)
+    run = settings(strategy_of(text), SELF_PACED[text], TASK, steps=10, threads=1)
     record = simulated(run, tmp_path / "dying", on=str(file))
     assert list(record.left_out) == ["3"]
     others = [rank for rank in range(8) if rank != 3]

@@ -95,6 +95,7 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "seed": run.seed,
         "global_batch": run.training.global_batch(roles.shares),
         "synchronous": run.strategy.synchronous,
+        "work": run.training.work if run.strategy.self_paced and len(roles.workers) > 1 else None,
         "judged_on": run.judged_on,
         "folder": folder,
     }

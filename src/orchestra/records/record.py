@@ -30,12 +30,12 @@ class RunRecord:
     the stopwatch ran, None where not known; `threads` are the most that a rank computed with;
     `tuned` are the settings that were chosen for it in trials, none where none were made. Of a full
     step at the start `global_batch` are the samples of all workers, and `worker_batches` those of
-    each one; `synchronous` tells whether one update is made of all of them; `shares` are the
-    weights of the ranks' parts, where they were measured. `nodes` are figures of the replicas at
-    the last snapshot, None where all ranks had the same parameters: how many `replicas` there were,
-    how many were `judged`, their `mean`, and the `worst` of each figure of which it is known
-    whether more is better.
-    `folder` is where everything else lies.
+    each one; `synchronous` tells whether one update is made of all of them; `work` whether workers
+    took batches from one queue ("shared") or had parts of their own ("equal"), None where they step
+    together; `shares` are the weights of the ranks' parts, where they were measured. `nodes` are
+    figures of the replicas at the last snapshot, None where all ranks had the same parameters: how
+    many `replicas` there were, how many were `judged`, their `mean`, and the `worst` of each figure
+    of which it is known whether more is better. `folder` is where everything else lies.
     """
 
     name: str
@@ -73,6 +73,7 @@ class RunRecord:
     global_batch: int = 0
     worker_batches: Sequence[int] = ()
     synchronous: bool | None = None
+    work: str | None = None
     shares: Sequence[float] = ()
     threads: int = 1
     by_rank: Sequence[Mapping[str, Any]] = ()

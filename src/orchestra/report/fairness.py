@@ -56,7 +56,8 @@ def fairness(study: Study) -> Fairness:
     rows = [row for row in study.ranked if row.completed]
     several = len({row.ranks for row in rows}) > 1
     names = _names_with_ranks if several else _names
-    equal = [_START, *_samples(rows), *_sequences(rows, names), *_batches(rows, names)]
+    equal = [_START, *_samples(rows), *_sequences(rows, names), *_work(rows, names)]
+    equal += _batches(rows, names)
     unfair = [*_settings_differ(study), *_machines_differ(study)]
     return Fairness(
         fair=not unfair,
@@ -82,6 +83,18 @@ def _sequences(rows: Sequence[Row], names: Names) -> Iterator[str]:
     ]
     if parts:
         yield f"The same samples in the same order where as many workers are: {'; '.join(parts)}."
+
+
+def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    """Who computes how much, where workers need not step together."""
+    rules = {
+        "shared": "A worker that is free takes the next batch",
+        "equal": "Each worker has an equal part of the samples, though nobody waits for it",
+    }
+    for kind, rule in rules.items():
+        group = [row for row in rows if row.completed[0].record.work == kind]
+        if group:
+            yield f"{rule} ({names(group)})."
 
 
 def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
