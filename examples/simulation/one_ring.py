@@ -42,7 +42,7 @@ def main() -> None:
         folder = Path(out) / "run"
         orchestra.train(
             "synthetic(7_500, tensors=1, sample_flops=1e6)", 'AllReduce("ring")', ranks=3, steps=1,
-            batch_size=32, trace_steps=1, snapshots=0, engine="simulation",
+            batch_size=32, trace_steps=1, snapshots=0, threads=1, engine="simulation",
             cluster=str(HERE / "lan.yaml"), calibration="none", out=folder, quiet=True,
         )  # fmt: skip
         trace = json.loads(gzip.decompress(next(folder.rglob("trace.json.gz")).read_bytes()))

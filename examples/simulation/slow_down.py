@@ -42,7 +42,7 @@ def step_seconds(strategy: str) -> list[float]:
         folder = Path(out) / "run"
         orchestra.train(
             "synthetic(1_000, tensors=1, sample_flops=1e9)", strategy, ranks=8, steps=8,
-            batch_size=32, snapshots=0, trace_steps=0, engine="simulation",
+            batch_size=32, snapshots=0, trace_steps=0, threads=1, engine="simulation",
             cluster=str(HERE / "slow_down.yaml"), calibration="none", out=folder, quiet=True,
         )  # fmt: skip
         lines = next(folder.rglob("steps-rank-0.jsonl")).read_text().splitlines()
