@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import Literal
 
 from tests.simulated import FREE, cluster
 
@@ -62,6 +63,7 @@ class Timed:
     jitter: Jitter | None = None
     seed: int = 0
     bucket_megabytes: float = 1e9
+    work: Literal["shared", "equal"] = "equal"
 
     def reports(self, steps: int) -> tuple[RankReport, ...]:
         """What each rank says after `steps` steps of each worker, times a small number.
@@ -82,6 +84,7 @@ class Timed:
             engine="simulation",
             tensors="shapes",
             bucket_megabytes=self.bucket_megabytes,
+            work=self.work,
         )
         task = f"synthetic({self.elements}, tensors={self.figures.tensors}, sample_flops=1)"
         run = Run("test", task, strategy, self.seed, training)

@@ -69,7 +69,8 @@ def test_one_process_is_on_the_best_node_in_whatever_order_they_are(
     records = [made(tmp_path / "run", write(order)) for order in orders[:: len(NODES) + 1]]
     assert {record.node for record in records} == {"quick"}
     (seconds,) = {record.train_seconds for record in records}
-    assert seconds == pytest.approx(4 * 4 * 32 * 1e9 / 200e9, rel=0.01)
+    serial = 4 * 0.05 + 0.95  # of a gradient, what is done by one of four threads takes as long
+    assert seconds == pytest.approx(serial * 4 * 4 * 32 * 1e9 / 200e9, rel=0.01)
     assert {order[0] for order in orders[:: len(NODES) + 1]} == {*NODES}
 
 

@@ -316,7 +316,7 @@ def test_a_message_to_oneself_and_the_first_after_a_step_cost_more() -> None:
 def test_a_run_is_simulated_by_the_figures_that_it_names(tmp_path: Path) -> None:
     path = kept(CALIBRATION, tmp_path)
     run = run_of(AllReduce(), 2, steps=3, batch_size=4, calibration=str(path))
-    record = simulated(run, tmp_path / "run", on="lan_1gbit(nodes=2)")
+    record = simulated(run, tmp_path / "run", on="lan_1gbit(nodes=2, jitter=None)")
     date = "2026-11-21T10:00:00+00:00"
     assert record.costs == f"calibrated: abacus, 2 cores, {date}; waited 0%, spread ±0%"
     assert record.train_seconds is not None

@@ -181,7 +181,8 @@ def test_the_global_batch_of_those_apart_is_said_to_be_a_sum() -> None:
 
 def on_one_slow(text: str, folder: Path, **training: Any) -> RunRecord:
     """20 steps of 8 machines, one of them at a quarter of the others' speed: 3.2 s a gradient."""
-    options: dict[str, Any] = {"batch_size": 320, "steps": 20, "trace_steps": 0, **training}
+    options: dict[str, Any] = {"batch_size": 320, "steps": 20, "trace_steps": 0, "threads": 1}
+    options |= training
     run = settings(strategy(text), 8, "", **options)
     return simulated(replace(run, task=HEAVY), folder, ONE_SLOW)
 
@@ -234,7 +235,7 @@ def test_cores_that_ranks_share_count_in_their_speeds(tmp_path: Path) -> None:
     (tmp_path / "crowded.yaml").write_text("\n".join(lines))
     run = settings(
         strategy("AllReduce('ring')"), 5, "", steps=2, shares="measured", tensors="shapes",
-        engine="simulation",
+        engine="simulation", threads=1,
     )  # fmt: skip
     record = simulated(replace(run, task=HEAVY), tmp_path / "run", str(tmp_path / "crowded.yaml"))
     assert record.shares == pytest.approx([5 / 6] * 4 + [5 / 3], abs=1e-3)

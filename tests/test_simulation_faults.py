@@ -352,7 +352,8 @@ def test_a_run_goes_on_without_a_dead_worker(strategy: Strategy[Any], tmp_path: 
     record = trained.with_faults(Death("rank 1", at=trained.half))
     assert record.left_out == {"1": "was killed by SIGKILL"}
     assert list(record.notices) == ["rank 1 on worker-1 was killed by SIGKILL; going on without it"]
-    assert (record.status, record.steps) == ("completed", trained.usual.steps)
+    assert record.status == "completed"
+    assert record.steps > trained.usual.steps, "the others do what it would have done"
     assert record.train_seconds is not None
     # Fewer share the server's link, but two may fall into step, and wait for each other every time.
     assert trained.half < record.train_seconds < 2.2 * trained.half
@@ -434,7 +435,7 @@ def test_receivers_of_a_stopped_peer_advance_by_the_overlap(
 ) -> None:
     """Push-sum in a circle, as tests/test_push_sum.py has it of real processes."""
     push = StochasticGradientPush(CIRCLE, overlap=overlap, exchanges=exchanges)
-    trained = Trained(push, tmp_path, ranks=3)
+    trained = Trained(push, tmp_path, ranks=3, work="equal")
     record = trained.with_faults(Pause("rank 1", at=trained.half, seconds=2))
     ended = [[line["seconds"] for line in step_lines(record.folder, rank)] for rank in range(3)]
     done = [sum(time < 2 for time in times) for times in ended]

@@ -244,9 +244,10 @@ def test_the_record_tells_the_threads_that_were_charged(tmp_path: Path) -> None:
     calibration = CALIBRATION.with_task(dataclasses.replace(COSTS, timings=TIMINGS))
     path = str(kept(calibration, tmp_path))
     known: dict[str, Any] = {"steps": 2, "batch_size": 4, "calibration": path}
-    ring = simulated(run_of(AllReduce(), 2, **known), tmp_path / "a", on="lan_1gbit(2, cores=4)")
+    exact = "lan_1gbit(2, cores=4, jitter=None)"
+    ring = simulated(run_of(AllReduce(), 2, **known), tmp_path / "a", on=exact)
     assert (ring.threads, ring.threads_by_rank) == (4, [4, 4])
-    alone = simulated(run_of(Single(), 2, **known), tmp_path / "b", on="lan_1gbit(2, cores=4)")
+    alone = simulated(run_of(Single(), 2, **known), tmp_path / "b", on=exact)
     assert alone.threads == 4
     elements = Layout.of_module(load_task(TASK).model()).size
     for record, batch in ((ring, 4), (alone, 8)):  # gradients and updates of two steps

@@ -165,26 +165,26 @@ class PushSum:
 class SelfPacedPushSum(PushSum):
     """Push-sum among workers that take as many steps as they can.
 
-    A worker adds whatever has arrived, and waits for nobody. One that has sent `overlap` times
-    since it last heard of anybody keeps its mass: its w would become arbitrarily small otherwise,
-    and its steps in z arbitrarily long.
+    A worker adds whatever has arrived, and waits for nobody. One that has sent keeps the rest of
+    its mass until it has heard of somebody: its w would become arbitrarily small otherwise, and its
+    steps in z arbitrarily long.
     """
 
     def __init__(self, worker: Worker, topology: Topology, shares: Shares, overlap: int) -> None:
         super().__init__(worker, topology, shares, overlap)
         self._sent = torch.zeros(len(worker.workers), dtype=torch.float64)  # since the last drain
         self._received = 0
-        self._unheard = 0  # exchanges since something arrived
+        self._heard = True  # of somebody, since it last sent
         self._arrival: Handle | None = None  # of whatever comes next; one is left at the end
 
     def mix(self) -> None:
         """Add what is here; send."""
         while self._next_arrival().done():
             self._add_next()
-        if self._unheard < self._overlap:
+        if self._heard:
             for peer in self._send():
                 self._sent[peer] += 1
-            self._unheard += 1
+            self._heard = False
         self._finish(self.step - self._overlap)
         self.step += 1
 
@@ -212,5 +212,5 @@ class SelfPacedPushSum(PushSum):
         arrived = self._next_arrival().wait()
         self._arrival = None
         self._received += 1
-        self._unheard = 0
+        self._heard = True
         self._charged(lambda: self.mass.add_(arrived))

@@ -26,5 +26,6 @@ def clusters(subject: Subject) -> list[Figure]:
 
 
 def _flows(run: RunData) -> int:
-    """Its ranks, and servers beside them."""
-    return max(run.record.ranks, run.record.workers + run.record.servers)
+    """Its processes: `Single` is one, whatever the budget."""
+    record = run.record
+    return record.ranks if record.workers + record.servers > 1 else 1
