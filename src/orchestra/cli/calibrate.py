@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure what a simulation needs to know of this machine: seconds of a gradient of a task, with
-one thread and with all, and when in it each tensor's gradient is ready; of the optimizer's update
-and of the rest of a step; of copying and adding; of a message between two processes, at both
-ends; and how much slower a core is while all of them compute.
+1, 2, 4 threads and so on up to all cores, and when in it each tensor's gradient is ready; of the
+optimizer's update and of the rest of a step; of copying and adding; of a message between two
+processes, at both ends; and how much slower a core is while all of them compute.
 
 The figures go into a file that reads well. From then on `orchestra simulate`, on this machine,
 goes by them for the tasks in the file, and says so in its records ("costs"). Calibrating another

@@ -138,10 +138,10 @@ def _budgets(rows: Sequence[Row]) -> Iterator[str]:
 
 def _threads(rows: Sequence[Row], names: Names) -> Iterator[str]:
     groups = _grouped(rows, lambda row: _range_of_threads(row.completed[0].record))
-    largest = max((len(group) for _, group in groups), default=0)
+    _, others = max(groups, key=lambda item: len(item[1]), default=((), []))
     parts = [
         f"{least if least == most else f'{least} to {most}'} "
-        f"({'the others' if len(group) == largest < len(rows) else names(group)})"
+        f"({'the others' if group is others and len(group) < len(rows) else names(group)})"
         for (least, most), group in reversed(groups)
     ]
     if parts:

@@ -70,8 +70,9 @@ class StochasticGradientPush(Strategy[PushState]):
 
     With `overlap`, where workers take batches from a queue, each goes at its own pace, adds what
     has arrived, and waits for nobody: asynchronous gradient push (Assran and Rabbat, IEEE TAC
-    2021). Whatever `exchanges` says, it sends once and then only after it has heard of somebody, and
-    at most tau of its messages are under way. In the mean, sum x / sum w, all gradients count alike.
+    2021). Whatever `exchanges` says, it sends once and then only after it has heard of somebody,
+    and at most tau of its messages are under way. In the mean, sum x / sum w, all gradients count
+    alike.
 
     More peers first and fewer later: Switch(StochasticGradientPush(Exponential(peers=2)),
     StochasticGradientPush(), when=AfterFraction(0.3), moments="averaged").
