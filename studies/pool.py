@@ -61,13 +61,13 @@ def _trained(job: Job) -> RunRecord:
 
 
 class Pool:
-    """Makes runs, some at a time, and says how far they are."""
+    """Makes runs, some at a time, and says how far they are, of `total`."""
 
     def __init__(self, jobs: int, total: int) -> None:
         # Where cores are wanted by others, threads that wait for each other cost ten times as much.
         os.environ["OMP_NUM_THREADS"] = "1"
         self._executor = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
-        self._total = total
+        self.total = total
         self._done = self._made = 0
         self._began = datetime.now()
 
@@ -94,8 +94,8 @@ class Pool:
     def _tell(self, job: Job, record: RunRecord) -> None:
         self._done, self._made = self._done + 1, self._made + 1
         minutes = (datetime.now() - self._began).total_seconds() / 60
-        left = round(minutes / self._made * (self._total - self._done))
+        left = round(minutes / self._made * (self.total - self._done))
         accuracy = record.metrics.get("accuracy", float("nan"))
         outcome = record.status if record.status != "completed" else f"accuracy {accuracy:.3f}"
-        line = f"{self._done}/{self._total} {job.what}: {outcome}; about {left} min left"
+        line = f"{self._done}/{self.total} {job.what}: {outcome}; about {left} min left"
         print(line, file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.errors import InputError, nearest
-from orchestra.experiments.tune import Tune, grid, tuned
+from orchestra.experiments.tune import Tune, check_tunable
 from orchestra.settings import REQUIRED, Settings, setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.single import Single
@@ -60,15 +60,16 @@ class Experiment(Settings):
             self._check_tune(self.tune)
 
     def _check_tune(self, tune: Tune) -> None:
-        if tune.by == "target" and self.training.target is None:
+        if tune.by in ("target", "time") and self.training.target is None:
             raise InputError("tune.by: there is no target to choose by; give one, or by: loss")
+        if tune.by == "time" and self.training.snapshots == 0:
+            raise InputError("tune.by: without snapshots no time is known; raise snapshots")
         if tune.seed in self.seeds:
             raise InputError(
                 f"tune.seed: {tune.seed} is among the seeds; choose another, lest the settings be "
                 "chosen on a run that is compared"
             )
-        for settings in grid(tune):
-            tuned(self.training, settings)
+        check_tunable(tune, self.training, self.strategies.values())
 
 
 def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:

@@ -45,7 +45,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What trials are judged by: a metric or "loss", as `by` has it, and whether more is better."""
+    """What trials are judged by, as `by` has it: a metric, "loss" or seconds; and whether more is
+    better."""
 
     by: str
     metric: str
@@ -53,15 +54,19 @@ class Criterion:
 
     @classmethod
     def of(cls, tune: Tune, target: Target | None) -> Criterion:
-        """The target's metric in its direction, or the loss, as `tune` has it."""
+        """The target's metric in its direction, its time, or the loss, as `tune` has it."""
+        if tune.by == "time":
+            return cls("time", "seconds to the target", higher=False)
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
         return cls("target", target.metric, higher=target.at_least is not None)
 
     def score(self, record: RunRecord) -> float | None:
-        """The figure of a trial; None where it failed, or diverged."""
+        """The figure of a trial; None where it failed, diverged, or did not reach the target."""
         if record.status != "completed":
             return None
+        if self.by == "time":
+            return record.time_to_target_seconds
         loss = record.final_loss if self.metric == "loss" else None
         value = record.metrics.get(self.metric, loss)
         return value if value is not None and math.isfinite(value) else None
@@ -92,6 +97,8 @@ class Choice:
     def reason(self) -> str:
         """Why there is no best trial."""
         _, first = self.outcomes[0]
+        if self.criterion.by == "time" and first.status == "completed":
+            return "no trial of its tuning reached the target"
         cause = first.failure or f"its {self.criterion.metric} is not a finite number"
         return f"every trial of its tuning failed; the first: {cause}"
 
@@ -119,20 +126,17 @@ class Choice:
 
 
 def trials(experiment: Experiment) -> list[Trial]:
-    """As many for every strategy and number of ranks, in the order in which they are made."""
+    """Those of every strategy and number of ranks, in the order in which they are made."""
     tune = experiment.tune
     if tune is None:
         return []
     once = runs(replace(experiment, seeds=(tune.seed,), tune=None))
-    return [
-        Trial(
-            number,
-            settings,
-            replace(run, training=tuned(run.training, settings), judged_on="validation"),
-        )
-        for number, settings in enumerate(grid(tune))
+    every = [
+        Trial(number, settings, replace(tuned(run, settings), judged_on="validation"))
         for run in once
+        for number, settings in enumerate(grid(tune, run.strategy))
     ]
+    return sorted(every, key=lambda trial: trial.number)
 
 
 def choose(
@@ -152,7 +156,7 @@ def write_tuning(
     """`tuning.json`: how it was chosen, every trial, and the choice."""
     criterion = Criterion.of(tune, training.target)
     document = {
-        "trials": len(grid(tune)),
+        "trials": max((len(choice.outcomes) for choice in choices.values()), default=0),
         "by": criterion.by,
         "metric": criterion.metric,
         "better": "higher" if criterion.higher else "lower",
