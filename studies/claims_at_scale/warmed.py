@@ -44,6 +44,6 @@ def trained(made: nn.Module) -> nn.Module:
     for _ in range(EPOCHS):
         for batch in loader:
             optimizer.zero_grad()
-            task.loss(made, batch).backward()  # type: ignore[no-untyped-call]
+            task.loss(made, batch).backward()
             optimizer.step()
     return made
