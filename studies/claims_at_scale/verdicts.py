@@ -259,9 +259,12 @@ def read_rows(folder: Path, claims: Iterable[Claim]) -> dict[str, list[Row]]:
     return {name: rows_of(collect([folder / name])) for name in there}
 
 
-def print_verdicts(comparisons: Mapping[str, Sequence[Row]], claims: Iterable[Claim]) -> None:
-    """Of each comparison its rows, and the differences that the `claims` on it speak of."""
-    rows = keyed(comparisons)
+def print_verdicts(
+    comparisons: Mapping[str, Sequence[Row]], claims: Iterable[Claim], beside: Rows | None = None
+) -> None:
+    """Of each comparison its rows, and the differences that the `claims` on it speak of: to rows of
+    these comparisons, or those `beside`."""
+    rows = {**keyed(comparisons), **(beside or {})}
     for name, some in comparisons.items():
         print(f"\n### {name}\n", *rows_table(some), sep="\n")
         for claim in claims:
