@@ -19,7 +19,7 @@ from studies.claims_at_scale.search import ROUNDS, Outcomes, at_edge, search
 from studies.claims_at_scale.verdicts import SECONDS
 from studies.pool import Job, Pool, make
 
-from orchestra.experiments import Experiment, finished
+from orchestra.experiments import Experiment, finished, load
 from orchestra.experiments.experiment import refusal
 from orchestra.experiments.tune import Tune
 from orchestra.experiments.tuning import Choice, Trial, trials
@@ -27,9 +27,9 @@ from orchestra.records.record import RunRecord
 
 
 def test_every_study_has_ten_seeds_in_the_simulation_and_tuned_rates() -> None:
-    for name, (experiment, clusters) in STUDIES.items():
+    for experiment, clusters in STUDIES.values():
         assert len(set(experiment.seeds)) == 10
-        assert (experiment.tune is None) == (name == study.OF_ONE)
+        assert experiment.tune is not None
         assert experiment.training.engine == "simulation"
         assert experiment.training.calibration == "none"
         assert clusters
@@ -163,11 +163,17 @@ def test_it_tunes_once_retimes_what_no_speed_changes_and_goes_on(
     parts = [("one_worker", one), ("same_rate", scale), ("push_sum", scale)]
     for name, size in parts:
         size.carry_out(name, pool)
-    assert pool.made == sum(size.size(name) for name, size in parts) == (1 + 1) + 3 + (2 + 4)
+    assert pool.made == sum(size.size(name) for name, size in parts) == (1 + 1) + (3 + 3) + (2 + 4)
     (chosen,) = json.loads((tmp_path / "1-lan/one_worker/tuning.json").read_text())["choices"]
     lan, slow = (records_of(tmp_path / f"8-{kind}") for kind in ("lan", "stragglers"))
-    kept = lan["same_rate", "rate kept"]
-    assert kept.tuned == chosen["settings"]
+    rate = chosen["settings"]["optimizer.lr"]
+    assert lan["same_rate", "rate kept"].tuned == {"optimizer.lr": rate}
+    place = tmp_path / "8-lan/same_rate/runs/compensated/9-ranks/seed-0/experiment.yaml"
+    made = load(place)
+    assert dict(made.training.optimizer.arguments) == {
+        key.removeprefix("optimizer."): value for key, value in chosen["settings"].items()
+    }
+    assert made.strategies["compensated"].lambda0 == 8.0
     for label in ("all-reduce", "push"):
         ours, theirs = lan["push_sum", label], slow["push_sum", label]
         assert theirs.parameters_sha256 == ours.parameters_sha256

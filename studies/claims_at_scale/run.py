@@ -32,7 +32,7 @@ from orchestra.cluster.writing import cluster_text
 from orchestra.errors import InputError
 from orchestra.experiments import Entry, Experiment, claim, load, runs
 from orchestra.experiments.experiment import on_ranks
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.tune import RATE, Tune
 from orchestra.experiments.tuning import Trial, trials, write_tuning
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_atomically, write_summary
@@ -47,7 +47,7 @@ CLUSTERS = {
 }
 SIZES = (8, 32)  # the file is written for the first
 ONE_WORKER = "one_worker"
-OF_ONE = "same_rate"  # the study that takes its settings from `ONE_WORKER`
+OF_ONE = "same_rate"  # the study whose optimizer is that chosen for `ONE_WORKER`
 
 SPEED = 0.05
 """Of a worker's core: a gradient of eight images takes 18 ms, as that of a model with twenty times
@@ -130,28 +130,22 @@ class Scale:
 
     def carry_out(self, study: str, pool: Pool) -> None:
         """The trials on the first cluster, and the runs on each one."""
-        chosen = self._of_one(pool) if study == OF_ONE else self._tuned(study, pool)
+        chosen = self._tuned(study, pool)
         for kind in STUDIES[study][1]:
             experiment, folder = self.experiment(study, kind), self.folders[kind] / study
             claim(folder, experiment)
             records = pool.make(list(self._jobs(experiment, folder, kind, chosen)))
             write_summary(folder, experiment.name, records)
 
-    def _of_one(self, pool: Pool) -> Chosen:
-        """For each row, the settings that were chosen for one worker."""
-        ((run, settings),) = Scale(self.out, 1)._tuned(ONE_WORKER, pool).values()
-        experiment = self.experiment(OF_ONE, STUDIES[OF_ONE][1][0])
-        training = replace(experiment.training, optimizer=run.training.optimizer)
-        rows = runs(replace(experiment, seeds=experiment.seeds[:1], training=training))
-        return {row.name: (row, settings) for row in rows}
-
     def _tuned(self, study: str, pool: Pool) -> Chosen:
         """By label, a run with what its trials chose, and that."""
         kind = STUDIES[study][1][0]
         experiment, folder = self.experiment(study, kind), self.folders[kind] / study
+        claim(folder, experiment)
+        if study == OF_ONE:
+            experiment = self._like_one(experiment, pool)
         tune, grid = experiment.tune, trials(experiment)
         assert tune is not None
-        claim(folder, experiment)
 
         def make(some: Sequence[Trial]) -> list[tuple[Trial, RunRecord]]:
             jobs = [
@@ -170,6 +164,15 @@ class Scale:
                 print(f"{folder}: {row}: no best settings inside the grid", file=sys.stderr)
         best = {label: choice.best for (label, _), choice in choices.items()}
         return {label: (it.run, it.settings) for label, it in best.items() if it}
+
+    def _like_one(self, experiment: Experiment, pool: Pool) -> Experiment:
+        """`experiment` with the optimizer, rate and all, that was chosen for one worker."""
+        ((run, _),) = Scale(self.out, 1)._tuned(ONE_WORKER, pool).values()
+        optimizer, tune = run.training.optimizer, experiment.tune
+        assert tune is not None
+        settings = {**tune.settings, RATE: (optimizer.arguments["lr"],)}
+        training = replace(experiment.training, optimizer=optimizer)
+        return replace(experiment, tune=replace(tune, settings=settings), training=training)
 
     def _jobs(
         self, experiment: Experiment, folder: Path, kind: str, chosen: Chosen
