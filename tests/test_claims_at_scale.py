@@ -136,6 +136,7 @@ class InTurn(Pool):
 
     def __init__(self) -> None:
         self.made = self.total = 0
+        self._done = set()
 
     def make(self, jobs: Sequence[Job]) -> list[RunRecord]:
         missing = [job for job in jobs if not finished(job.folder, failed=True)]
@@ -173,7 +174,7 @@ def test_it_tunes_once_retimes_what_no_speed_changes_and_goes_on(
     assert dict(made.training.optimizer.arguments) == {
         key.removeprefix("optimizer."): value for key, value in chosen["settings"].items()
     }
-    assert made.strategies["compensated"].lambda0 == 8.0
+    assert "lambda0=8.0" in repr(made.strategies["compensated"])
     for label in ("all-reduce", "push"):
         ours, theirs = lan["push_sum", label], slow["push_sum", label]
         assert theirs.parameters_sha256 == ours.parameters_sha256

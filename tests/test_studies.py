@@ -21,6 +21,7 @@ from studies.claims_at_scale.verdicts import (
     median_difference,
     print_verdicts,
     read_rows,
+    rows_table,
     smallest_effect,
     verdict,
 )
@@ -128,6 +129,17 @@ def test_the_differences_are_printed_of_what_is_there(
     assert "| push - ring (n = 3) |  | -1.00 | -1.02 to -0.98 | 0.03 | as claimed |" in printed
     assert "holds here" in printed
     assert "rounds" not in printed
+
+
+def test_when_a_run_switched_is_shown(tmp_path: Path) -> None:
+    made = record("a", ranks=4, strategy="Switch(AllReduce('ring'), LocalSGD(8))")
+    runs = [
+        replace(made, seed=seed, switched_at_step=step) for seed, step in enumerate((7, 5, None))
+    ]
+    keep(tmp_path / "push_sum", runs)
+    (rows,) = read_rows(tmp_path, [PUSH]).values()
+    *_, line = rows_table(rows)
+    assert line.endswith("| 5 to 7, in 2 of 3 |")
 
 
 def test_seeds_that_fail_are_counted_and_left_out_of_the_median(tmp_path: Path) -> None:

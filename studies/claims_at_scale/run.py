@@ -153,7 +153,7 @@ class Scale:
                 for it in some
             ]
             if some is not grid:
-                pool.total += len(jobs)
+                pool.expect(jobs)
             return list(zip(some, pool.make(jobs), strict=True))
 
         choices = search(tune, experiment.training, grid, make)

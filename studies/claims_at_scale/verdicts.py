@@ -149,11 +149,14 @@ def rows_table(rows: Sequence[Row]) -> list[str]:
     """Every row of one comparison."""
     titles = [title for title, _, _ in figures(rows[0]).values()]
     stale = any(row.values(STALENESS.read) for row in rows)
-    lines = head(["row", "workers", "chosen", "failed", *titles, *(["staleness"] if stale else [])])
+    switched = any("Switch(" in row.strategy for row in rows)
+    more = [*(["staleness"] if stale else []), *(["switched after step"] if switched else [])]
+    lines = head(["row", "workers", "chosen", "failed", *titles, *more])
     for row in rows:
         cells = [row.label, str(row.workers), _chosen(row), _share(failed(row), row)]
         cells += [_figure(row, read, decimals) for _, read, decimals in figures(row).values()]
         cells += [_figure(row, STALENESS.read, 2)] if stale else []
+        cells += [_switched(row)] if switched else []
         lines.append(line(cells))
     return lines
 
@@ -219,6 +222,13 @@ def _chosen(row: Row) -> str:
     """The settings that its trials chose, without their paths."""
     tuned = row.runs[0].record.tuned
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in tuned.items()) or "none"
+
+
+def _switched(row: Row) -> str:
+    """After which steps, and in how many of its runs."""
+    steps = [run.record.switched_at_step for run in row.runs]
+    at = sorted(step for step in steps if step is not None)
+    return f"{at[0]} to {at[-1]}, in {len(at)} of {len(steps)}" if at else "never"
 
 
 def _figure(row: Row, read: Read, decimals: int) -> str:
