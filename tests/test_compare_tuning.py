@@ -134,7 +134,6 @@ def outcome(status: str, loss: float | None, **metrics: float) -> RunRecord:
 
 
 NAN = float("nan")
-TARGET = Target("accuracy", at_least=0.5)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +216,3 @@ def test_a_strategy_s_settings_are_tried_with_those_that_have_them(tmp_path: Pat
     assert outer["tuned"] == {"optimizer.lr": 0.1, "strategy.outer.rate": 0.5}
     assert outer["strategy"] == "LocalSGD(2, outer=Nesterov(0.5, 0.9))"
     assert "tuned, at most 2 trials<" in write_report([out], out=out).read_text()
-
-
-def test_the_time_to_the_target_can_be_what_decides() -> None:
-    made = experiment(tune={"settings": {"optimizer.lr": [1, 2, 3]}}, strategies={"a": "AllReduce"})
-    criterion = Criterion.of(Tune({"optimizer.lr": (1, 2, 3)}, "time"), TARGET)
-    never = outcome("completed", 0.1, accuracy=0.9)
-    soon, late = (replace(never, time_to_target_seconds=seconds) for seconds in (1.0, 2.0))
-    outcomes = list(zip(trials(made), [never, late, soon], strict=True))
-    best = Choice(criterion, outcomes).best
-    assert best is not None
-    assert best.number == 2
-    nobody = Choice(criterion, outcomes[:1])
-    assert nobody.best is None
-    assert nobody.reason == "no trial of its tuning reached the target"

@@ -217,11 +217,6 @@ ERRORS = [
         "tune.settings.strategy: cannot be tuned for each strategy on its own",
     ),
     (
-        SMALL + "snapshots: 0\ntarget: {metric: accuracy, at_least: 0.9}\n"
-        "tune: {settings: {optimizer.lr: [1]}, by: time}\n",
-        "exp.yaml: tune.by: without snapshots no time is known",
-    ),
-    (
         SMALL + TUNE.format("optimizer.lr: [1], clip_norm: [0]"),
         "tune.settings.clip_norm: Training.clip_norm: 0.0 is not above 0",
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from studies.claims_at_scale.verdicts import (
     SECONDS,
+    TRAINING,
     Claim,
     Pair,
     Rows,
@@ -20,8 +22,10 @@ from studies.claims_at_scale.verdicts import (
 
 ONE_WORKER = ("one_worker", "one worker", 2)
 ROUNDS = ("every 4 steps", "every 16 steps", "once, at the end")
+SWITCHES = ("switch at 1 %", "switch at 10 %", "switch at 30 %")
 HERE = "here a CNN of 72,000 parameters on digits, 20 passes"
 CIFAR = f"published: ResNet on CIFAR-10, 160 epochs; {HERE}"
+ABSTRACT = f"published: an abstract that names no task and no machines; {HERE}"
 COMPENSATED = "0.6 to 1.7 points with 4 and 8 workers"
 
 
@@ -129,26 +133,35 @@ def claims_of(workers: int) -> tuple[Claim, ...]:
             SECONDS,
         ),
         Claim(
-            "Strategy-Switch is sooner at the accuracy than all-reduce, and than asynchronous SGD",
+            "Strategy-Switch takes less time than all-reduce for the same samples",
             "strategy_switch",
-            pairs("strategy_switch", ("all-reduce", "switch"), ("asynchronous", "switch")),
-            SECONDS,
-            published="sooner than all-reduce",
-            differs=f"published: an abstract that names no task and no machines; {HERE}",
+            pairs("strategy_switch", *(("all-reduce", label) for label in SWITCHES)),
+            TRAINING,
+            published="significantly faster; no figure",
+            differs=ABSTRACT,
         ),
         Claim(
-            "Strategy-Switch ends as accurate as all-reduce, and more so than asynchronous SGD",
+            "Strategy-Switch is sooner at an accuracy than all-reduce",
             "strategy_switch",
-            (
-                *pairs("strategy_switch", ("switch", "asynchronous")),
-                Pair(
-                    ("strategy_switch", "switch", served),
-                    ("strategy_switch", "all-reduce", served),
-                    margin=1.0,
-                ),
+            pairs("strategy_switch", *(("all-reduce", label) for label in SWITCHES)),
+            SECONDS,
+            published="significantly faster; no figure",
+            differs=ABSTRACT,
+        ),
+        Claim(
+            "Strategy-Switch ends within a point of all-reduce",
+            "strategy_switch",
+            tuple(
+                replace(pair, margin=1.0)
+                for pair in pairs("strategy_switch", *((label, "all-reduce") for label in SWITCHES))
             ),
-            published="as accurate as all-reduce",
-            differs=f"published: an abstract that names no task and no machines; {HERE}",
+            published="comparable accuracy; no figure",
+            differs=ABSTRACT,
+        ),
+        Claim(
+            "Strategy-Switch ends more accurate than asynchronous SGD",
+            "strategy_switch",
+            pairs("strategy_switch", *((label, "asynchronous") for label in SWITCHES)),
         ),
     )
 

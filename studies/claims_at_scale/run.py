@@ -32,7 +32,7 @@ from orchestra.cluster.writing import cluster_text
 from orchestra.errors import InputError
 from orchestra.experiments import Entry, Experiment, claim, load, runs
 from orchestra.experiments.experiment import on_ranks
-from orchestra.experiments.tune import RATE, Tune
+from orchestra.experiments.tune import RATE
 from orchestra.experiments.tuning import Trial, trials, write_tuning
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_atomically, write_summary
@@ -149,7 +149,7 @@ class Scale:
 
         def make(some: Sequence[Trial]) -> list[tuple[Trial, RunRecord]]:
             jobs = [
-                Job(_trial(it.run, tune), experiment, it.folder(folder), f"{folder.name}, {it}")
+                Job(_trial(it.run), experiment, it.folder(folder), f"{folder.name}, {it}")
                 for it in some
             ]
             if some is not grid:
@@ -192,10 +192,8 @@ class Scale:
             yield Job(made, experiment, place, what, settings, source)
 
 
-def _trial(run: Run, tune: Tune) -> Run:
-    """Snapshots are taken only where the time to the target decides."""
-    if tune.by == "time":
-        return run
+def _trial(run: Run) -> Run:
+    """Only its last parameters are judged."""
     return replace(run, training=replace(run.training, snapshots=0))
 
 

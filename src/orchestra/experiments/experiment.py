@@ -60,10 +60,8 @@ class Experiment(Settings):
             self._check_tune(self.tune)
 
     def _check_tune(self, tune: Tune) -> None:
-        if tune.by in ("target", "time") and self.training.target is None:
+        if tune.by == "target" and self.training.target is None:
             raise InputError("tune.by: there is no target to choose by; give one, or by: loss")
-        if tune.by == "time" and self.training.snapshots == 0:
-            raise InputError("tune.by: without snapshots no time is known; raise snapshots")
         if tune.seed in self.seeds:
             raise InputError(
                 f"tune.seed: {tune.seed} is among the seeds; choose another, lest the settings be "

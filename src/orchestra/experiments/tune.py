@@ -32,10 +32,8 @@ class Tune(Settings):
     settings: Mapping[str, tuple[Any, ...]] = setting(
         REQUIRED, "the values to try of each, such as {optimizer.lr: [0.01, 0.1]}"
     )
-    by: Literal["target", "time", "loss"] | None = setting(
-        None,
-        "the target's metric, the time to the target, or the lowest loss; the metric where there "
-        "is a target",
+    by: Literal["target", "loss"] | None = setting(
+        None, "the target's metric or the lowest loss; the metric where there is a target"
     )
     seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0)
 

@@ -45,8 +45,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Criterion:
-    """What trials are judged by, as `by` has it: a metric, "loss" or seconds; and whether more is
-    better."""
+    """What trials are judged by: a metric or "loss", as `by` has it, and whether more is better."""
 
     by: str
     metric: str
@@ -54,19 +53,15 @@ class Criterion:
 
     @classmethod
     def of(cls, tune: Tune, target: Target | None) -> Criterion:
-        """The target's metric in its direction, its time, or the loss, as `tune` has it."""
-        if tune.by == "time":
-            return cls("time", "seconds to the target", higher=False)
+        """The target's metric in its direction, or the loss, as `tune` has it."""
         if target is None or tune.by == "loss":
             return cls("loss", "loss", higher=False)
         return cls("target", target.metric, higher=target.at_least is not None)
 
     def score(self, record: RunRecord) -> float | None:
-        """The figure of a trial; None where it failed, diverged, or did not reach the target."""
+        """The figure of a trial; None where it failed, or diverged."""
         if record.status != "completed":
             return None
-        if self.by == "time":
-            return record.time_to_target_seconds
         loss = record.final_loss if self.metric == "loss" else None
         value = record.metrics.get(self.metric, loss)
         return value if value is not None and math.isfinite(value) else None
@@ -97,8 +92,6 @@ class Choice:
     def reason(self) -> str:
         """Why there is no best trial."""
         _, first = self.outcomes[0]
-        if self.criterion.by == "time" and first.status == "completed":
-            return "no trial of its tuning reached the target"
         cause = first.failure or f"its {self.criterion.metric} is not a finite number"
         return f"every trial of its tuning failed; the first: {cause}"
 
