@@ -61,14 +61,15 @@ def _trained(job: Job) -> RunRecord:
 
 
 class Pool:
-    """Makes runs, some at a time, and says how far they are."""
+    """Makes runs, some at a time, and says how far they are, of `total`."""
 
     def __init__(self, jobs: int, total: int) -> None:
         # Where cores are wanted by others, threads that wait for each other cost ten times as much.
         os.environ["OMP_NUM_THREADS"] = "1"
         self._executor = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
-        self._total = total
-        self._done = self._made = 0
+        self.total = total
+        self._done: set[Path] = set()
+        self._made = 0
         self._began = datetime.now()
 
     def __enter__(self) -> Pool:
@@ -77,12 +78,16 @@ class Pool:
     def __exit__(self, kind: object, *_: object) -> None:
         self._executor.shutdown(cancel_futures=kind is not None)
 
+    def expect(self, jobs: Sequence[Job]) -> None:
+        """`jobs` that were not in the total, and are to be made."""
+        self.total += sum(job.folder not in self._done for job in jobs)
+
     def make(self, jobs: Sequence[Job]) -> list[RunRecord]:
         """The records of `jobs`, in their order; those that are there are not made again."""
         records = {
             job.folder: done[0] for job in jobs if (done := finished(job.folder, failed=True))
         }
-        self._done += len(records)
+        self._done |= records.keys()
         missing = [job for job in jobs if job.folder not in records]
         futures = {self._executor.submit(make, job): job for job in missing}
         for future in as_completed(futures):
@@ -92,10 +97,11 @@ class Pool:
         return [records[job.folder] for job in jobs]
 
     def _tell(self, job: Job, record: RunRecord) -> None:
-        self._done, self._made = self._done + 1, self._made + 1
+        self._done.add(job.folder)
+        self._made += 1
         minutes = (datetime.now() - self._began).total_seconds() / 60
-        left = round(minutes / self._made * (self._total - self._done))
+        left = round(minutes / self._made * (self.total - len(self._done)))
         accuracy = record.metrics.get("accuracy", float("nan"))
         outcome = record.status if record.status != "completed" else f"accuracy {accuracy:.3f}"
-        line = f"{self._done}/{self._total} {job.what}: {outcome}; about {left} min left"
+        line = f"{len(self._done)}/{self.total} {job.what}: {outcome}; about {left} min left"
         print(line, file=sys.stderr, flush=True)

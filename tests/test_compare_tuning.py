@@ -16,6 +16,7 @@ from orchestra.experiments import finished, load, to_yaml
 from orchestra.experiments.tune import Tune
 from orchestra.experiments.tuning import Choice, Criterion, trials
 from orchestra.records.record import RunRecord
+from orchestra.report.write import write_report
 from orchestra.trainer.settings import Target
 
 STRATEGIES = {"one": "Single", "ring": "AllReduce", "server": "ParameterServer"}
@@ -188,3 +189,30 @@ def test_train_tunes_nothing_and_may_take_the_seed_of_the_trials(tmp_path: Path)
     assert trained.status == 0, trained.err
     (record,) = finished(tmp_path / "out")
     assert (record.seed, record.tuned) == (7, {})
+
+
+def test_a_strategy_s_settings_are_tried_with_those_that_have_them(tmp_path: Path) -> None:
+    strategies = {
+        "ring": "AllReduce",
+        "average": "LocalSGD(2)",
+        "outer": "LocalSGD(2, outer=Nesterov())",
+    }
+    tune = {"settings": {"optimizer.lr": [0.1], "strategy.outer.rate": [1e-6, 0.5]}}
+    out = tmp_path / "out"
+    assert compared(out, ranks=2, tune=tune, strategies=strategies).well
+    document = tuning(out)
+    assert document["trials"] == 2
+    tried = {
+        choice["name"]: [trial["settings"] for trial in choice["trials"]]
+        for choice in document["choices"]
+    }
+    assert tried == {
+        "one process": [{"optimizer.lr": 0.1}],
+        "ring": [{"optimizer.lr": 0.1}],
+        "average": [{"optimizer.lr": 0.1}],
+        "outer": [{"optimizer.lr": 0.1, "strategy.outer.rate": rate} for rate in (1e-6, 0.5)],
+    }
+    outer = next(row for row in summary(out)["runs"] if row["name"] == "outer")
+    assert outer["tuned"] == {"optimizer.lr": 0.1, "strategy.outer.rate": 0.5}
+    assert outer["strategy"] == "LocalSGD(2, outer=Nesterov(0.5, 0.9))"
+    assert "tuned, at most 2 trials<" in write_report([out], out=out).read_text()

@@ -209,6 +209,14 @@ ERRORS = [
         "tune.settings.schedule: unknown schedule 'Cosin'; did you mean",
     ),
     (
+        SMALL + TUNE.format("optimizer.lr: [1], strategy.every: [2]"),
+        "tune.settings.strategy.every: AllReduce has no setting 'every'",
+    ),
+    (
+        SMALL + TUNE.format("optimizer.lr: [1], strategy: [Single]"),
+        "tune.settings.strategy: cannot be tuned for each strategy on its own",
+    ),
+    (
         SMALL + TUNE.format("optimizer.lr: [1], clip_norm: [0]"),
         "tune.settings.clip_norm: Training.clip_norm: 0.0 is not above 0",
     ),

@@ -1,11 +1,12 @@
-"""The claims of docs/claims.md with 8 and 32 workers, simulated with real gradients.
+"""Published claims with 8 and 32 workers, simulated with real gradients.
 
     python -m studies.claims_at_scale.run --out runs/claims-at-scale --jobs 2
 
-Runs the experiments of this folder, each with 8 and with 32 workers, on equal machines (lan) and on
-machines of which a quarter is slow (stragglers), and prints the tables of docs/claims-at-scale.md.
-Every row has its learning rate chosen once for each number of workers, on lan. Gradients of a row
-whose parameters do not depend on time are computed on lan only, and re-timed for stragglers.
+Makes what studies.yaml describes, on equal machines (lan), on machines of which a quarter is slow
+(stragglers), and with slow links as well (unlike), and prints the tables of
+docs/claims-at-scale.md. Each row has its settings chosen for each number of workers, on the first
+cluster of the study. Gradients of a row whose parameters do not depend on time are computed there
+only, and re-timed for another.
 
 Ctrl-C stops it; the same command goes on. --tables prints the tables of what is there.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from studies.claims_at_scale.claims import print_tables
+from studies.claims_at_scale.search import at_edge, search
 from studies.pool import Job, Pool
 
 from orchestra.cluster import Cluster, load_cluster
@@ -28,31 +30,24 @@ from orchestra.cluster.jitter import DEFAULT
 from orchestra.cluster.nodes import Link
 from orchestra.cluster.writing import cluster_text
 from orchestra.errors import InputError
-from orchestra.experiments import Experiment, claim, load, runs
-from orchestra.experiments.tuning import choose, trials, write_tuning
+from orchestra.experiments import Entry, Experiment, claim, load, runs
+from orchestra.experiments.experiment import on_ranks
+from orchestra.experiments.tune import RATE
+from orchestra.experiments.tuning import Trial, trials, write_tuning
 from orchestra.records.layout import run_folder
-from orchestra.records.record import write_atomically, write_summary
-from orchestra.trainer.settings import Run, Training
+from orchestra.records.record import RunRecord, write_atomically, write_summary
+from orchestra.settings.document import read_document
+from orchestra.trainer.settings import Run
 
-HERE = Path(__file__).parent
-STUDIES = (
-    "one_worker",
-    "asynchronous",
-    "same_rate",
-    "push_sum",
-    "rounds",
-    "outer_nesterov",
-    "switch_order",
-    "switch_local",
-    "plain_sgd",
-    "switch_quarter",
-)
-BESIDE = ("switch_local", "plain_sgd", "switch_quarter")
-LAN, STRAGGLERS = "lan", "stragglers"
-CLUSTERS = {LAN: "lan_1gbit({0}, speed={1})", STRAGGLERS: "stragglers({0}, speed={1})"}
-SIZES = (8, 32)  # the files are written for the first
+FILE = Path(__file__).parent / "studies.yaml"
+CLUSTERS = {
+    "lan": "lan_1gbit({0}, cores=1, speed={1})",
+    "stragglers": "stragglers({0}, cores=1, speed={1})",
+    "unlike": "stragglers({0}, cores=1, speed={1}, bandwidth='100 Mbit/s')",
+}
+SIZES = (8, 32)  # the file is written for the first
 ONE_WORKER = "one_worker"
-RATE_OF_ONE = "same_rate"  # the experiment that takes its rate from `ONE_WORKER`
+OF_ONE = "same_rate"  # the study whose optimizer is that chosen for `ONE_WORKER`
 
 SPEED = 0.05
 """Of a worker's core: a gradient of eight images takes 18 ms, as that of a model with twenty times
@@ -60,6 +55,29 @@ the operations would. At full speed everything would measure the server's cable.
 SERVER_LINK = Link(1.25e9, 50e-6)
 MESSAGE = Line(20e-6, 0.2e-9)
 """Processor seconds at each end of a message, on every node: those that are assumed at speed 1."""
+Chosen = Mapping[str, tuple[Run, Mapping[str, Any]]]
+
+
+def _studies() -> dict[str, tuple[Experiment, list[str]]]:
+    """By name, the experiment with `SIZES[0]` workers, and its clusters."""
+    document = read_document(FILE, needs="common", example="common: {}")
+    common = _entries(document.pop("common"))
+    found = {}
+    for name, own in document.items():
+        entries = common | _entries(own) | {"name": Entry(name, own.where)}
+        clusters = entries.pop("clusters").value
+        found[name] = load(None, given=entries), clusters
+    return found
+
+
+def _entries(mapping: Entry) -> dict[str, Entry]:
+    return {
+        key: mapping.inside.get(key, Entry(value, mapping.where))
+        for key, value in mapping.value.items()
+    }
+
+
+STUDIES = _studies()
 
 
 def cluster_of(kind: str, workers: int) -> Cluster:
@@ -90,13 +108,12 @@ class Scale:
         self.folders = {kind: out / f"{workers}-{kind}" for kind in CLUSTERS}
 
     def experiment(self, study: str, kind: str) -> Experiment:
-        """The experiment of the file `study` on a cluster for these workers."""
-        written = load(HERE / f"{study}.yaml")
+        """The experiment of a study on a cluster for these workers."""
+        written, _ = STUDIES[study]
         (ranks,) = written.ranks
         if study != ONE_WORKER:
             ranks += self.workers - SIZES[0]
-        cluster = str(self._cluster(kind))
-        training = replace(written.training, ranks=ranks, cluster=cluster)
+        training = replace(written.training, ranks=ranks, cluster=str(self._cluster(kind)))
         return replace(written, ranks=(ranks,), training=training)
 
     def _cluster(self, kind: str) -> Path:
@@ -105,90 +122,87 @@ class Scale:
         write_atomically(path, cluster_text(cluster_of(kind, self.workers)))
         return path
 
-    def kinds(self, study: str) -> list[str]:
-        """One worker is never stale, whatever the machines."""
-        return [LAN] if study == ONE_WORKER else list(CLUSTERS)
-
     def size(self, study: str) -> int:
-        """How many runs there are, trials included."""
-        experiment = self.experiment(study, LAN)
-        return len(trials(experiment)) + len(self.kinds(study)) * len(runs(experiment))
+        """How many runs there are, the trials of the grid included."""
+        first, *_ = kinds = STUDIES[study][1]
+        experiment = self.experiment(study, first)
+        return len(trials(experiment)) + len(kinds) * len(runs(experiment))
 
     def carry_out(self, study: str, pool: Pool) -> None:
-        """The trials on lan, and the runs on each cluster."""
+        """The trials on the first cluster, and the runs on each one."""
         chosen = self._tuned(study, pool)
-        for kind in self.kinds(study):
-            self._run(study, kind, chosen, pool)
+        for kind in STUDIES[study][1]:
+            experiment, folder = self.experiment(study, kind), self.folders[kind] / study
+            claim(folder, experiment)
+            records = pool.make(list(self._jobs(experiment, folder, kind, chosen)))
+            write_summary(folder, experiment.name, records)
 
-    def _tuned(self, study: str, pool: Pool) -> Mapping[str, tuple[Training, Mapping[str, Any]]]:
-        """By label, the training with what its trials chose, and that."""
-        experiment = self.experiment(study, LAN)
-        if study == RATE_OF_ONE:
-            found = Scale(self.out, 1)._tuned(ONE_WORKER, pool)
-            (rate,) = [tuned["optimizer.lr"] for _, tuned in found.values()]
-            optimizer = experiment.training.optimizer.with_setting("lr", rate)
-            training = replace(experiment.training, optimizer=optimizer)
-            return dict.fromkeys(experiment.strategies, (training, {"optimizer.lr": rate}))
-        assert experiment.tune is not None
-        folder = self.folders[LAN] / study
-        claim(folder, experiment)
-        there = trials(experiment)
-        jobs = [
-            Job(self._trial(it.run), experiment, it.folder(folder), f"{folder.name}, {it}")
-            for it in there
-        ]
-        outcomes = list(zip(there, pool.make(jobs), strict=True))
-        choices = choose(experiment.tune, experiment.training, outcomes)
-        write_tuning(folder, experiment.tune, experiment.training, choices)
-        best = {label: choice.best for (label, _), choice in choices.items()}
-        return {label: (it.run.training, it.settings) for label, it in best.items() if it}
-
-    def _trial(self, run: Run) -> Run:
-        """Only its last parameters are judged."""
-        return replace(run, training=replace(run.training, snapshots=0))
-
-    def _run(
-        self,
-        study: str,
-        kind: str,
-        chosen: Mapping[str, tuple[Training, Mapping[str, Any]]],
-        pool: Pool,
-    ) -> None:
+    def _tuned(self, study: str, pool: Pool) -> Chosen:
+        """By label, a run with what its trials chose, and that."""
+        kind = STUDIES[study][1][0]
         experiment, folder = self.experiment(study, kind), self.folders[kind] / study
         claim(folder, experiment)
-        records = pool.make(list(self._jobs(experiment, folder, kind, chosen)))
-        write_summary(folder, experiment.name, records)
+        if study == OF_ONE:
+            experiment = self._like_one(experiment, pool)
+        tune, grid = experiment.tune, trials(experiment)
+        assert tune is not None
+
+        def make(some: Sequence[Trial]) -> list[tuple[Trial, RunRecord]]:
+            jobs = [
+                Job(_trial(it.run), experiment, it.folder(folder), f"{folder.name}, {it}")
+                for it in some
+            ]
+            if some is not grid:
+                pool.expect(jobs)
+            return list(zip(some, pool.make(jobs), strict=True))
+
+        choices = search(tune, experiment.training, grid, make)
+        write_tuning(folder, tune, experiment.training, choices)
+        for choice in choices.values():
+            if choice.best is None or at_edge(choice):
+                row = on_ranks(choice.outcomes[0][0].run)
+                print(f"{folder}: {row}: no best settings inside the grid", file=sys.stderr)
+        best = {label: choice.best for (label, _), choice in choices.items()}
+        return {label: (it.run, it.settings) for label, it in best.items() if it}
+
+    def _like_one(self, experiment: Experiment, pool: Pool) -> Experiment:
+        """`experiment` with the optimizer, rate and all, that was chosen for one worker."""
+        ((run, _),) = Scale(self.out, 1)._tuned(ONE_WORKER, pool).values()
+        optimizer, tune = run.training.optimizer, experiment.tune
+        assert tune is not None
+        settings = {**tune.settings, RATE: (optimizer.arguments["lr"],)}
+        training = replace(experiment.training, optimizer=optimizer)
+        return replace(experiment, tune=replace(tune, settings=settings), training=training)
 
     def _jobs(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        kind: str,
-        chosen: Mapping[str, tuple[Training, Mapping[str, Any]]],
+        self, experiment: Experiment, folder: Path, kind: str, chosen: Chosen
     ) -> Iterator[Job]:
+        first = STUDIES[experiment.name][1][0]
         for run in runs(experiment):
             if run.name not in chosen:
                 continue
-            training, tuned = chosen[run.name]
-            training = replace(training, cluster=experiment.training.cluster)
-            source = None
-            if kind != LAN and not run.strategy.depends_on_speed:
-                lan = self.folders[LAN] / experiment.name
-                source = run_folder(lan, run.name, run.training.ranks, run.seed)
+            best, settings = chosen[run.name]
+            training = replace(best.training, cluster=experiment.training.cluster)
+            made = replace(run, training=training, strategy=best.strategy)
             place = run_folder(folder, run.name, run.training.ranks, run.seed)
+            source = None
+            if kind != first and not made.strategy.depends_on_speed:
+                source = self.folders[first] / place.relative_to(self.folders[kind])
             what = f"{folder.parent.name}, {folder.name}: {run.name}, seed {run.seed}"
-            yield Job(replace(run, training=training), experiment, place, what, tuned, source)
+            yield Job(made, experiment, place, what, settings, source)
+
+
+def _trial(run: Run) -> Run:
+    """Only its last parameters are judged."""
+    return replace(run, training=replace(run.training, snapshots=0))
 
 
 def _parts(out: Path, studies: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Scale]]:
-    """What matters most first: the claims themselves with each size, then what is beside them."""
+    """One worker first, then all studies with each size."""
     if ONE_WORKER in studies:
         yield ONE_WORKER, Scale(out, 1)
-    for beside in (False, True):
-        for workers in sizes:
-            for study in studies:
-                if study != ONE_WORKER and (study in BESIDE) == beside:
-                    yield study, Scale(out, workers)
+    for workers in sizes:
+        yield from ((study, Scale(out, workers)) for study in studies if study != ONE_WORKER)
 
 
 def main() -> None:
@@ -199,7 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/claims-at-scale"))
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; each takes one core")
     parser.add_argument("--workers", type=int, nargs="+", choices=SIZES, default=SIZES)
-    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=STUDIES)
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES))
     parser.add_argument("--tables", action="store_true", help="run nothing")
     given = parser.parse_args()
     parts = list(_parts(given.out, given.studies, given.workers))
@@ -212,7 +226,7 @@ def main() -> None:
             sys.exit("stopped; the same command goes on")
         except InputError as error:
             sys.exit(str(error))
-    alone = Scale(given.out, 1).folders[LAN]
+    alone = Scale(given.out, 1).folders["lan"]
     print_tables({workers: Scale(given.out, workers).folders for workers in given.workers}, alone)
 
 

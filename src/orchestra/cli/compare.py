@@ -19,8 +19,9 @@ Train one task under every strategy of an experiment file, with every seed, and 
 by side. All begin with the same parameters, take the same samples, and have the same number of
 ranks; one process with all cores and the same global batch is always among them.
 
-With `tune:` in the file every strategy first gets the same number of trials; the best settings on
-the validation data are those it is compared with. `orchestra list experiment` shows all keys.
+With `tune:` in the file every strategy first gets the same trials; the best settings on the
+validation data are those it is compared with. Settings of a strategy (strategy.outer.rate) are
+tried with those that have them. `orchestra list experiment` shows all keys.
 
 The same command with the same --out goes on with a comparison that was stopped or killed. A run
 that fails does not end the others. Exit status: 0 all runs were completed, 1 one of them failed or

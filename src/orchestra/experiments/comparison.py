@@ -191,7 +191,8 @@ class _Course:
                 failure = RunFailed(choice.reason)
                 self._records[place] = self._runner.give_up(run, place, what, failure)
                 return
-            run, tuned = replace(run, training=choice.best.run.training), choice.best.settings
+            best, tuned = choice.best.run, choice.best.settings
+            run = replace(run, training=best.training, strategy=best.strategy)
         self._records[place] = self._runner.make(run, place, what, retry=self._retry, tuned=tuned)
 
     def _place(self, run: Run) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.errors import InputError, nearest
-from orchestra.experiments.tune import Tune, grid, tuned
+from orchestra.experiments.tune import Tune, check_tunable
 from orchestra.settings import REQUIRED, Settings, setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.single import Single
@@ -67,8 +67,7 @@ class Experiment(Settings):
                 f"tune.seed: {tune.seed} is among the seeds; choose another, lest the settings be "
                 "chosen on a run that is compared"
             )
-        for settings in grid(tune):
-            tuned(self.training, settings)
+        check_tunable(tune, self.training, self.strategies.values())
 
 
 def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:

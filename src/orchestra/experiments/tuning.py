@@ -119,20 +119,17 @@ class Choice:
 
 
 def trials(experiment: Experiment) -> list[Trial]:
-    """As many for every strategy and number of ranks, in the order in which they are made."""
+    """Those of every strategy and number of ranks, in the order in which they are made."""
     tune = experiment.tune
     if tune is None:
         return []
     once = runs(replace(experiment, seeds=(tune.seed,), tune=None))
-    return [
-        Trial(
-            number,
-            settings,
-            replace(run, training=tuned(run.training, settings), judged_on="validation"),
-        )
-        for number, settings in enumerate(grid(tune))
+    every = [
+        Trial(number, settings, replace(tuned(run, settings), judged_on="validation"))
         for run in once
+        for number, settings in enumerate(grid(tune, run.strategy))
     ]
+    return sorted(every, key=lambda trial: trial.number)
 
 
 def choose(
@@ -152,7 +149,7 @@ def write_tuning(
     """`tuning.json`: how it was chosen, every trial, and the choice."""
     criterion = Criterion.of(tune, training.target)
     document = {
-        "trials": len(grid(tune)),
+        "trials": max((len(choice.outcomes) for choice in choices.values()), default=0),
         "by": criterion.by,
         "metric": criterion.metric,
         "better": "higher" if criterion.higher else "lower",

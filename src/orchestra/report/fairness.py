@@ -213,10 +213,12 @@ def _tuning_of(source: Source) -> str:
         )
     tune = source.experiment.get("tune") or {}
     settings = listed(list(tune.get("settings", {}))) if tune.get("settings") else "settings"
+    numbers = {len(choice["trials"]) for choice in source.tuning.get("choices", [])}
+    most = "at most " if len(numbers) > 1 else ""
     return (
-        f"tuned, {count('trial', source.tuning['trials'])}: for each strategy and number of ranks "
-        f"the best {settings} by {source.tuning.get('metric', 'loss')} on the validation data, "
-        f"with seed {source.tuning.get('seed')}; the test data was looked at once, afterwards"
+        f"tuned, {most}{count('trial', source.tuning['trials'])}: for each strategy and number of "
+        f"ranks the best {settings} by {source.tuning.get('metric', 'loss')} on the validation "
+        f"data, with seed {source.tuning.get('seed')}; the test data was looked at once, afterwards"
     )
 
 
