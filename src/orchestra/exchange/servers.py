@@ -187,6 +187,7 @@ def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: 
         rates=step.rates,
         used=gradients.used,
         position=step.position,
+        report=step.report,
     )
     if synchronous:
         step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)

@@ -167,7 +167,7 @@ class Loop:
         paused = self._strategy.serve(self._worker, self._state)
         self.position.consumed = self._worker.step.consumed
         self._worker.reporter.phase("training")
-        if paused is not None and paused.step != CHANGED and paused.complete:
+        if paused is not None and paused.step > CHANGED and paused.complete:
             self._take_checkpoint()
         return paused is not None
 
@@ -195,7 +195,9 @@ class Loop:
             return True
         worker.step.consumed = position.consumed = item.start
         if item.kind is Kind.END:
-            return False
+            if item.start < self._budget:
+                self._strategy.end_phase(worker, self._state, item.level)
+            return item.start < self._budget
         self.stopped = item.kind is Kind.STOP
         self._checkpoint_together()
         return True
