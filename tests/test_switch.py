@@ -24,7 +24,7 @@ from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.strategies.switch import Switch, SwitchState
+from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import (
     AfterDecay,
     AfterFraction,
@@ -34,6 +34,7 @@ from orchestra.strategies.switch_rules import (
     NoiseState,
     Straggler,
 )
+from orchestra.strategies.switch_state import SwitchState
 from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker

@@ -103,15 +103,18 @@ class _Holder:
     def __init__(self, queue: WorkQueue, workers: tuple[int, ...]) -> None:
         self._queue = queue
         self._open = set(workers)
-        self._restart()
 
     def _restart(self) -> None:
         items = self._queue.restart()
         self._held = {rank: [item] for rank, item in items.items()}
         self._paused = {rank for rank, item in items.items() if item.kind is Kind.PAUSE}
+        for rank in items.keys() - self._open:
+            self._lose(rank)
 
     def run(self, transport: Transport) -> None:
         """Until all workers have closed."""
+        self._open -= transport.lost()
+        self._restart()
         while self._open:
             request = transport.receive(None, Tag.WORK_REQUEST)
             try:

@@ -233,7 +233,8 @@ class Loop:
         self._finish_step()
         self.stopped = self._all_stop()
         every = self._training.checkpoint_every
-        if self.stopped or (every is not None and position.steps % every == 0):
+        # Workers may have taken unlike numbers of steps in the phases before.
+        if self.stopped or (every is not None and position.plan_step % every == 0):
             self._checkpoint_together()
 
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
