@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,33 @@ def test_switches_of_servers_are_told_apart(tmp_path: Path) -> None:
     record = trained(text, 9, tmp_path, IMAGES, steps=14, checkpoint_every=2)
     assert record.switched_at_step == 9
     assert record.samples == 14 * 8 * 9
+
+
+def test_the_first_phase_is_as_fast_as_all_nodes_together(tmp_path: Path) -> None:
+    """With shapes alone, too; in equal parts the slow nodes would set the pace."""
+    options: dict[str, Any] = {"tensors": "shapes", "engine": "simulation", "steps": 40}
+    text = switch(ASYNCHRONOUS, ASYNCHRONOUS, "AfterFraction(0.8)")
+    shared = trained(text, 9, tmp_path, IMAGES, **options).samples_per_second
+    (tmp_path / "equal").mkdir()
+    equal = trained(text, 9, tmp_path / "equal", IMAGES, work="equal", **options).samples_per_second
+    assert shared is not None
+    assert equal is not None
+    assert shared > 0.85 * equal / (8 * 2.5) * (6 * 10 + 2 * 2.5)
+
+
+@pytest.mark.parametrize("first", [ASYNCHRONOUS, "ElasticAveraging(4)"])
+@pytest.mark.parametrize("rule", ["AfterSteps(8)", "LossStable(window=6, threshold=9.0)"])
+def test_it_is_resumed_in_the_first_phase(first: str, rule: str, tmp_path: Path) -> None:
+    """From its last checkpoint there, after round 6; the rule that observes has fired just then."""
+    text = switch(first, RING, rule)
+    options: dict[str, Any] = {"steps": 10, "checkpoint_every": 3}
+    whole = trained(text, 9, tmp_path, IMAGES, **options)
+    assert whole.switched_at_step == (8 if "AfterSteps" in rule else 7)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "0003")
+    again = trained(text, 9, tmp_path, IMAGES, **options)
+    assert any("resumed from checkpoint 2" in notice for notice in again.notices)
+    assert again.switched_at_step == whole.switched_at_step
+    assert again.samples == whole.samples
 
 
 @pytest.mark.parametrize("first", [ASYNCHRONOUS, "PairwiseAveraging()"])
