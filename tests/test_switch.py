@@ -358,7 +358,9 @@ def test_a_straggler_ends_a_phase_and_its_recovery_the_next(first: Any, tmp_path
     result = train_threads(strategy, 3, tmp_path, "scripted(samples=3200)")
     apart = [line["step"] for line in result.lines(0) if "staleness" in line]
     assert 11 <= apart[0] <= 13 + 3 * 4
-    assert 40 <= apart[-1] < 130  # a worker may be far ahead of the one that judges
+    lines = [line for rank in range(3) for line in result.lines(rank)]
+    last = max(line["position"] for line in lines if "staleness" in line)
+    assert 40 <= last // 24 < 130
     assert apart == list(range(apart[0], apart[-1] + 1))
 
 
