@@ -355,8 +355,8 @@ def test_a_run_goes_on_without_a_dead_worker(strategy: Strategy[Any], tmp_path: 
     assert record.status == "completed"
     assert record.steps > trained.usual.steps, "the others do what it would have done"
     assert record.train_seconds is not None
-    # Fewer share the server's link, but two may fall into step, and wait for each other every time.
-    assert trained.half < record.train_seconds < 2.2 * trained.half
+    # Two do the second half of three, and may fall into step and wait for each other every time.
+    assert trained.half < record.train_seconds < (1 + 1.2 * 3 / 2) * trained.half
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.strategies.switch import Switch, SwitchState
+from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import (
     AfterDecay,
     AfterFraction,
@@ -34,6 +34,7 @@ from orchestra.strategies.switch_rules import (
     NoiseState,
     Straggler,
 )
+from orchestra.strategies.switch_state import SwitchState
 from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
@@ -254,27 +255,27 @@ def test_where_losses_are_not_shared_one_worker_judges_for_all(
     (step,) = {result.reports[rank].switched_at_step for rank in workers}
     assert step is not None
     assert 14 <= step < 4803 / 8 / 4
-    for rank in workers:
-        assert len(result.modules[rank].seen) >= step
+    assert sum(len(result.modules[rank].seen) for rank in workers) >= step * len(workers)
     seen = [sample for module in result.modules for batch in module.seen for sample in batch]
     assert sorted(seen) == list(range(4803))
 
 
 def test_a_chain_of_phases_returns_to_where_it_began(tmp_path: Path) -> None:
     inner = Switch(Gossip(), ASYNCHRONOUS, when=AfterSteps(4), moments="reset")
-    for strategy in (
+    for number, strategy in enumerate((
         Switch(Switch(AllReduce(), inner, when=AfterSteps(3)), AllReduce(), when=AfterSteps(12),
                moments="reset"),
         Switch(AllReduce(), Switch(inner, AllReduce(), when=AfterSteps(9), moments="reset"),
                when=AfterSteps(3)),
-    ):  # fmt: skip
-        folder = tmp_path / str(strategy.nesting)
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
         result = train_threads(strategy, 3, folder, "scripted(samples=403)")
         seen = [sample for module in result.modules for batch in module.seen for sample in batch]
         assert sorted(seen) == list(range(403))
-        lines = result.lines(0)
-        assert all("staleness" not in line for line in lines[:7] + lines[12:])
-        assert all("staleness" in line for line in lines[7:12])
+        lines = [line for rank in range(3) for line in result.lines(rank)]
+        apart = [line for line in lines if "staleness" in line]
+        # Rounds 8 to 12, of two workers, begin after seven steps of three.
+        assert sorted(line["position"] for line in apart) == list(range(168, 248, 8))
 
 
 def test_moments_that_differ_cannot_be_kept_where_they_have_to_be_equal(tmp_path: Path) -> None:
@@ -357,7 +358,9 @@ def test_a_straggler_ends_a_phase_and_its_recovery_the_next(first: Any, tmp_path
     result = train_threads(strategy, 3, tmp_path, "scripted(samples=3200)")
     apart = [line["step"] for line in result.lines(0) if "staleness" in line]
     assert 11 <= apart[0] <= 13 + 3 * 4
-    assert 40 <= apart[-1] < 130  # a worker may be far ahead of the one that judges
+    lines = [line for rank in range(3) for line in result.lines(rank)]
+    last = max(line["position"] for line in lines if "staleness" in line)
+    assert 40 <= last // 24 < 130
     assert apart == list(range(apart[0], apart[-1] + 1))
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from orchestra.exchange.average import (
         GradientAverage,
         agree_on_parameters,
+        agree_on_position,
         agree_within,
         broadcast_buffers,
         hand_over_moments,
@@ -54,14 +55,17 @@ if TYPE_CHECKING:
     )
     from orchestra.exchange.shards import Shards
     from orchestra.exchange.shared_work import SharedWork, share_work
+    from orchestra.exchange.watching import Judge, counted, own_seconds, step_of_round
 
     __all__ = [
         "agree_on_loss",
         "agree_on_parameters",
+        "agree_on_position",
         "agree_within",
         "CommonStep",
         "Collective",
         "GradientAverage",
+        "Judge",
         "PartialAverage",
         "PipelineStep",
         "Seat",
@@ -73,6 +77,7 @@ if TYPE_CHECKING:
         "broadcast_buffers",
         "clip_stages",
         "collect_slices",
+        "counted",
         "exact_mean",
         "exact_mean_of_buffers",
         "fragments_of",
@@ -85,6 +90,7 @@ if TYPE_CHECKING:
         "make_replicated_server",
         "make_server",
         "mix_with_neighbours",
+        "own_seconds",
         "PairwiseAverage",
         "pull_on_centre",
         "push_and_pull",
@@ -93,6 +99,7 @@ if TYPE_CHECKING:
         "share_work",
         "stage_of",
         "step_elastically",
+        "step_of_round",
         "sum_tied",
         "tell_servers",
         "start_together",
@@ -104,10 +111,12 @@ else:
         {
             "agree_on_loss": "pipeline",
             "agree_on_parameters": "average",
+            "agree_on_position": "average",
             "agree_within": "average",
             "CommonStep": "common_step",
             "Collective": "collective",
             "GradientAverage": "average",
+            "Judge": "watching",
             "PartialAverage": "partial",
             "PipelineStep": "pipeline",
             "Seat": "pipeline",
@@ -119,6 +128,7 @@ else:
             "broadcast_buffers": "average",
             "clip_stages": "pipeline",
             "collect_slices": "servers",
+            "counted": "watching",
             "exact_mean": "gossip",
             "exact_mean_of_buffers": "gossip",
             "fragments_of": "replicas",
@@ -131,6 +141,7 @@ else:
             "make_replicated_server": "servers",
             "make_server": "servers",
             "mix_with_neighbours": "gossip",
+            "own_seconds": "watching",
             "PairwiseAverage": "pairwise",
             "pull_on_centre": "elastic",
             "push_and_pull": "servers",
@@ -139,6 +150,7 @@ else:
             "share_work": "shared_work",
             "stage_of": "pipeline",
             "step_elastically": "elastic",
+            "step_of_round": "watching",
             "sum_tied": "pipeline",
             "tell_servers": "servers",
             "start_together": "average",

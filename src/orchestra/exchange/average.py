@@ -201,6 +201,13 @@ def wait_for_everyone(worker: Worker) -> None:
         all_reduce(worker.transport, torch.zeros(1), "butterfly", everyone, Tag.AGREE)
 
 
+def agree_on_position(worker: Worker, position: int, first: int) -> int:
+    """Collective over all ranks: the samples consumed, as the rank `first` knows them."""
+    samples = torch.tensor([position])
+    broadcast(worker.transport, samples, first, worker.everyone, Tag.AGREE)
+    return int(samples)
+
+
 def start_together(worker: Worker, chief: int) -> None:
     """Collective over all ranks: how far apart they return does not depend on when each called.
 

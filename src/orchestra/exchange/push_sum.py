@@ -175,7 +175,7 @@ class SelfPacedPushSum(PushSum):
         self._sent = torch.zeros(len(worker.workers), dtype=torch.float64)  # since the last drain
         self._received = 0
         self._heard = True  # of somebody, since it last sent
-        self._arrival: Handle | None = None  # of whatever comes next; one is left at the end
+        self._arrival: Handle | None = None  # of whatever comes next
 
     def mix(self) -> None:
         """Add what is here; send."""
@@ -198,6 +198,15 @@ class SelfPacedPushSum(PushSum):
         self._sent.zero_()
         self._received = 0
         self._finish(self.step)
+
+    def agree(self) -> None:
+        """Nothing is expected any more: what comes next is for another phase."""
+        if self._arrival is not None:
+            transport = self._worker.transport
+            transport.send(torch.zeros_like(self.mass), transport.rank, Tag.MIX).wait()
+            self._arrival.wait()
+            self._arrival = None
+        super().agree()
 
     def _expect(self, sources: Sequence[int]) -> None:
         """Nothing of anybody in particular."""

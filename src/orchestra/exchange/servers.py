@@ -74,11 +74,13 @@ def make_server(
     def offer(consumed: int, now: Tensor) -> None:
         worker.snapshots.offer(consumed, now, offset=part.first, mirror=mirrors is not None)
 
-    state = ServerState(consistency, set(workers), consumed=worker.step.consumed)
+    live = set(workers) - worker.transport.lost()
+    state = ServerState(consistency, live, consumed=worker.step.consumed)
     if queue is not None:
         state.applied, state.round = Applied(queue.start), queue.round
         if home == homes[0]:
-            queue.restart()
+            for gone in queue.restart().keys() - live:
+                queue.lose(gone)
             state.queue = queue
     return Server(
         state,
@@ -187,6 +189,7 @@ def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: 
         rates=step.rates,
         used=gradients.used,
         position=step.position,
+        report=step.report,
     )
     if synchronous:
         step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)

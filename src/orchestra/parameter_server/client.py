@@ -100,6 +100,7 @@ class Client:
         rates: tuple[float, ...],
         used: Sequence[bool],
         position: int | None = None,
+        report: tuple[float, ...] = (),
     ) -> list[Answer]:
         """Push flat `gradient`, pull flat `into`; the servers' answers, in their order."""
         pushes = []
@@ -107,7 +108,7 @@ class Client:
             flags = tuple(map(used.__getitem__, home.slice.tensors))
             push = Push(
                 self._transport.rank, self.clock + 1, samples, step_samples, loss, stop,
-                rates, flags, position,
+                rates, flags, position, report,
             )  # fmt: skip
             pushes.append(push)
         answers = self._exchange(pushes, gradient, into)

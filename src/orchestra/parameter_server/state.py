@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from orchestra.parameter_server.consistency import Consistency
-from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
+from orchestra.schedules.work_queue import Applied, Kind, Report, WorkItem, WorkQueue
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Push:
 
     `samples` are those behind the gradient; 0 where the worker had no data in this step.
     `step_samples` are those of the step over all workers. `position`: where they begin in the
-    global order, if they came from a queue.
+    global order, if they came from a queue. `report`: what a rule that ends the phase is told of
+    the step, from its loss on, where there is such a rule.
     """
 
     worker: int
@@ -27,6 +28,7 @@ class Push:
     rates: tuple[float, ...] = ()
     used: tuple[bool, ...] = ()
     position: int | None = None
+    report: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,9 @@ class ServerState:
             if self.applied is not None and push.position is not None:
                 self.applied.add(push.position, push.position + push.step_samples)
                 self.positions[push.worker] = push.position
+                if push.report and self.queue is not None:
+                    stop_at = push.position + push.samples
+                    self.queue.report(Report(push.worker, push.position, stop_at, *push.report))
             if push.samples:
                 self.staleness.append(staleness[push.worker])
             self.waiting[push.worker] = Answer(

@@ -15,10 +15,10 @@ from torch import Tensor
 from orchestra.parameter_server.state import Answer, Pause, Push
 from orchestra.schedules.work_queue import WorkItem, item_of
 
-PUSH_HEAD, ANSWER_HEAD = 8, 10
+PUSH_HEAD, ANSWER_HEAD = 9, 11
 """Numbers before the rates of a push, and before the flags of an answer."""
 
-NOTHING = (-1, 0, 0)
+NOTHING = (-1, 0, 0, 0)
 """In place of an item of work."""
 
 
@@ -100,18 +100,20 @@ def encode_push(push: Push) -> Tensor:
     """The message of a push."""
     position = -1 if push.position is None else push.position
     head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop, position)
-    return _vector((*head, len(push.rates), *push.rates), push.used)
+    counts = (len(push.rates), len(push.report))
+    return _vector((*head, *counts, *push.rates, *push.report), push.used)
 
 
 def decode_push(worker: int, message: Tensor) -> Push:
     """The push that `message` of `worker` holds."""
     numbers = message.numpy()
-    _, clock, samples, step_samples, loss, stop, position, rates = numbers[:PUSH_HEAD].tolist()
-    used = PUSH_HEAD + int(rates)
+    _, clock, samples, step_samples, loss, stop, position, *counts = numbers[:PUSH_HEAD].tolist()
+    report = PUSH_HEAD + int(counts[0])
+    used = report + int(counts[1])
     return Push(
         worker, int(clock), int(samples), int(step_samples), loss, bool(stop),
-        tuple(numbers[PUSH_HEAD:used].tolist()), _flags(numbers[used:].tobytes()),
-        int(position) if position >= 0 else None,
+        tuple(numbers[PUSH_HEAD:report].tolist()), _flags(numbers[used:].tobytes()),
+        int(position) if position >= 0 else None, tuple(numbers[report:used].tolist()),
     )  # fmt: skip
 
 

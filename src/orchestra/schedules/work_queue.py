@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from statistics import fmean
+from typing import NamedTuple, Protocol
 
 Sizes = tuple[tuple[int, int], ...]
 
@@ -17,17 +18,18 @@ class Kind(enum.IntEnum):
     BATCH = 0  # the gradient of these samples
     PAUSE = 1  # wait with all others for a quiet point, then go on
     STOP = 2  # the same, and do not go on: the user wishes to stop
-    END = 3  # leave: the budget is used up
+    END = 3  # leave: the budget is used up, or the phase is over
     WAIT = 4  # ask again: others hold the last batches, which come back if they are lost
 
 
 class WorkItem(NamedTuple):
     """Samples [start, stop) of the global order. Where there are none, all before `start` are
-    handed out."""
+    handed out. `level`: of an END, which of nested phases it ends; 0 is the innermost one."""
 
     kind: Kind
     start: int
     stop: int
+    level: int = 0
 
     @property
     def samples(self) -> int:
@@ -36,9 +38,34 @@ class WorkItem(NamedTuple):
 
 
 def item_of(numbers: Sequence[float]) -> WorkItem:
-    """The item that three numbers stand for."""
-    kind, start, stop = numbers
-    return WorkItem(Kind(int(kind)), int(start), int(stop))
+    """The item that four numbers stand for."""
+    kind, start, stop, level = numbers
+    return WorkItem(Kind(int(kind)), int(start), int(stop), int(level))
+
+
+class Report(NamedTuple):
+    """What a worker saw of its batch, the samples [start, stop), for a rule that ends the phase."""
+
+    worker: int
+    start: int
+    stop: int
+    loss: float
+    seconds: float
+    rate: float
+    epoch: float
+    fraction: float
+
+
+class Watch(Protocol):
+    """Is told what becomes of the batches of a queue."""
+
+    def report(self, report: Report) -> None:
+        """A batch is done."""
+        ...
+
+    def lose(self, worker: int) -> None:
+        """`worker` is gone."""
+        ...
 
 
 class WorkQueue:
@@ -59,8 +86,13 @@ class WorkQueue:
         self, start: int, stop: int | None, sizes: Sizes, pause_every: int | None = None
     ) -> None:
         self.start = start
+        self.budget = stop
         self.round = sum(size for _, size in sizes)
         self._stop = stop
+        self._level = 0
+        self._due: int | None = None
+        self._pausing = True
+        self._watches: list[Watch] = []
         self._sizes = sizes
         self._size_of = dict(sizes)
         self._pause_every = pause_every
@@ -72,7 +104,8 @@ class WorkQueue:
 
     def first(self, position: int) -> Mapping[int, WorkItem]:
         """One item for each worker, in rank order, where the samples before `position` are done."""
-        return _first(position, self._stop, self._pause_after(position), self._sizes)
+        limit = self._pause_after(position)
+        return _first(position, self._stop, limit, self._sizes, self._level)
 
     def restart(self) -> Mapping[int, WorkItem]:
         """Hand out `first`: at the beginning, and after a pause, when no worker holds a batch."""
@@ -81,6 +114,9 @@ class WorkQueue:
         self._closed = False
         self._held = {rank: item for rank, item in items.items() if item.kind is Kind.BATCH}
         self._next = max(item.stop for item in items.values())
+        self._pausing = any(item.kind is Kind.PAUSE for item in items.values())
+        if self._due is not None:
+            self.end(self._due)
         return items
 
     def take(self, worker: int) -> WorkItem:
@@ -93,8 +129,14 @@ class WorkQueue:
 
     def lose(self, worker: int) -> None:
         """`worker` is gone: another one takes the batch that it holds, if any."""
+        self.forget(worker)
         if worker in self._held:
             self.give_back(self._held.pop(worker))
+
+    def forget(self, worker: int) -> None:
+        """`worker` is gone, and reports nothing more."""
+        for watch in self._watches:
+            watch.lose(worker)
 
     def give_back(self, item: WorkItem) -> None:
         """Nobody computes the batch `item`: it is the next one to be handed out."""
@@ -104,17 +146,42 @@ class WorkQueue:
         """The user wishes to stop: nobody is given another batch before the next `restart`."""
         self._closed = True
 
+    def end_at(self, stop: int, level: int) -> None:
+        """The phase `level` ends with the samples before `stop`. For all copies, before `first`."""
+        assert self._stop is not None
+        if (stop, -level) < (self._stop, -self._level):
+            self._stop, self._level = stop, level
+
+    def end(self, level: int) -> None:
+        """The phase `level` ends as soon as can be: with the samples that are handed out.
+
+        Workers that have been told to pause here go on first: each with the batch that it knows.
+        """
+        self._due = level
+        if not self._pausing:
+            self._due = None
+            if self._next != self._stop:
+                self._stop, self._level = self._next, level
+
+    def watch(self, watch: Watch) -> None:
+        """Let `watch` know of what is reported."""
+        self._watches.append(watch)
+
+    def report(self, report: Report) -> None:
+        """A batch is done, by a worker that reports."""
+        for watch in self._watches:
+            watch.report(report)
+
     def next(self, worker: int) -> WorkItem:
         """An item for `worker`, which may still hold another one."""
         first = self._next
         if self._returned:
             return heapq.heappop(self._returned)
         if first == self._stop:
-            return WorkItem(Kind.END, first, first)
-        if self._closed:
-            return WorkItem(Kind.STOP, first, first)
-        if first == self._limit:
-            return WorkItem(Kind.PAUSE, first, first)
+            return WorkItem(Kind.END, first, first, self._level)
+        if self._closed or first == self._limit:
+            self._pausing = True
+            return WorkItem(Kind.STOP if self._closed else Kind.PAUSE, first, first)
         self._next = _earliest(first + self._size_of[worker], self._stop, self._limit)
         return WorkItem(Kind.BATCH, first, self._next)
 
@@ -131,15 +198,17 @@ class WorkQueue:
 
 @lru_cache(maxsize=16)  # all workers of a simulation ask for the same
 def _first(
-    position: int, stop: int | None, limit: int | None, sizes: Sizes
+    position: int, stop: int | None, limit: int | None, sizes: Sizes, level: int
 ) -> Mapping[int, WorkItem]:
     items = {}
     for rank, size in sizes:
         end = _earliest(position + size, stop, limit)
-        kind = Kind.BATCH
-        if end == position:
-            kind = Kind.END if end == stop else Kind.PAUSE
-        items[rank] = WorkItem(kind, position, end)
+        if end > position:
+            items[rank] = WorkItem(Kind.BATCH, position, end)
+        elif end == stop:
+            items[rank] = WorkItem(Kind.END, position, end, level)
+        else:
+            items[rank] = WorkItem(Kind.PAUSE, position, end)
         position = end
     return items
 
@@ -176,3 +245,46 @@ class Applied:
         self._later[start] = stop
         while self.before in self._later:
             self.before = self._later.pop(self.before)
+
+
+class Rounds:
+    """Puts the reports of batches together, by rounds of the global order.
+
+    A round is as many samples as all workers take in a step; batches belong to the one in which
+    they begin. Once all of a round are done, whoever did them, `observe(reports, seconds)` is told
+    of them, in their order, with the seconds of a batch of each worker, in rank order: their mean
+    in this round, or what is known of before.
+    """
+
+    def __init__(
+        self,
+        queue: WorkQueue,
+        observe: Callable[[Sequence[Report], tuple[float, ...]], None],
+    ) -> None:
+        self._observe = observe
+        self._round = queue.round
+        self._applied = Applied(queue.start)
+        # The first batches of all workers are in the first round, wherever it begins.
+        self._end = -(-queue.start // self._round) * self._round + self._round
+        self._reports: dict[int, Report] = {}
+        self._seconds: dict[int, float] = {}
+
+    def report(self, report: Report) -> None:
+        """A batch is done."""
+        self._reports[report.start] = report
+        self._applied.add(report.start, report.stop)
+        while self._applied.before >= self._end:
+            begun = sorted(start for start in self._reports if start < self._end)
+            self._end += self._round
+            self._complete([self._reports.pop(start) for start in begun])
+
+    def lose(self, worker: int) -> None:
+        """`worker` is gone."""
+        self._seconds.pop(worker, None)
+
+    def _complete(self, reports: Sequence[Report]) -> None:
+        own: dict[int, list[float]] = {}
+        for report in reports:
+            own.setdefault(report.worker, []).append(report.seconds)
+        self._seconds.update((worker, fmean(seconds)) for worker, seconds in own.items())
+        self._observe(reports, tuple(self._seconds[rank] for rank in sorted(self._seconds)))

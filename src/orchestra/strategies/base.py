@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 CHANGED = -1
-"""In place of the step of a pause: the workers paused because the phase changes."""
+"""In place of the step of a pause: the workers paused because the phase changes.
+
+Of nested phases the one with the number `level` ends at CHANGED - level.
+"""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,13 @@ class Strategy(Settings, ABC, Generic[S]):
     def work(self, state: S) -> WorkSource | None:
         """What this worker takes its batches from, in the phase under way; None: from the plan."""
         return None
+
+    def end_phase(self, worker: Worker, state: S, level: int) -> None:
+        """Collective, where `work` has ended before the budget: begin the phase after it.
+
+        `level`: which of nested phases is over.
+        """
+        raise AssertionError(f"{self!r} has no phases")
 
     @property
     def hands_over_moments(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
@@ -12,33 +13,15 @@ from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy, WorkSource
-from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
+from orchestra.strategies.switch_rules import LossStable, Rule
+from orchestra.strategies.switch_state import SwitchState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.exchange import CommonStep
     from orchestra.parameter_server import Pause
     from orchestra.worker.batches import Batch
-    from orchestra.worker.worker import QueueOf, Step, Worker
-
-
-@dataclass
-class SwitchState:
-    """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
-
-    `leaving` finds the step to switch at where workers do not decide alike; their steps so far
-    have cost `seconds` of this worker's computation and communication. `queue_of` is put aside
-    until the switch: workers that are to leave a phase after a common step take equal parts in it.
-    """
-
-    inner: Any
-    rule: RuleState
-    switched: bool = False
-    steps: int = 0
-    seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
-    leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
-    queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
+    from orchestra.worker.worker import Worker
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +36,10 @@ class Switch(Strategy[SwitchState]):
 
     Workers that know the same of each step switch at the step that the rule says. Others report
     to the first one, which observes for all; they switch a few steps later, at one that none of
-    them has passed.
+    them has passed. Where workers take batches from a queue, a step is a round: as many samples as
+    all workers have in one. A rule that counts ends the queue after its rounds. Any other one
+    observes on the rank that holds the queue, once all batches of a round are done, and then no
+    further batch is handed out.
     """
 
     use = "where the early steps need another strategy than the late ones"
@@ -180,27 +166,66 @@ class Switch(Strategy[SwitchState]):
     def start(self, worker: Worker) -> SwitchState:
         """Start the first phase."""
         state = SwitchState(None, self.when.begin())
-        state.queue_of, worker.queue_of = worker.queue_of, None
+        state.limit_queues(worker, self.when, self.nesting)
         state.inner = self.first.start(worker)
         self._watch(worker, state)
         return state
 
+    def _takes(self, worker: Worker, state: SwitchState) -> bool:
+        """Whether workers take batches from a queue in the phase under way."""
+        return worker.queue_of is not None and self._innermost(state).self_paced
+
+    def _innermost(self, state: SwitchState) -> Strategy[Any]:
+        """The phase under way, of however many switches inside one another."""
+        phase = self._phase(state)
+        return phase._innermost(state.inner) if isinstance(phase, Switch) else phase
+
+    def end_phase(self, worker: Worker, state: SwitchState, level: int) -> None:
+        """The switch, or one inside the phase under way."""
+        if not state.switched and level == self.nesting:
+            self._switch(worker, state)
+            return
+        before = self._innermost(state)
+        self._phase(state).end_phase(worker, state.inner, level)
+        self._follow(worker, state, before)
+
+    def _follow(self, worker: Worker, state: SwitchState, before: Strategy[Any]) -> None:
+        """Where the first phase has gone on from the phase `before` inside it, watch the next."""
+        if state.switched or self._innermost(state) is before:
+            return
+        takes = self._takes(worker, state)
+        if not (takes or (worker.queue_of is not None and before.self_paced)):
+            return  # steps go on as they were
+        if state.leaving is not None:
+            state.leaving.close()
+            state.leaving = None
+        state.count_rounds(self.when, worker.step.consumed)
+        if not takes:
+            state.begun = None
+        self._watch(worker, state)
+
+    # Where they take steps
+
     def _watch(self, worker: Worker, state: SwitchState) -> None:
         """Where workers do not decide alike, begin to report."""
+        if self._takes(worker, state):
+            state.seconds = exchange.own_seconds(worker)
+            return
         if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
             worker.reporter.expendable(False)  # it announces the step to leave after
         if not self._announced or worker.rank not in worker.workers.ranks:
             return
-        judge = _Judge(self.when, state.rule, worker)
+        judge = exchange.Judge(functools.partial(self.when.observe, state.rule), worker)
         level = self.nesting + 1
         state.leaving = exchange.CommonStep(worker, steps=state.steps, level=level, judge=judge)
-        state.seconds = _own_seconds(worker)
+        state.seconds = exchange.own_seconds(worker)
         worker.gradients.measures_square = self.when.reads_gradients
 
     @property
     def nesting(self) -> int:
-        """How many switches may be waiting inside the first phase of this one."""
-        return self.first.nesting + 1 if isinstance(self.first, Switch) else 0
+        """How many switches may be waiting inside the phases of this one."""
+        inside = [p.nesting + 1 for p in (self.first, self.then) if isinstance(p, Switch)]
+        return max(inside, default=0)
 
     @property
     def hands_over_moments(self) -> bool:
@@ -232,34 +257,50 @@ class Switch(Strategy[SwitchState]):
 
     def update(self, worker: Worker, state: SwitchState) -> None:
         """As the phase under way does; then, in the first, see whether it is over."""
-        square = 0.0
-        if not state.switched and self.when.reads_gradients:  # before it may be clipped
-            square = float(worker.gradients.vector.double().square().sum())
-        self._phase(state).update(worker, state.inner)
         if state.switched:
+            self.then.update(worker, state.inner)
             return
+        if self._takes(worker, state):
+            if self._announced:
+                worker.step.report = self._report(worker, state)
+            self.first.update(worker, state.inner)
+            return
+        square = 0.0
+        if self.when.reads_gradients:  # before it may be clipped
+            square = float(worker.gradients.vector.double().square().sum())
         state.steps += 1
-        if self._is_over(worker, state, square):
+        # Rules that count do so before a phase inside may begin, and with it a queue, by them.
+        over = self.when.counts and self.when.observe(state.rule, worker.step)
+        before = self._innermost(state)
+        self.first.update(worker, state.inner)
+        if over or (not self.when.counts and self._is_over(worker, state, square)):
             self._switch(worker, state)
+        else:
+            self._follow(worker, state, before)
+
+    def _report(self, worker: Worker, state: SwitchState) -> tuple[float, ...]:
+        """What `Report` says of the step, from its loss on."""
+        step, before = worker.step, state.seconds
+        state.seconds = exchange.own_seconds(worker)
+        rate = step.rates[0] if step.rates else 0.0
+        return (step.loss, state.seconds - before, rate, step.epoch, step.fraction)
 
     def _is_over(self, worker: Worker, state: SwitchState, square: float) -> bool:
         if state.leaving is None:
             return self.when.observe(state.rule, worker.step)
-        step, before = worker.step, state.seconds
-        state.seconds = _own_seconds(worker)
-        rate = step.rates[0] if step.rates else 0.0
-        spent = state.seconds - before
+        loss, spent, rate, epoch, fraction = self._report(worker, state)
         squares = (worker.gradients.square, square)
-        report = (step.samples, step.loss, spent, rate, step.epoch, step.fraction, *squares)
+        report = (worker.step.samples, loss, spent, rate, epoch, fraction, *squares)
         state.leaving.report(state.steps, *report)
         return state.leaving.reached(state.steps, wish=False)
 
     def _switch(self, worker: Worker, state: SwitchState) -> None:
         """Nothing in flight, parameters agreed, moments handed over, then the second phase."""
+        position = max(worker.step.consumed, worker.step.planned)
         if worker.rank in worker.workers.ranks:
-            self.first.quiesce(worker, state.inner, CHANGED)
+            self.first.quiesce(worker, state.inner, CHANGED - self.nesting)
         self.first.stop(worker, state.inner)
-        self._leave_together(worker, state)
+        self._leave_together(worker, state, position)
         optimizer = self.first.optimizer_of(state.inner)
         if self.moments == "reset":
             if optimizer is not None:  # the user's own one goes on
@@ -270,7 +311,7 @@ class Switch(Strategy[SwitchState]):
         self._begin_second(worker, state)
         state.inner = self.then.start(worker)
 
-    def _leave_together(self, worker: Worker, state: SwitchState) -> None:
+    def _leave_together(self, worker: Worker, state: SwitchState, position: int) -> None:
         """End the watch; agree on what workers at their own pace could not agree on before."""
         if state.leaving is not None:
             state.leaving.close()
@@ -279,9 +320,13 @@ class Switch(Strategy[SwitchState]):
         if self.first.synchronous:
             exchange.wait_for_everyone(worker)  # a server may still wait for one who is to leave
             return
-        if not self.first.current_roles(worker, state.inner).servers:
+        roles = self.first.current_roles(worker, state.inner)
+        if not roles.servers:
             exchange.exact_mean_of_buffers(worker)
-        worker.step.consumed = max(worker.step.consumed, worker.step.planned)
+        there = next(rank for rank in worker.everyone.ranks if rank in roles.workers)
+        worker.step.consumed = exchange.agree_on_position(worker, position, there)
+        if self._takes(worker, state):
+            state.count_rounds(self.when, worker.step.consumed)
 
     def _begin_second(self, worker: Worker, state: SwitchState) -> None:
         first = len(worker.workers)
@@ -304,16 +349,22 @@ class Switch(Strategy[SwitchState]):
             self._begin_second(worker, state)
             state.inner = self.then.resume(worker, saved["inner"])
         else:
-            state.queue_of, worker.queue_of = worker.queue_of, None
+            state.begun, state.fired = saved["begun"], saved["fired"]
+            state.limit_queues(worker, self.when, self.nesting)
             state.inner = self.first.resume(worker, saved["inner"])
             self._watch(worker, state)
         return state
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
         """As the phase under way does; where its workers switch, this rank switches with them."""
+        before, switched = self._innermost(state), state.switched
         paused = self._phase(state).serve(worker, state.inner)
-        if paused is not None and paused.step == CHANGED and not state.switched:
+        if switched or paused is None:
+            return paused
+        if paused.step == CHANGED - self.nesting:
             self._switch(worker, state)
+        else:
+            self._follow(worker, state, before)
         return paused
 
     def quiesce(self, worker: Worker, state: SwitchState, step: int) -> bool:
@@ -339,50 +390,3 @@ class Switch(Strategy[SwitchState]):
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:
         return self.then if state.switched else self.first
-
-
-def _own_seconds(worker: Worker) -> float:
-    """What `worker` has needed so far, without waiting for others."""
-    communicating = worker.transport.traffic.seconds_communicating
-    return worker.compute.seconds + communicating + worker.measures.background_seconds
-
-
-class _Judge:
-    """The first worker's: puts the reports of all workers together, and lets the rule observe."""
-
-    def __init__(self, rule: Rule, state: RuleState, worker: Worker) -> None:
-        self._rule = rule
-        self._state = state
-        self._worker = worker
-        self._reports: dict[int, dict[int, list[float]]] = {}
-
-    def __call__(self, step: int, rank: int, report: list[float]) -> bool:
-        """Whether the rule, with this report of `rank`, wants to switch."""
-        reports = self._reports.setdefault(step, {})
-        reports[rank] = report
-        if set(self._worker.workers.ranks) - self._worker.transport.lost() - reports.keys():
-            return False
-        del self._reports[step]
-        return self._rule.observe(self._state, _combined([reports[r] for r in sorted(reports)]))
-
-
-def _combined(reports: list[list[float]]) -> Step:
-    """A step as all workers know it together, from each one's report."""
-    from orchestra.worker.worker import Step
-
-    samples, losses, seconds, rates, epochs, fractions, own, mean = zip(*reports, strict=True)
-    total = sum(samples)
-    loss = sum(n * loss for n, loss in zip(samples, losses, strict=True)) / total if total else 0.0
-    return Step(
-        samples=int(total),
-        total_samples=int(total),
-        loss=loss,
-        losses=losses,
-        seconds=seconds,
-        rates=(min(rates),),
-        epoch=min(epochs),
-        fraction=min(fractions),
-        counts=tuple(map(int, samples)),
-        squares=own,
-        square=mean[0],
-    )

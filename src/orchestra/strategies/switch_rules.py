@@ -168,7 +168,9 @@ class Straggler(Rule):
         return StragglerState()
 
     def observe(self, state: StragglerState, step: Step) -> bool:
-        """True where the last `window` steps say so."""
+        """True where the last `window` steps say so, all of the same number of workers."""
+        if state.recent and len(state.recent[-1]) != len(step.seconds):
+            state.recent.clear()
         state.recent.append(list(step.seconds))
         del state.recent[: -self.window]
         if len(state.recent) < self.window:

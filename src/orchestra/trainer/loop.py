@@ -167,7 +167,7 @@ class Loop:
         paused = self._strategy.serve(self._worker, self._state)
         self.position.consumed = self._worker.step.consumed
         self._worker.reporter.phase("training")
-        if paused is not None and paused.step != CHANGED and paused.complete:
+        if paused is not None and paused.step > CHANGED and paused.complete:
             self._take_checkpoint()
         return paused is not None
 
@@ -195,7 +195,9 @@ class Loop:
             return True
         worker.step.consumed = position.consumed = item.start
         if item.kind is Kind.END:
-            return False
+            if item.start < self._budget:
+                self._strategy.end_phase(worker, self._state, item.level)
+            return item.start < self._budget
         self.stopped = item.kind is Kind.STOP
         self._checkpoint_together()
         return True
@@ -231,7 +233,8 @@ class Loop:
         self._finish_step()
         self.stopped = self._all_stop()
         every = self._training.checkpoint_every
-        if self.stopped or (every is not None and position.steps % every == 0):
+        # Workers may have taken unlike numbers of steps in the phases before.
+        if self.stopped or (every is not None and position.plan_step % every == 0):
             self._checkpoint_together()
 
     def _train(self, batch: Any, step: Step, *, done: int) -> None:

@@ -39,7 +39,7 @@ class Step:
     where somebody gathers them; so are `counts`, each worker's samples, `squares`, |g|^2 of each
     one's gradient, and `square`, that of their mean. `staleness`: of this step's push at each
     server, in updates. `position`: where the samples begin in the global order, if they came from a
-    queue.
+    queue. `report`: what is told of them to who holds the queue, for a rule that ends the phase.
     """
 
     samples: int = 0
@@ -59,6 +59,7 @@ class Step:
     squares: tuple[float, ...] = ()
     square: float = 0.0
     position: int | None = None
+    report: tuple[float, ...] = ()
 
     @property
     def weight(self) -> float:
