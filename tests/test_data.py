@@ -253,6 +253,14 @@ def test_an_iterable_dataset_goes_on_after_a_switch_of_roles() -> None:
     assert then.next(0)[0].tolist() == [4, 5, 6, 7]
 
 
+def test_an_iterable_dataset_is_begun_anew_for_an_earlier_batch() -> None:
+    """Of a worker that was lost, taken from the queue."""
+    samples = open_samples(Stream(10), 3, None)
+    assert samples.read(12, 14).tolist() == [1002, 1003]
+    assert samples.read(3, 5).tolist() == [3, 4]
+    assert samples.read(20, 21).tolist() == [2000]
+
+
 def test_an_iterable_dataset_that_ends_for_good_is_refused() -> None:
     class Once(IterableDataset[int]):
         def __init__(self) -> None:

@@ -55,7 +55,7 @@ class MapSamples:
 
 
 class IterableSamples:
-    """An `IterableDataset`, iterated again and again; places are read in rising order only.
+    """An `IterableDataset`, iterated again and again; to go back it begins anew.
 
     Every rank iterates a copy of its own and skips what others read, so the dataset has to give
     the same samples in the same order everywhere: an order at random needs a generator of its
@@ -70,7 +70,8 @@ class IterableSamples:
         self._position = 0
 
     def read(self, start: int, stop: int) -> Any:
-        assert start >= self._position, "an IterableDataset cannot go back"
+        if start < self._position:  # the batch of a worker that was lost
+            self._stream, self._position = _epochs(self._dataset), 0
         if start > self._position:
             with torch.random.fork_rng(devices=[]):
                 next(islice(self._stream, start - self._position - 1, None))
