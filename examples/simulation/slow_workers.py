@@ -10,7 +10,7 @@ worker that is free takes the next batch, so that the others do what the slow on
                   equal  one slow  by speed   varying
     ring           6.5413   25.7449    7.3449   10.8841
     local SGD      6.4294   25.6333    7.2333    7.6152
-    asynchronous   6.7802    7.7430    7.5032    6.6748
+    asynchronous   6.7802    7.7430    7.5032    6.6749
 """
 
 from __future__ import annotations
