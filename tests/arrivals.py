@@ -127,6 +127,7 @@ class Served:
             worker = Worker(runtime, module, spec)
             self.workers.append(worker)
             self.states.append(strategy.start(worker))
+            self.servers[-1].state.live.update(range(workers))  # lost to all but this server
             transport.given = {m: self.servers[-1].values.clone() for m in range(workers)}
 
     @property

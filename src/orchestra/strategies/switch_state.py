@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from orchestra import exchange, optimizers
-from orchestra.schedules.work_queue import Report, Rounds, WorkQueue
 from orchestra.strategies.switch_rules import Rule, RuleState
 
 if TYPE_CHECKING:
     from orchestra.exchange import CommonStep
+    from orchestra.schedules.work_queue import Report, WorkQueue
     from orchestra.worker.worker import QueueOf, Worker
 
 
@@ -65,6 +65,8 @@ class SwitchState:
         if when.counts:
             queue.end_at(self._end(when, queue, self.begun), level)
             return queue
+        from orchestra.schedules.work_queue import Rounds  # NumPy comes with it
+
         queue.watch(Rounds(queue, functools.partial(self._observe, when, level, queue)))
         if self.fired:
             queue.end(level)
