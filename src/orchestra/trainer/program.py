@@ -185,9 +185,9 @@ class Session:
         module = self._whole(gathered)
         with signs_of_life(worker, module, self.position.steps), all_cores():
             points: list[Point] = []
-            if held:
+            final = len(worker.snapshots.due)
+            if any(index < final for index in gathered.indices):
                 model = worker if self.part is None else FlatModel(module)
-                final = len(worker.snapshots.due)
                 points = curve(model, self.task, gathered, nodes, below=final)
             gathered.close()
             dataset, figures = self._final_dataset(), dict[str, float]()
@@ -325,7 +325,8 @@ class Session:
         with undisturbed():
             self.runtime.seed(self.run.seed)
             module = self.task.model().to(self.worker.layout.device)
-        put_together(module, list(gathered.parts(len(self.worker.snapshots.due))))
+        for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
+            put_together(module, [part])
         return module
 
     # Checkpoints
