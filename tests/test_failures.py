@@ -163,7 +163,7 @@ def test_an_asynchronous_run_leaves_out_a_worker_that_is_stopped_to_the_end(
 
 
 def test_a_bounded_run_leaves_out_a_stopped_worker_once_all_wait_for_it(tmp_path: Path) -> None:
-    with Gate(tmp_path, BOUNDED, 2, patience=3) as gate:
+    with Gate(tmp_path, BOUNDED, 2, patience=8) as gate:
         gate.signal(1, signal.SIGSTOP)
         gate.open()
         ended = gate.end()

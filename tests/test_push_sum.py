@@ -286,6 +286,38 @@ def test_mass_on_its_way_is_missing_until_it_is_drained() -> None:
     assert sum(w for _, w, _ in result) == pytest.approx(3, abs=1e-15)
 
 
+class Eager(Patient):
+    """A transport on which a message has always arrived when it is asked for."""
+
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Any:
+        return EagerHandle(self, source, self._transport.receive(source, tag, into))
+
+
+@dataclass
+class EagerHandle(PatientHandle):
+    def done(self) -> bool:
+        self.handle.wait()
+        return True
+
+
+def test_a_rank_that_has_begun_more_exchanges_than_one_that_drains_does_not_wait_for_it() -> None:
+    """Rank 0 begins an exchange in each step, rank 1, which sees messages late, in each third."""
+
+    def program(runtime: Runtime) -> tuple[float, int]:
+        kind = Eager if runtime.rank == 0 else Patient
+        runtime = replace(runtime, transport=kind(runtime.transport))
+        worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
+        push = PushSum(worker, Exponential(peers=1), uniform_shares, 3, "one_at_a_time")
+        for _ in range(8):
+            push.mix()
+        push.drain()
+        return push.w, push.exchanges
+
+    first, second = run_ranks(2, program)
+    assert first[0] + second[0] == pytest.approx(2, abs=1e-15)
+    assert first[1] == second[1] > 3
+
+
 # Overlap: one peer is suspended
 
 

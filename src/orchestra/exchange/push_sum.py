@@ -59,6 +59,7 @@ class PushSum:
         self._one_at_a_time = exchanges == "one_at_a_time" and overlap > 0
         self._leaving: list[Moving] = []
         self._arriving: list[Moving] = []
+        self._closed: dict[int, int] = {}  # ranks that drain, and the exchanges that they began
 
     @property
     def x(self) -> Tensor:
@@ -104,33 +105,46 @@ class PushSum:
     def _expect(self, sources: Sequence[int]) -> None:
         """The ranks `sources` send in this exchange, too."""
         for source in sources:
-            into = torch.empty_like(self.mass)
-            handle = self._worker.transport.receive(source, Tag.MIX, into)
-            self._arriving.append(Moving(self.step, handle))
+            if source not in self._closed:
+                handle = self._worker.transport.receive(source, Tag.MIX)
+                self._arriving.append(Moving(self.step, handle))
 
     def drain(self) -> None:
         """Collective, after a step of all: take in all that is on its way."""
-        if self._one_at_a_time and len(self._worker.workers) > 1:
-            for _ in range(self._most_exchanges() - self.exchanges):
-                self._finish(self.step)
-                self._send()
+        if self._one_at_a_time:
+            self._close()
         self._finish(self.step)
+        if self._one_at_a_time:
+            self._take_until_all_have_closed()
 
-    def _most_exchanges(self) -> int:
-        """Where each begins them at its own pace, those of the worker that is furthest."""
-        worker = self._worker
-        begun = torch.zeros(len(worker.workers), dtype=torch.float64)
-        begun[worker.workers.index(worker.rank)] = self.exchanges
-        all_reduce(worker.transport, begun, "ring", worker.workers, Tag.AGREE)
-        return int(begun.max())
+    def _others(self) -> list[int]:
+        return [rank for rank in self._worker.workers.ranks if rank != self._worker.rank]
+
+    def _close(self) -> None:
+        """Tell the others how many exchanges this rank began, as the last of its messages.
+
+        A rank that is in an earlier step, and has begun more exchanges, would wait for ever for
+        its part of them: the number of exchanges in a number of steps is each rank's own.
+        """
+        begun = torch.tensor([self.exchanges])
+        for peer in self._others():
+            sending = self._worker.transport.send(begun, peer, Tag.MIX)
+            self._leaving.append(Moving(self.step, sending))
+
+    def _take_until_all_have_closed(self) -> None:
+        for peer in self._others():
+            while peer not in self._closed:
+                self._expect([peer])
+                self._finish(self.step)
+        self.exchanges = max(self.exchanges, *self._closed.values(), 0)
+        self._closed.clear()
 
     def _finish(self, due: int) -> None:
         """Add what has arrived, and wait for the messages of the steps up to `due`."""
         late = []
         for message in self._arriving:
             if message.step <= due or message.handle.done():
-                arrived = message.handle.wait()
-                self._charged(lambda values=arrived: self.mass.add_(values))  # type: ignore[misc]
+                self._take(message.handle)
             else:
                 late.append(message)
         self._arriving = late
@@ -138,6 +152,13 @@ class PushSum:
             if message.step <= due:
                 message.handle.wait()
         self._leaving = [message for message in self._leaving if message.step > due]
+
+    def _take(self, handle: Handle) -> None:
+        arrived = handle.wait()
+        if arrived.dtype == torch.int64:
+            self._closed[handle.source] = int(arrived)
+        else:
+            self._charged(lambda: self.mass.add_(arrived))
 
     def agree(self) -> None:
         """With nothing on its way: everyone gets the exact mean, sum of x / sum of w."""
