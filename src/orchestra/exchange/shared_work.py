@@ -21,20 +21,28 @@ class Word(enum.IntEnum):
     NEXT = 0  # give me the item after the one that I begin now
     STOP = 1  # the same, and the user wishes to stop
     CLOSE = 2  # I take nothing more
-    DONE = 3  # here is my report; answer when it has been read
+    DONE = 3  # my batch is done, and I have begun no other; answer when you have read this
 
 
 def share_work(
-    worker: Worker, shares: tuple[float, ...], holder: int | None = None
+    worker: Worker,
+    shares: tuple[float, ...],
+    holder: int | None = None,
+    *,
+    expendable: bool = False,
 ) -> SharedWork | None:
     """This rank's end of a queue of all that is left; None where work is dealt out.
 
-    `holder` is the rank that holds it: the first worker, unless another one is named.
+    Args:
+        holder: the rank that holds it: the first worker, unless another one is named.
+        expendable: whether the run goes on without a worker that is lost. Then no worker ends
+            before all batches are done, since another one's may come back.
     """
     queue, copy = worker.make_queue(shares), worker.make_queue(shares)
     if queue is None or copy is None:
         return None
-    return SharedWork(worker, queue, copy, worker.workers.ranks[0] if holder is None else holder)
+    rank = worker.workers.ranks[0] if holder is None else holder
+    return SharedWork(worker, queue, copy, rank, expendable)
 
 
 class SharedWork:
@@ -50,7 +58,9 @@ class SharedWork:
         copy: the same, for what a worker knows without a message.
     """
 
-    def __init__(self, worker: Worker, queue: WorkQueue, copy: WorkQueue, holder: int) -> None:
+    def __init__(
+        self, worker: Worker, queue: WorkQueue, copy: WorkQueue, holder: int, expendable: bool
+    ) -> None:
         self._worker = worker
         self._holder = holder
         self._works = worker.rank in worker.workers.ranks
@@ -60,7 +70,9 @@ class SharedWork:
         self._begun = False
         self._flow: Task[None] | None = None
         if worker.rank == holder:
-            self._flow = worker.transport.spawn(_Holder(queue, worker.workers.ranks).run)
+            self._flow = worker.transport.spawn(
+                _Holder(queue, worker.workers.ranks, expendable).run
+            )
 
     def take(self) -> WorkItem:
         """What this worker does next; the one before is done."""
@@ -73,9 +85,13 @@ class SharedWork:
             stop = self._worker.reporter.stop_requested()
             self._tell(Word.STOP if stop else Word.NEXT, report)
             self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
-        elif report:
+        elif report or item.kind is Kind.WAIT:
             self._tell(Word.DONE, report)
-            self._worker.transport.receive(self._holder, Tag.WORK).wait()
+            answer = self._worker.transport.receive(self._holder, Tag.WORK)
+            if item.kind is Kind.WAIT:
+                self._asked = answer
+            else:
+                answer.wait()
         return item
 
     def skip(self, values: Tensor) -> None:
@@ -102,11 +118,19 @@ class SharedWork:
 
 
 class _Holder:
-    """The background flow: it answers at once, whatever the main flows do."""
+    """The background flow: it answers at once, whatever the main flows do.
 
-    def __init__(self, queue: WorkQueue, workers: tuple[int, ...]) -> None:
+    Where workers are expendable, one for whom nothing is left is told to wait, and asks again when
+    its last batch is done. That question is answered when another worker's batch has come back, or
+    when all batches are done.
+    """
+
+    def __init__(self, queue: WorkQueue, workers: tuple[int, ...], expendable: bool) -> None:
         self._queue = queue
         self._open = set(workers)
+        self._expendable = expendable
+        self._told_to_wait: set[int] = set()
+        self._waiting: set[int] = set()
 
     def _restart(self) -> None:
         items = self._queue.restart()
@@ -125,18 +149,30 @@ class _Holder:
                 number, *report = request.wait().tolist()
             except PeerLost as lost:
                 self._lose(lost.rank)
-                continue
-            word, worker = Word(int(number)), request.source
-            if word is Word.CLOSE:
-                self._open.discard(worker)
-                continue
-            if report:
-                start, stop, *seen = report
-                self._queue.report(Report(worker, int(start), int(stop), *seen))
-            item = self._held[worker][-1] if word is Word.DONE else self._next(worker, word)
-            answer = torch.tensor(item, dtype=torch.float64)
-            with contextlib.suppress(PeerLost):
-                transport.send(answer, worker, Tag.WORK).wait()
+            else:
+                if report:
+                    start, stop, *seen = report
+                    self._queue.report(Report(request.source, int(start), int(stop), *seen))
+                self._heed(transport, request.source, Word(int(number)))
+            self._end_waiting(transport)
+
+    def _heed(self, transport: Transport, worker: int, word: Word) -> None:
+        if word is Word.CLOSE:
+            self._open.discard(worker)
+            del self._held[worker]
+        elif word is not Word.DONE:
+            self._answer(transport, worker, self._next(worker, word))
+        elif worker in self._told_to_wait:
+            self._told_to_wait.remove(worker)
+            self._held[worker] = []
+            self._waiting.add(worker)
+        else:
+            self._answer(transport, worker, self._held[worker][-1])
+
+    def _answer(self, transport: Transport, worker: int, item: WorkItem) -> None:
+        answer = torch.tensor(item, dtype=torch.float64)
+        with contextlib.suppress(PeerLost):
+            transport.send(answer, worker, Tag.WORK).wait()
 
     def _next(self, worker: int, word: Word) -> WorkItem:
         """The item after the one that `worker` begins; what it had before that one is done."""
@@ -144,15 +180,36 @@ class _Holder:
             self._restart()
         if word is Word.STOP:
             self._queue.close()
+        self._held[worker] = self._held[worker][-1:]
         item = self._queue.next(worker)
+        if item.kind is Kind.END and self._expendable:
+            self._told_to_wait.add(worker)
+            return WorkItem(Kind.WAIT, item.start, item.stop)
+        self._hold(worker, item)
+        return item
+
+    def _hold(self, worker: int, item: WorkItem) -> None:
         if item.kind is Kind.BATCH:
-            self._held[worker] = [*self._held[worker][-1:], item]
+            self._held[worker].append(item)
         elif item.kind is not Kind.END:
             self._paused.add(worker)
-        return item
+
+    def _end_waiting(self, transport: Transport) -> None:
+        """Answer those that wait and can be: with what came back, or as nothing can any more."""
+        for worker in sorted(self._waiting):
+            item = self._queue.next(worker)
+            if item.kind is Kind.END and self._some_hold_batches():
+                return
+            self._hold(worker, item)
+            self._waiting.remove(worker)
+            self._answer(transport, worker, item)
+
+    def _some_hold_batches(self) -> bool:
+        return any(item.kind is Kind.BATCH for items in self._held.values() for item in items)
 
     def _lose(self, worker: int) -> None:
         self._open.discard(worker)
+        self._waiting.discard(worker)
         self._queue.forget(worker)
         for item in self._held.pop(worker, ()):
             if item.kind is Kind.BATCH:

@@ -130,7 +130,9 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
                 state.velocity = worker.parameters.new_zeros(worker.parameters.shape)
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
-        state.work = exchange.share_work(worker, roles.shares, holder=roles.servers[0])
+        state.work = exchange.share_work(
+            worker, roles.shares, holder=roles.servers[0], expendable=True
+        )
         worker.reporter.expendable(worker.rank not in roles.servers)
         return state
 
