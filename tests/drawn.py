@@ -91,6 +91,7 @@ def record(label: str, ranks: int = 4, seed: int = 0, **changes: Any) -> RunReco
             staleness={"mean": 1.0, "max": 2} if serving else None,
             staleness_histogram={"0": 5, "2": 15} if serving else {},
             switched_at_step=5 if switching else None,
+            switched_at_sample=5 * BATCH if switching else None,
             global_batch=BATCH,
             by_rank=_by_rank(label, workers, ranks, seconds),
         ),

@@ -61,7 +61,7 @@ def test_a_rule_that_counts_ends_the_queue_at_its_round(
     assert covers(batches, 0, 5 * 8 * 8)
     counts = [len(positions(tmp_path / "run", [rank])) for rank in range(8)]
     assert min(counts[:6]) > max(counts[6:]) or every
-    assert record.switched_at_step == 5
+    assert (record.switched_at_step, record.switched_at_sample) == (5, 5 * 8 * 8)
     assert record.samples == 10 * 8 * ranks
     assert (tmp_path / "run" / "checkpoints").exists() == bool(every)
 
@@ -76,6 +76,7 @@ def test_a_rule_that_observes_ends_the_queue_for_all_at_once(first: str, tmp_pat
     assert covers(batches, 0, end)
     assert 3 * 64 <= end < 20 * 64
     assert record.switched_at_step == -(-end // 64)
+    assert record.switched_at_sample == end
     assert record.samples == 20 * 8 * ranks
 
 

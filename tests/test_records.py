@@ -42,6 +42,7 @@ CONTRACT = {
     "seconds": dict,
     "staleness": dict,
     "switched_at_step": int,
+    "switched_at_sample": int,
     "parameters_sha256": str,
 }
 """The fields of a run in `summary.json`: more may stand there, none may be missing."""
@@ -73,6 +74,7 @@ def report(rank: int, **changes: Any) -> RankReport:
         "staleness": {},
         "peak_buffer_bytes": 64 * (rank + 1),
         "switched_at_step": None,
+        "switched_at_sample": None,
         "stopped": False,
         "threads": 1,
     }
@@ -124,11 +126,17 @@ def test_a_server_that_worked_in_a_phase_counts_as_a_worker() -> None:
 
 def test_what_one_rank_says_holds_for_the_run() -> None:
     record = combine(
-        [report(0), report(1, stopped=True, switched_at_step=9, bytes_estimated=True), server()],
+        [
+            report(0),
+            report(
+                1, stopped=True, switched_at_step=9, switched_at_sample=144, bytes_estimated=True
+            ),
+            server(),
+        ],
         **ABOUT,
     )
     assert record.status == "stopped"
-    assert record.switched_at_step == 9
+    assert (record.switched_at_step, record.switched_at_sample) == (9, 144)
     assert record.bytes_estimated
 
 
@@ -138,7 +146,11 @@ def test_a_run_without_time_has_no_pace() -> None:
 
 
 def test_summary_has_the_fields_that_others_rely_on(tmp_path: Path) -> None:
-    reports = [report(0, staleness={"1": 1}, switched_at_step=5), report(1), server()]
+    reports = [
+        report(0, staleness={"1": 1}, switched_at_step=5, switched_at_sample=80),
+        report(1),
+        server(),
+    ]
     path = write_summary(tmp_path, "quickstart", [combine(reports, **ABOUT, folder=tmp_path)])
     assert path == tmp_path / "summary.json"
     summary = json.loads(path.read_text())
@@ -165,6 +177,7 @@ def test_what_cannot_be_known_is_null(tmp_path: Path) -> None:
         "time_to_target_seconds",
         "staleness",
         "switched_at_step",
+        "switched_at_sample",
         "parameters_sha256",
     ):
         assert run[field] is None, field

@@ -162,7 +162,9 @@ def test_a_switch_is_marked_on_the_line_of_its_seed(whole: Drawn, axis: str) -> 
 
 
 def test_a_switch_between_two_snapshots_lies_on_the_line_between(tmp_path: Path) -> None:
-    keep(tmp_path, [record("switch", switched_at_step=8)], trace=False)
+    keep(
+        tmp_path, [record("switch", switched_at_step=8, switched_at_sample=8 * BATCH)], trace=False
+    )
     (mark,) = drawn(tmp_path).values("accuracy-against-samples", "step")
     assert mark["samples"] == 8 * BATCH
     assert mark["value"] == pytest.approx(0.2 + 0.2 * 3 / 5)  # snapshots at steps 5 and 10

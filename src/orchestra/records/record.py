@@ -68,6 +68,7 @@ class RunRecord:
     staleness_histogram: Mapping[str, int] = field(default_factory=dict)
     dropped: int = 0
     switched_at_step: int | None = None
+    switched_at_sample: int | None = None
     parameters_sha256: str | None = None
     peak_buffer_bytes: int = 0
     global_batch: int = 0
@@ -134,6 +135,9 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         dropped=sum(report.dropped for report in reports),
         switched_at_step=next(
             (r.switched_at_step for r in workers if r.switched_at_step is not None), None
+        ),
+        switched_at_sample=next(
+            (r.switched_at_sample for r in workers if r.switched_at_sample is not None), None
         ),
         parameters_sha256=chief.parameters_sha256,
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),

@@ -87,6 +87,7 @@ class RankReport:
     chief: ChiefReport | None = None
     timeline: Timeline | None = None
     dropped: int = 0
+    switched_at_sample: int | None = None
     shares: tuple[float, ...] = ()
     usage: Usage | None = None
 

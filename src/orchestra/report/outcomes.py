@@ -86,9 +86,5 @@ def _trouble(name: str, seed: int | None, what: str, text: str) -> Trouble:
 
 def _share(run: RunData) -> float | None:
     """The part of the samples that the first phase consumed."""
-    step = run.record.switched_at_step
-    if step is None or not run.record.samples:
-        return None
-    lines = [line for steps in run.steps.values() for line in steps if line.get("step") == step]
-    consumed = max((int(line["consumed"]) for line in lines), default=None)
-    return None if consumed is None else min(1.0, consumed / run.record.samples)
+    consumed = run.record.switched_at_sample
+    return consumed / run.record.samples if consumed and run.record.samples else None

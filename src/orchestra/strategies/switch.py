@@ -308,6 +308,7 @@ class Switch(Strategy[SwitchState]):
         else:
             exchange.hand_over_moments(worker, optimizer, averaged=self.moments == "averaged")
         worker.measures.switched_at_step = state.steps
+        worker.measures.switched_at_sample = worker.step.consumed
         self._begin_second(worker, state)
         state.inner = self.then.start(worker)
 

@@ -40,6 +40,7 @@ def rank_report(
         dropped=measures.dropped,
         peak_buffer_bytes=measures.peak_buffer_bytes,
         switched_at_step=measures.switched_at_step,
+        switched_at_sample=measures.switched_at_sample,
         stopped=stopped,
         threads=threads,
     )

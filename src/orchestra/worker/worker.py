@@ -102,6 +102,7 @@ class Measures:
     native_seconds: float = 0.0
     background_seconds: float = 0.0
     switched_at_step: int | None = None
+    switched_at_sample: int | None = None
 
 
 QueueOf = Callable[[int, tuple[float, ...]], WorkQueue | None]

@@ -211,10 +211,9 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Values:
     values: Values = []
     for run in row.completed:
         step, points = run.record.switched_at_step, _points(run, metric)
-        line = _line_of_step(run, step) if step is not None and points else None
-        if line is None:
+        at = _switch_of(run)
+        if at is None or not points:
             continue
-        at = {"seconds": line["seconds"], "samples": line["consumed"]}
         places = [getattr(point, axis) for point in points]
         heights = [point.metrics[metric] for point in points]
         value = _between(at[axis], places, heights, log)
@@ -233,13 +232,12 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Values:
     return values
 
 
-def _line_of_step(run: RunData, step: int) -> dict[str, Any] | None:
-    """What the first rank that computed `step` wrote down of it."""
-    for lines in run.steps.values():
-        for line in lines:
-            if line["step"] == step:
-                return line
-    return None
+def _switch_of(run: RunData) -> dict[str, float] | None:
+    """After how many samples `run` switched, and when its last step before that was over."""
+    samples = run.record.switched_at_sample
+    lines = [line for steps in run.steps.values() for line in steps]
+    before = [line["seconds"] for line in lines if samples and line["consumed"] <= samples]
+    return {"seconds": max(before), "samples": samples} if samples and before else None
 
 
 def _between(at: float, places: Sequence[float], heights: Sequence[float], log: bool) -> float:
