@@ -16,7 +16,9 @@ from tests.training import step_lines
 from tests.waiting import is_running, wait_until
 
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
-BOUNDED = "ParameterServer(consistency='bounded', staleness=1)"
+# A worker at the gate lets the others come to it, too.
+BOUNDED = "ParameterServer(consistency='bounded', staleness=4)"
+BESIDE = "ParameterServer(consistency='bounded', staleness=4, placement='beside')"
 BACKUP = "ParameterServer(backup=1)"
 RING = "AllReduce('ring')"
 HOST = socket.gethostname()
@@ -142,10 +144,9 @@ def test_an_asynchronous_run_with_checkpoints_goes_on_without_a_dead_worker(
 
 
 def assert_all_was_done_without(folder: Path, victim: int) -> None:
-    """The other worker took all batches that were left, and the one that the victim held."""
-    (other,) = {0, 1} - {victim}
-    lines = step_lines(folder, other)
-    assert lines[-1]["consumed"] == 40 * 3 * 8
+    """The other workers took all batches that were left, and the one that the victim held."""
+    lines = [line for rank in {0, 1, 2} - {victim} for line in step_lines(folder, rank)]
+    assert max(line["consumed"] for line in lines) == 40 * 3 * 8
     positions = [line["position"] for line in lines]
     assert len(positions) == len(set(positions)) > 60
 
@@ -162,8 +163,11 @@ def test_an_asynchronous_run_leaves_out_a_worker_that_is_stopped_to_the_end(
     assert_all_was_done_without(tmp_path / "out", 1)
 
 
-def test_a_bounded_run_leaves_out_a_stopped_worker_once_all_wait_for_it(tmp_path: Path) -> None:
-    with Gate(tmp_path, BOUNDED, 2, patience=8) as gate:
+@pytest.mark.parametrize(("strategy", "workers"), [(BOUNDED, 2), (BESIDE, 3)])
+def test_a_bounded_run_leaves_out_a_stopped_worker_once_all_wait_for_it(
+    strategy: str, workers: int, tmp_path: Path
+) -> None:
+    with Gate(tmp_path, strategy, workers, patience=8) as gate:
         gate.signal(1, signal.SIGSTOP)
         gate.open()
         ended = gate.end()

@@ -295,15 +295,17 @@ class Verdicts:
             if m.state is State.RUNNING and m.seen_at >= now - self.limits.silence
         ]
         under_way = any(m.pulse.step > 0 for m in self._members.values())
+        alive = {m.rank for m in self._members.values() if m.state in ALIVE}
         waiting: dict[int, tuple[int, ...]] = {}
         for member in beating:
             idle = now - member.active_at
             if member.pulse.waits_for:
                 if idle > patience * (1 if under_way else 3):
-                    waiting[member.rank] = member.pulse.waits_for
+                    # A server beside a worker, which waits for itself, waits for any of the others.
+                    beside = member.pulse.waits_for == (member.rank,)
+                    waiting[member.rank] = tuple(alive) if beside else member.pulse.waits_for
             elif idle > patience * (1 if member.pulse.step > 0 else 3) and self._is_awaited(member):
                 yield from self._lose(now, member, self._idle_text(member, idle))
-        alive = {m.rank for m in self._members.values() if m.state in ALIVE}
         deadlocked = stuck(waiting, alive)
         if deadlocked and self.cause is None:
             whats = {rank: self._members[rank].pulse.waits_what for rank in deadlocked}
