@@ -83,11 +83,11 @@ class IterationQueues:
         self._tell(self.iteration)
 
     def mix(self) -> None:
-        """Once enough updates of this iteration are here: the parameters become their average."""
+        """Once enough updates are here, the parameters become the average of all that are."""
         self.enter()
-        self._take_what_is_here()
         while not self._enough(self.iteration):
             self._take_next()
+        self._take_what_is_here()
         self._average(self.iteration)
         self._entered = False
         self._go_to(self.iteration + 1)
@@ -145,11 +145,9 @@ class IterationQueues:
 
     def _enough(self, iteration: int) -> bool:
         """Whether all but `backup` sources have sent what can be mixed, or no more can come."""
-        usable = self._usable(iteration)
+        usable, oldest = self._usable(iteration), max(iteration - self._staleness, 0)
         return len(usable) >= len(self._sources) - self._backup or not any(
-            self._iterations[source] < iteration - self._staleness
-            for source in self._sources
-            if source not in usable
+            self._iterations[source] < oldest for source in self._sources if source not in usable
         )
 
     def _average(self, iteration: int) -> None:
