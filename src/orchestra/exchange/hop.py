@@ -203,10 +203,5 @@ class IterationQueues:
         if iteration < CLOSED and arrival.source in self._updates:
             into = torch.empty_like(self._worker.parameters)
             update = self._worker.transport.receive(arrival.source, Tag.UPDATE, into).wait()
-            self._keep(arrival.source, iteration, update)
-
-    def _keep(self, source: int, iteration: int, update: Tensor) -> None:
-        if self._staleness:  # only the newest is ever mixed
-            self._updates[source] = {iteration: update}
-        elif iteration >= self.iteration:  # otherwise it is late
-            self._updates[source][iteration] = update
+            kept = {} if self._staleness else self._updates[arrival.source]
+            self._updates[arrival.source] = {**kept, iteration: update}  # or the newest alone

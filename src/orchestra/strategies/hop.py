@@ -49,9 +49,9 @@ class Hop(Strategy[HopState]):
     skip              a worker that finds one that it sends to more than `behind` iterations ahead
                       leaves up to `skip` iterations out, after the average of the last of them
 
-    A worker that skips takes fewer batches and the others take them (`work: shared`); with equal
-    parts they would be lost. Without `skip` all workers have equal parts: the tokens tie them to
-    the pace of the slowest.
+    With `skip` the workers take batches from a queue: who skips has time for fewer, and the others
+    take them. With `work: equal` it takes all of its own, the last ones after the others have left.
+    Without `skip` all have equal parts, since tokens tie everyone to the pace of the slowest.
 
     Only the abstract of the paper was at hand when this was written. These details are our reading,
     and may differ from the authors':
@@ -150,11 +150,6 @@ class Hop(Strategy[HopState]):
         work = None
         if self.self_paced:
             work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
-            if work is None and len(worker.workers) > 1:
-                raise InputError(
-                    f"{self!r}: the batches of skipped iterations have to go to other workers, and "
-                    "here each has a part of its own; leave out skip, or use work: shared"
-                )
         queues = exchange.IterationQueues(
             worker,
             self.topology.graph(len(worker.workers), 0),
