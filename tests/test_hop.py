@@ -249,6 +249,24 @@ def test_with_a_backup_one_is_not_waited_for_and_dropped_when_late() -> None:
     assert kept == {1: [2], 2: [], 3: []}
 
 
+def test_nobody_waits_for_what_was_skipped_or_for_who_has_closed() -> None:
+    coming = [(rank, 0, 1.0, LATER) for rank in (1, 2, 3)]
+    queues, x, transport = queues_of(coming, Complete(), 4, backup=1)
+    queues.mix()
+    transport.coming.extend([(1, 2, 5.0, NOW), (2, 2, 7.0, NOW), (3, 1, 3.0, LATER)])
+    x.zero_()
+    queues.mix()  # iteration 1, which two have skipped: two are too few, and all that come
+    assert x[0].item() == pytest.approx((0 + 3) / 2)
+    x.zero_()
+    queues.mix()
+    assert x[0].item() == pytest.approx((0 + 5 + 7) / 3)
+    transport.coming.extend([(1, CLOSED, 0.0, NOW), (2, CLOSED, 0.0, NOW), (3, CLOSED, 0.0, NOW)])
+    x.fill_(6.0)
+    for _ in range(20):  # with as many tokens as it likes
+        queues.mix()
+    assert x[0].item() == 6.0
+
+
 def test_tokens_stop_who_is_ahead_and_who_is_behind_jumps() -> None:
     coming = [(1, 0, 1.0, LATER), (2, 0, 1.0, NOW), (1, 1, 1.0, LATER), (1, 2, 1.0, LATER),
               (1, 3, 2.0, NOW), (2, 5, 5.0, NOW)]  # fmt: skip
