@@ -160,7 +160,7 @@ class Scripted:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        self.sent: list[tuple[int, int, list[float]]] = []
+        self.sent: list[tuple[int, int, Tensor]] = []
         self.update = 0.0
         self.source = -1
 
@@ -173,7 +173,7 @@ class Scripted:
         return Here(into)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
-        self.sent.append((to, tag, tensor.tolist()))
+        self.sent.append((to, tag, tensor))
         return Here(tensor)
 
     def now(self) -> float:
@@ -268,22 +268,32 @@ def test_nobody_waits_for_what_was_skipped_or_for_who_has_closed() -> None:
 
 
 def test_tokens_stop_who_is_ahead_and_who_is_behind_jumps() -> None:
-    coming = [(1, 0, 1.0, LATER), (2, 0, 1.0, NOW), (1, 1, 1.0, LATER), (1, 2, 1.0, LATER),
-              (1, 3, 2.0, NOW), (2, 5, 5.0, NOW)]  # fmt: skip
+    coming = [(1, 0, 1.0, LATER), (2, 0, 1.0, LATER)]
     bounds = {"max_gap": 2, "staleness": 8, "skip": 9, "behind": 2}
-    queues, _, transport = queues_of(coming, Ring(), 3, **bounds)
-    for iteration in range(3):
-        assert queues.iteration == iteration
+    queues, x, transport = queues_of(coming, Ring(), 3, **bounds)
+    for _ in range(3):
         queues.mix()
-    queues.enter()  # iteration 3, with a token that 1 gives as it enters 1; 2 has entered 0 only,
-    # and gives one when it enters 5, where 1 may be: that is 2 ahead, and not far enough to jump
-    assert (queues.iteration, len(transport.coming)) == (3, 0)
+    transport.coming.extend([(1, 1, 1.0, LATER), (2, 5, 1.0, LATER)])
+    queues.mix()  # iteration 3, with a token that 1 gives as it enters 1, and 2 later than that
+    assert not transport.coming
+    transport.coming.extend([(1, 4, 1.0, NOW)])
+    queues.enter()  # 2 is in iteration 5, two ahead: that is not behind
+    assert queues.iteration == 4
     queues.mix()
-    transport.coming.extend([(1, 6, 3.0, NOW), (2, 8, 8.0, NOW)])
-    queues.enter()  # from 3, 5 behind: to the furthest, 8, and not more than 2 beyond 1, which is 6
+    x.fill_(1.0)
+    transport.coming.extend([(1, 6, 3.0, NOW), (2, 9, 8.0, NOW)])
+    queues.enter()  # five behind: no further than 9, and than 6 + 2, after the average of 7
     assert queues.iteration == 8
-    words = [values[0] for to, tag, values in transport.sent if (to, tag) == (1, Tag.ITERATION)]
-    assert words == [0, 1, 2, 3, 8]
+    assert x[0].item() == pytest.approx((9 * 1 + 8 * 3 + 11 * 8) / 28)
+    words = [int(word) for to, tag, word in transport.sent if (to, tag) == (1, Tag.ITERATION)]
+    assert words == [0, 1, 2, 3, 4, 8]
+
+
+def test_what_is_sent_stays_as_it_was() -> None:
+    queues, x, transport = queues_of([(1, 0, 4.0, LATER)], Ring(), 2)
+    queues.mix()
+    assert x[0].item() == 2.0
+    assert [values[0].item() for _, tag, values in transport.sent if tag == Tag.UPDATE] == [0.0]
 
 
 # Ranks that are held or slow
