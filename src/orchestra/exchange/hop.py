@@ -134,14 +134,15 @@ class IterationQueues:
 
     def _usable(self, iteration: int) -> dict[int, int]:
         """The sources whose updates can be mixed in `iteration`, and the newest such of each."""
-        oldest = iteration - self._staleness
         newest = {
-            source: max((k for k in updates if k >= oldest), default=-1)
+            source: max(updates, default=-1) if self._staleness else iteration
             for source, updates in self._updates.items()
         }
-        if not self._staleness:
-            newest = {source: iteration for source in newest if iteration in self._updates[source]}
-        return {source: k for source, k in newest.items() if k >= 0}
+        return {
+            source: k
+            for source, k in newest.items()
+            if k in self._updates[source] and k >= iteration - self._staleness
+        }
 
     def _enough(self, iteration: int) -> bool:
         """Whether all but `backup` sources have sent what can be mixed, or no more can come."""
