@@ -224,6 +224,42 @@ def overlap_sgp_one_exchange(
 Buffers = Literal["maintain", "reset", "average"]
 
 
+def hop(
+    gradient: Gradient,
+    events: Sequence[Sequence[tuple[str, int, dict[int, int]]]],
+    w: Matrix,
+    staleness: int,
+    x0: Vector,
+    eta: float,
+) -> list[Vector]:
+    """Hop (Luo et al., ASPLOS 2019): the parameters of each worker after what it did in order.
+
+    A worker enters iteration k, and sends x; it reduces in iteration k the updates {j: Iter(u)},
+    which it takes in place of its own x, weighted by W and by Iter(u) - (k - s) + 1, and applies
+    the gradient that it took at what it sent; or it jumps to k + 1, after the same without one.
+    """
+    todo = [list(own) for own in events]
+    x, sent, steps = [x0 for _ in events], {}, [0 for _ in events]
+    while any(todo):
+        before = sum(map(len, todo))
+        for i, own in enumerate(todo):
+            while own and all((j, of) in sent for j, of in own[0][2].items()):
+                word, k, updates = own.pop(0)
+                if word == "enter":
+                    sent[i, k] = x[i]
+                    continue
+                terms = [(w[i, i] * (staleness + 1), x[i])]
+                for j, of in updates.items():
+                    terms.append((w[i, j] * (of - (k - staleness) + 1), sent[j, of]))
+                mean = sum((a * u for a, u in terms), np.zeros_like(x0)) / sum(a for a, _ in terms)
+                if word == "reduce":
+                    mean = mean - eta * gradient(i, steps[i], sent[i, k])
+                    steps[i] += 1
+                x[i] = mean
+        assert sum(map(len, todo)) < before, "the events contradict each other"
+    return x
+
+
 def slowmo(
     gradient: Gradient,
     workers: int,

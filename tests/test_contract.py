@@ -86,6 +86,8 @@ TABLE = [
     Row("switch to bounded", f'Switch(AllReduce(), {SERVER}(consistency="bounded", staleness=2, '
         'learning_rate="divided"), when=AfterSteps(10))', 2, exact=False),
     Row("gossip", "Gossip()", fresh=True),
+    Row("hop", "Hop(Complete(), backup=1)", fresh=True, sizes=(3, 4, 5)),
+    Row("hop, skipping", "Hop(staleness=4, skip=4)", fresh=True),
     Row("push", "StochasticGradientPush()", fresh=True),
     Row("overlapped push", 'StochasticGradientPush(overlap=1, weights="random")', fresh=True),
     Row("pairwise", "PairwiseAveraging()"),

@@ -44,6 +44,7 @@ SELF_PACED = {
     "StochasticGradientPush(overlap=1)": 8,
     "StochasticGradientPush(overlap=2, exchanges='every_step')": 8,
     "ElasticAveraging(4)": 9,
+    "Hop(staleness=4, skip=4)": 8,
     "Switch(AllReduce('ring'), PairwiseAveraging(), when=AfterSteps(1))": 8,
 }
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
     from orchestra.strategies.gossip import Gossip
+    from orchestra.strategies.hop import Hop
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         "ElasticAveraging",
         "Exponential",
         "Gossip",
+        "Hop",
         "InputError",
         "LocalSGD",
         "LossStable",
@@ -91,6 +93,7 @@ else:
         "ElasticAveraging": "strategies.elastic_averaging",
         "Exponential": "topologies.graphs",
         "Gossip": "strategies.gossip",
+        "Hop": "strategies.hop",
         "InputError": "errors",
         "LocalSGD": "strategies.local_sgd",
         "LossStable": "strategies.switch_rules",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         keep_gradient,
         mix_with_neighbours,
     )
+    from orchestra.exchange.hop import IterationQueues
     from orchestra.exchange.pairwise import PairwiseAverage
     from orchestra.exchange.partial import PartialAverage
     from orchestra.exchange.pipeline import (
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         "CommonStep",
         "Collective",
         "GradientAverage",
+        "IterationQueues",
         "Judge",
         "PartialAverage",
         "PipelineStep",
@@ -116,6 +118,7 @@ else:
             "CommonStep": "common_step",
             "Collective": "collective",
             "GradientAverage": "average",
+            "IterationQueues": "hop",
             "Judge": "watching",
             "PartialAverage": "partial",
             "PipelineStep": "pipeline",

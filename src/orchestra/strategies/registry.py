@@ -19,6 +19,7 @@ STRATEGIES = Registry(
         "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
         "Exponential": "orchestra.topologies.graphs:Exponential",
         "Gossip": "orchestra.strategies.gossip:Gossip",
+        "Hop": "orchestra.strategies.hop:Hop",
         "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
         "LossStable": "orchestra.strategies.switch_rules:LossStable",
         "Nesterov": "orchestra.strategies.outer:Nesterov",

@@ -54,6 +54,10 @@ class Tag(enum.IntEnum):
     ACTIVATION_GRADIENT = 41
     TIED = 42
 
+    # of Hop: parameters, and the number of the iteration that a worker enters with them
+    UPDATE = 43
+    ITERATION = 44
+
     # a common step: each level of nesting takes two numbers from here
     COMMON_STEP = 64
 
