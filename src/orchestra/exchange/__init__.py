@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         stage_of,
         sum_tied,
     )
+    from orchestra.exchange.prague import GroupAverage
     from orchestra.exchange.push_sum import PushSum, SelfPacedPushSum
     from orchestra.exchange.replicas import (
         average_moments,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         "CommonStep",
         "Collective",
         "GradientAverage",
+        "GroupAverage",
         "Judge",
         "PartialAverage",
         "PipelineStep",
@@ -116,6 +118,7 @@ else:
             "CommonStep": "common_step",
             "Collective": "collective",
             "GradientAverage": "average",
+            "GroupAverage": "prague",
             "Judge": "watching",
             "PartialAverage": "partial",
             "PipelineStep": "pipeline",
