@@ -31,11 +31,11 @@ class Scheduled:
 
 
 class GroupGenerator:
-    """Forms groups of workers and puts them in order. Pure: no messages, no clock.
+    """Forms groups of workers, and puts them in order. Pure: no messages, no clock.
 
-    A worker performs the groups that it is told in their order, and asks again afterwards. All
-    workers have their groups in one order, that in which groups were formed, so that nobody waits
-    in a circle, and no two groups average one worker at a time.
+    A worker performs the groups that it is told in their order, and asks again once it has done so.
+    All members of two groups have them in the same order, that in which they were formed. So no
+    worker is averaged in two groups at a time, and workers never wait for each other in a circle.
 
     Args:
         workers: their ranks.
@@ -45,6 +45,10 @@ class GroupGenerator:
         threshold: a worker that has asked so many times less than the one that asks now is in no
             group formed now; None: nobody is left out.
         seed: of all draws.
+
+    Attributes:
+        requests: how often each worker has asked.
+        draws: how often chance has decided.
     """
 
     def __init__(
@@ -103,9 +107,7 @@ class GroupGenerator:
 
     def _draw(self, worker: int) -> None:
         others = self._candidates(worker)
-        self._schedule(
-            [worker, *self._chance().sample(others, min(self._size - 1, len(others)))]
-        )
+        self._schedule([worker, *self._chance().sample(others, min(self._size - 1, len(others)))])
 
     def _candidates(self, worker: int) -> list[int]:
         """All others that may be in a group which is formed for `worker`."""
@@ -162,11 +164,10 @@ class GroupAverage:
         self._perform(Word.ASK)
 
     def settle(self) -> None:
-        """Collective: return when all groups have been averaged and no one is formed."""
+        """Collective over the workers: return when all groups have been averaged."""
         self._perform(Word.REST)
-        if not self._alone:
-            here = torch.zeros(1)
-            all_reduce(self._worker.transport, here, "ring", self._worker.workers, Tag.AGREE)
+        here = torch.zeros(1)
+        all_reduce(self._worker.transport, here, "ring", self._worker.workers, Tag.AGREE)
 
     def leave(self) -> None:
         """Average with those who wait for this worker; nobody does afterwards."""
@@ -187,9 +188,11 @@ class GroupAverage:
             self._reduce(tuple(islice(answer, size)))
 
     def _reduce(self, ranks: tuple[int, ...]) -> None:
-        """P-Reduce: x <- F^G x, the mean over the group. As each member performs its groups one
-        after the other, messages of one group do not overtake those of another: one tag is
-        enough."""
+        """P-Reduce: the members' x become their mean.
+
+        Each member performs its groups one after the other, so that messages of one group do not
+        overtake those of another: one tag is enough.
+        """
         worker = self._worker
         x = worker.parameters
         worker.compute.run(Work("mix", x.numel()), lambda: x.mul_(1 / len(ranks)))
@@ -201,6 +204,7 @@ class GroupAverage:
     def _serve(self, transport: Transport) -> None:
         """Answer at once, whatever the main flows do, until all workers have left."""
         generator = self._generator
+        answers = {Word.ASK: generator.ask, Word.REST: generator.rest, Word.LEAVE: generator.leave}
         there = set(self._worker.workers.ranks) - transport.lost()
         while there:
             request = transport.receive(None, Tag.GROUP_REQUEST)
@@ -212,23 +216,19 @@ class GroupAverage:
                 continue
             if word is Word.LEAVE:
                 there.discard(worker)
-            tell = {Word.ASK: generator.ask, Word.REST: generator.rest, Word.LEAVE: generator.leave}
-            numbers = [number for group in tell[word](worker) for number in (len(group), *group)]
+            numbers = [number for group in answers[word](worker) for number in (len(group), *group)]
             with contextlib.suppress(PeerLost):
                 transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 
-    # At a quiet point the flow has nothing to do
+    # At a quiet point, where that flow only waits
 
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint keeps."""
-        return {
-            "draws": self._generator.draws,
-            "requests": list(self._generator.requests.values()),
-        }
+        generator = self._generator
+        return {"draws": generator.draws, "requests": list(generator.requests.values())}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
-        self._generator.draws = saved["draws"]
-        self._generator.requests = dict(
-            zip(self._generator.requests, saved["requests"], strict=True)
-        )
+        generator = self._generator
+        generator.draws = saved["draws"]
+        generator.requests = dict(zip(generator.requests, saved["requests"], strict=True))

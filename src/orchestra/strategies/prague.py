@@ -27,15 +27,47 @@ class PragueState:
 
 @dataclass(frozen=True, repr=False)
 class Prague(Strategy[PragueState]):
-    """Average parameters with a group of workers after each step."""
+    """Average parameters with a group of workers after each step.
 
-    use = "for workers of unlike speed, without a server"
+    Prague (Luo et al., ASPLOS 2020), called Ripples in arXiv:1909.08029. Worker i, at its own pace:
+
+        x_i <- x_i - gamma g_i;  then, with a group G of which it is a member, for all k in G:
+        x_k <- 1/|G| sum_{j in G} x_j
+
+    The second is a partial all-reduce, P-Reduce. Its matrix F^G is doubly stochastic, so it keeps
+    the mean of the replicas. Groups that share a worker are averaged one after the other. A group
+    generator beside the first worker forms them: a worker asks it after its local step, and waits
+    for the other members of its group.
+
+    smart    The answer is the group that the worker is scheduled in (Group Buffer). If there is
+             none, all workers that are in no group are divided into groups at random (Global
+             Division), so that no two groups are in conflict.
+    random   Each request forms a group of the worker and others drawn at random. The worker
+             averages with it, and before with those formed with it by others meanwhile.
+
+    The number of its requests shows how fast a worker is: one that is `threshold` or more behind
+    the worker that asks is left out of the groups formed now. It is in one when it asks itself.
+
+    The optimizer stays with the worker; no gradient is stale. The final parameters are the exact
+    mean. Groups have at most `group_size` members, and all workers if there are no more.
+
+    Only the paper's abstract was at hand, so these are readings of ours: a worker is idle once the
+    last member of its group has asked; the groups of a division differ in size by one at most, and
+    a single worker that is left over stays idle; the filter serves both generators; the defaults.
+    Inter-Intra synchronization and static schedules are not here.
+    """
+
+    use = "for some slow workers among many, without a server: groups average by all-reduce"
     variants = (("Prague(3)", use),)
 
-    group_size: int = setting(3, "workers of a group, at most", low=2)
+    group_size: int = setting(3, "workers in a group, at most", low=2)
     _: KW_ONLY
-    generator: Literal["smart", "random"] = setting("smart", "who forms groups")
-    threshold: int | None = setting(4, "filter", low=1)
+    generator: Literal["smart", "random"] = setting(
+        "smart", "smart: divides all idle workers at once; random: a group for each request"
+    )
+    threshold: int | None = setting(
+        8, "requests that a worker may be behind and still be put into a group; none: any", low=1
+    )
     seed: int = setting(0, "of the choice of groups", low=0)
 
     @property
