@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests import papers
 from tests.decentralized import (
+    BATCH,
     SIZE,
     distance_between,
     each_batch_once,
@@ -137,6 +138,20 @@ def test_a_group_that_waits_for_a_member_is_left_alone() -> None:
     assert len(partners) > 1
 
 
+def test_all_are_in_groups_again_once_the_last_one_rests() -> None:
+    generator = GroupGenerator(range(4), 4, "smart", None, 0)
+    (everyone,) = generator.ask(0)
+    assert [generator.rest(worker) for worker in (1, 2)] == [[everyone]] * 2
+    assert generator.ask(3) == [everyone]
+    assert generator.rest(0) == []
+    assert generator.ask(3) == [], "nobody else is there"
+    assert generator.rest(3) == []
+    assert generator.ask(3) == [everyone]
+    for worker in (0, 1, 2):
+        assert generator.leave(worker) == [everyone]
+    assert generator.ask(3) == []
+
+
 @pytest.mark.parametrize("scheme", ["smart", "random"])
 def test_slow_workers_are_left_out_until_they_ask(scheme: Scheme) -> None:
     """Worker 4 asks only when the others have asked 12 times, or all wait for it."""
@@ -226,7 +241,7 @@ def test_it_follows_the_equations_of_the_paper(
     result = train_quadratic(Prague(3, generator=generator), ranks, steps, tmp_path, work=work)
     events = merged(seen)
     assert sum(isinstance(event, int) for event in events) == ranks * steps
-    assert len({event for event in events if not isinstance(event, int)}) > 4
+    assert len({event for event in events if not isinstance(event, int)}) > 1
     taken = gradients_taken(result, ranks, steps) if work == "shared" else gradients(ranks, steps)
     replicas = papers.prague(taken, ranks, events, np.zeros(SIZE), 0.1)
     values = {rank: deque(own.values) for rank, own in seen.items()}
@@ -284,6 +299,26 @@ def test_a_stopped_run_goes_on_where_it_was(work: str, tmp_path: Path) -> None:
     assert after["requests"] == [len(resumed.lines(rank)) for rank in range(5)]
     assert sum(after["requests"]) == 5 * 60
     assert after["draws"] > groups["draws"] > 0
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "paced"),
+    [
+        ("Prague(2)", "AllReduce()", (0, 40)),
+        ("AllReduce()", "Prague(2)", (40, 160)),
+        ("Prague(3)", "Prague(2)", (0, 160)),
+    ],
+)
+def test_it_is_a_phase_like_any_other(
+    first: str, then: str, paced: tuple[int, int], tmp_path: Path
+) -> None:
+    """`paced` are the samples that workers take at their own pace, each of them once."""
+    text = f"Switch({first}, {then}, when=AfterSteps(5), moments='reset')"
+    result = train_quadratic(parse(text, STRATEGIES, where="here"), 4, 20, tmp_path)
+    assert sum(report.samples for report in result.reports) == 4 * 20 * BATCH
+    lines = [line for rank in range(4) for line in result.lines(rank)]
+    taken = sorted(line["position"] for line in lines if "position" in line)
+    assert taken == list(range(*paced, BATCH))
 
 
 HELD = 3
@@ -345,7 +380,7 @@ def test_unlike_nodes_wait_for_groups_and_not_for_the_slowest(tmp_path: Path) ->
     assert samples_per_second(Prague(threshold=None)) < 0.7 * MEASURED
 
 
-MEASURED = 58.0  # of 65
+MEASURED = 58.75  # of 65
 
 
 @pytest.mark.parametrize(
