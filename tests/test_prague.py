@@ -61,15 +61,15 @@ class Play:
 
     def _perform(self) -> None:
         """Whatever group all members have come to."""
-        ready = True
-        while ready:
+        while True:
             heads = [own[0] for own in self.todo.values() if own]
-            ready = next((group for group in heads if heads.count(group) == len(group)), ())
-            if ready:
-                for member in ready:
-                    self.todo[member].popleft()
-                del self.told[ready]
-                self.performed.append(ready)
+            ready = next((group for group in heads if heads.count(group) == len(group)), None)
+            if ready is None:
+                return
+            for member in ready:
+                self.todo[member].popleft()
+            del self.told[ready]
+            self.performed.append(ready)
 
     def run(self, steps: dict[int, int]) -> None:
         """Until each worker has asked as often as `steps` says, and left."""
