@@ -381,6 +381,34 @@ def dc_asgd(
     return w
 
 
+def prague(
+    gradient: Gradient,
+    workers: int,
+    events: Sequence[int | tuple[int, ...]],
+    x0: Vector,
+    eta: float,
+) -> list[Matrix]:
+    """Local steps and partial all-reduces (Prague: Luo et al., ASPLOS 2020), in the order `events`.
+
+    An event i is the local step x_i <- x_i - eta g_i(x_i) of worker i. A group G of workers is
+    X <- X F^G, where F^G has 1/|G| in the rows and columns of G, and is the identity elsewhere.
+
+    Returns X = [x_0 ... x_{n-1}], one column a worker, at the beginning and after each event.
+    """
+    x, t = [np.stack([x0] * workers, axis=1)], [0] * workers
+    for event in events:
+        new = x[-1].copy()
+        if isinstance(event, int):
+            new[:, event] -= eta * gradient(event, t[event], new[:, event])
+            t[event] += 1
+        else:
+            f = np.eye(workers)
+            f[np.ix_(event, event)] = 1 / len(event)
+            new = new @ f
+        x.append(new)
+    return x
+
+
 def loss_stable(losses: Sequence[float], window: int, threshold: float) -> int | None:
     """Strategy-Switch's empirical rule (Provatas et al., IEEE Access 2025), as O.N.O. documents it:
     the number of losses seen when the mean relative change of the last `window` of them,

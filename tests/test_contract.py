@@ -91,6 +91,7 @@ TABLE = [
     Row("push", "StochasticGradientPush()", fresh=True),
     Row("overlapped push", 'StochasticGradientPush(overlap=1, weights="random")', fresh=True),
     Row("pairwise", "PairwiseAveraging()"),
+    Row("groups", "Prague(2)", fresh=True),
     Row("local", "LocalSGD(4)", fresh=True),
     Row("DiLoCo", "LocalSGD(4, outer=Nesterov(1.0, 0.0))", fresh=True),
     Row("streaming", "LocalSGD(6, outer=SlowMo(0.2), fragments=2, overlap=2)", fresh=True,

@@ -260,7 +260,7 @@ def by_hand(order: list[list[int]], count: int, epochs: int = 2, momentum: float
         "AllReduce('ring')", ASYNCHRONOUS, SWITCH, "ParameterServer", "Gossip",
         "StochasticGradientPush(overlap=1)", "PairwiseAveraging", "ElasticAveraging(1)",
         "Hop(backup=1)", "Hop(staleness=4, skip=4)",
-        "StochasticGradientPush(overlap=2, exchanges='one_at_a_time')", "LocalSGD(2)",
+        "StochasticGradientPush(overlap=2, exchanges='one_at_a_time')", "LocalSGD(2)", "Prague(2)",
         "Switch(Gossip, AllReduce, when=AfterSteps(2), moments='reset')",
     ],
 )  # fmt: skip
@@ -312,6 +312,7 @@ SELF_PACED = [  # and a worker that no other one waits for while it is held betw
     ("ParameterServer(servers=2, consistency='bounded', staleness=9, placement='beside')", 1),
     ("StochasticGradientPush(overlap=1)", 1),
     ("PairwiseAveraging", 2),
+    ("Prague(2)", 1),
     ("ElasticAveraging(2)", 1),
     ("Switch(AllReduce('ring'), PairwiseAveraging, when=AfterSteps(2), moments='averaged')", 2),
 ]

@@ -27,6 +27,7 @@ from orchestra.strategies.elastic_averaging import ElasticAveraging
 from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.prague import Prague
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
 from orchestra.worker.reporters import SilentReporter
@@ -361,9 +362,10 @@ def test_a_run_goes_on_without_a_dead_worker(strategy: Strategy[Any], tmp_path: 
 
 @pytest.mark.parametrize(
     ("strategy", "victim"),
-    [(AllReduce(), 1), (AllReduce("native"), 2), (Gossip(), 3), (ParameterServer(), 3)],
-    ids=["ring", "native", "gossip", "server"],
-)
+    [(AllReduce(), 1), (AllReduce("native"), 2), (Gossip(), 3), (ParameterServer(), 3),
+     (Prague(), 0), (Prague(2), 3)],
+    ids=["ring", "native", "gossip", "server", "generator of groups", "member of a group"],
+)  # fmt: skip
 def test_a_dead_rank_that_all_need_ends_the_run_by_name(
     strategy: Strategy[Any], victim: int, tmp_path: Path
 ) -> None:

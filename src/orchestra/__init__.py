@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.strategies.pipeline import Pipeline
+    from orchestra.strategies.prague import Prague
     from orchestra.strategies.single import Single
     from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
     from orchestra.strategies.switch import Switch
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         "PairwiseAveraging",
         "ParameterServer",
         "Pipeline",
+        "Prague",
         "RandomRegular",
         "Ring",
         "Roles",
@@ -103,6 +105,7 @@ else:
         "PairwiseAveraging": "strategies.pairwise_averaging",
         "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline",
+        "Prague": "strategies.prague",
         "RandomRegular": "topologies.graphs",
         "Ring": "topologies.graphs",
         "Roles": "strategies.base",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         stage_of,
         sum_tied,
     )
+    from orchestra.exchange.prague import GroupAverage
     from orchestra.exchange.push_sum import PushSum, SelfPacedPushSum
     from orchestra.exchange.replicas import (
         average_moments,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         "CommonStep",
         "Collective",
         "GradientAverage",
+        "GroupAverage",
         "IterationQueues",
         "Judge",
         "PartialAverage",
@@ -118,6 +120,7 @@ else:
             "CommonStep": "common_step",
             "Collective": "collective",
             "GradientAverage": "average",
+            "GroupAverage": "prague",
             "IterationQueues": "hop",
             "Judge": "watching",
             "PartialAverage": "partial",

@@ -27,6 +27,7 @@ STRATEGIES = Registry(
         "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
         "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
         "Pipeline": "orchestra.strategies.pipeline:Pipeline",
+        "Prague": "orchestra.strategies.prague:Prague",
         "RandomRegular": "orchestra.topologies.graphs:RandomRegular",
         "Ring": "orchestra.topologies.graphs:Ring",
         "Single": "orchestra.strategies.single:Single",

@@ -58,6 +58,11 @@ class Tag(enum.IntEnum):
     UPDATE = 43
     ITERATION = 44
 
+    # averages in groups: to the generator of groups, from it, and inside a group
+    GROUP_REQUEST = 48
+    GROUP = 49
+    GROUP_VALUES = 50
+
     # a common step: each level of nesting takes two numbers from here
     COMMON_STEP = 64
 
