@@ -18,6 +18,7 @@ from orchestra.engines.run_record import failed_record
 from orchestra.errors import RunFailed
 from orchestra.experiments import Experiment, claim, finished
 from orchestra.experiments.experiment import alone
+from orchestra.experiments.folder import reclaim
 from orchestra.experiments.retiming import retimed
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.trainer.settings import Run
@@ -84,6 +85,8 @@ class Pool:
 
     def make(self, jobs: Sequence[Job]) -> list[RunRecord]:
         """The records of `jobs`, in their order; those that are there are not made again."""
+        for job in jobs:  # what is there of another run is none of it
+            reclaim(job.folder, alone(job.experiment, job.run))
         records = {
             job.folder: done[0] for job in jobs if (done := finished(job.folder, failed=True))
         }

@@ -99,7 +99,7 @@ def judged(trial: Trial, best: Mapping[str, float]) -> RunRecord:
     far = sum(abs(math.log(trial.settings[key] / at)) for key, at in best.items())
     return RunRecord(
         "row", "", "simulation", 8, 8, 0, 1000, "completed", final_loss=far,
-        metrics={"accuracy": -far},
+        metrics={"accuracy": 0.5 + 0.5 / (1 + far)},
     )  # fmt: skip
 
 
@@ -111,6 +111,13 @@ def test_a_grid_whose_best_is_at_an_edge_is_extended_until_it_is_inside() -> Non
     assert choice.best.run.training.optimizer.arguments["lr"] == 0.27
     assert not at_edge(choice)
     assert [trial.number for trial in made] == list(range(5))
+
+
+def test_a_grid_in_which_nothing_learns_is_extended_to_lower_rates() -> None:
+    choice, made = searched({"optimizer.lr": 1e-3}, optimizer_lr=[0.1, 0.3])
+    assert [trial.settings["optimizer.lr"] for trial in made[:4]] == [0.1, 0.3, 0.0333, 0.0111]
+    assert choice.best is not None
+    assert choice.best.settings["optimizer.lr"] < 0.002
 
 
 def test_a_search_without_end_is_ended_and_says_so() -> None:
@@ -164,7 +171,7 @@ def test_it_tunes_once_retimes_what_no_speed_changes_and_goes_on(
     parts = [("one_worker", one), ("same_rate", scale), ("push_sum", scale)]
     for name, size in parts:
         size.carry_out(name, pool)
-    assert pool.made == sum(size.size(name) for name, size in parts) == (1 + 1) + (3 + 3) + (2 + 4)
+    assert pool.made == sum(size.size(name) for name, size in parts) == (3 + 1) + (9 + 3) + (6 + 4)
     (chosen,) = json.loads((tmp_path / "1-lan/one_worker/tuning.json").read_text())["choices"]
     lan, slow = (records_of(tmp_path / f"8-{kind}") for kind in ("lan", "stragglers"))
     rate = chosen["settings"]["optimizer.lr"]

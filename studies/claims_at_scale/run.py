@@ -17,7 +17,9 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from studies.claims_at_scale.claims import print_tables
@@ -45,6 +47,9 @@ CLUSTERS = {
     "stragglers": "stragglers({0}, cores=1, speed={1})",
     "unlike": "stragglers({0}, cores=1, speed={1}, bandwidth='100 Mbit/s')",
 }
+TRIAL_SEEDS = 3
+"""Of each trial, from that of the tuning on. With one, a row can be given settings at the edge of
+divergence, with which that seed went well and all others fail."""
 SIZES = (8, 32)  # the file is written for the first
 ONE_WORKER = "one_worker"
 OF_ONE = "same_rate"  # the study whose optimizer is that chosen for `ONE_WORKER`
@@ -126,7 +131,7 @@ class Scale:
         """How many runs there are, the trials of the grid included."""
         first, *_ = kinds = STUDIES[study][1]
         experiment = self.experiment(study, first)
-        return len(trials(experiment)) + len(kinds) * len(runs(experiment))
+        return TRIAL_SEEDS * len(trials(experiment)) + len(kinds) * len(runs(experiment))
 
     def carry_out(self, study: str, pool: Pool) -> None:
         """The trials on the first cluster, and the runs on each one."""
@@ -148,13 +153,11 @@ class Scale:
         assert tune is not None
 
         def make(some: Sequence[Trial]) -> list[tuple[Trial, RunRecord]]:
-            jobs = [
-                Job(_trial(it.run), experiment, it.folder(folder), f"{folder.name}, {it}")
-                for it in some
-            ]
+            jobs = [job for trial in some for job in _of_trial(trial, experiment, folder)]
             if some is not grid:
                 pool.expect(jobs)
-            return list(zip(some, pool.make(jobs), strict=True))
+            records = iter(pool.make(jobs))
+            return [(trial, _mean([*islice(records, TRIAL_SEEDS)])) for trial in some]
 
         choices = search(tune, experiment.training, grid, make)
         write_tuning(folder, tune, experiment.training, choices)
@@ -192,9 +195,24 @@ class Scale:
             yield Job(made, experiment, place, what, settings, source)
 
 
-def _trial(run: Run) -> Run:
-    """Only its last parameters are judged."""
-    return replace(run, training=replace(run.training, snapshots=0))
+def _of_trial(trial: Trial, experiment: Experiment, folder: Path) -> Iterator[Job]:
+    """Its runs, of which only the last parameters are judged."""
+    run = replace(trial.run, training=replace(trial.run.training, snapshots=0))
+    first = trial.folder(folder)
+    for seed in range(run.seed, run.seed + TRIAL_SEEDS):
+        place = first if seed == run.seed else first.with_name(f"{first.name}-seed-{seed}")
+        what = f"{folder.parent.name}, {folder.name}, {trial}, seed {seed}"
+        yield Job(replace(run, seed=seed), experiment, place, what)
+
+
+def _mean(records: Sequence[RunRecord]) -> RunRecord:
+    """One record with the mean accuracy and loss; that of a failed run if there is one."""
+    for record in records:
+        if record.status != "completed":
+            return record
+    accuracy = fmean(record.metrics["accuracy"] for record in records)
+    losses = [record.final_loss for record in records if record.final_loss is not None]
+    return replace(records[0], metrics={"accuracy": accuracy}, final_loss=fmean(losses))
 
 
 def _parts(out: Path, studies: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Scale]]:

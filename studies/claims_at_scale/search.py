@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestra.experiments.tune import Tune, tuned
+from orchestra.experiments.tune import RATE, Tune, tuned
 from orchestra.experiments.tuning import Choice, Trial, choose
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Training
 
 ROUNDS = 8
 """Of going on; a best trial that still has an untried neighbour then is said to be at an edge."""
+CHANCE = 0.5
+"""Below this accuracy a trial has learnt nothing, and says nothing of its neighbours."""
 MOMENTUM = "momentum"
 Outcomes = Sequence[tuple[Trial, RunRecord]]
 Choices = Mapping[tuple[str, int], Choice]
@@ -35,12 +37,20 @@ def search(
 
 
 def untried(choice: Choice) -> list[Trial]:
-    """What has not been tried one step from the best trial, along each setting."""
+    """What has not been tried one step from the best trial, along each setting.
+
+    Where no trial has learnt anything, a lower rate than all that were tried.
+    """
     best = choice.best
     if best is None:
         return []
     tried = [trial.settings for trial, _ in choice.outcomes]
-    wanted = [near for near in neighbours(best.settings, tried) if near not in tried]
+    rates = sorted({settings[RATE] for settings in tried})
+    reached = max(record.metrics.get("accuracy", 0.0) for _, record in choice.outcomes)
+    if reached < CHANCE and len(rates) > 1:
+        wanted = [{**best.settings, RATE: beyond(RATE, rates[0], rates[1])}]
+    else:
+        wanted = [near for near in neighbours(best.settings, tried) if near not in tried]
     return [
         Trial(number, near, tuned(best.run, near))
         for number, near in enumerate(wanted, start=len(choice.outcomes))
@@ -49,7 +59,7 @@ def untried(choice: Choice) -> list[Trial]:
 
 def neighbours(
     best: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]
-) -> Iterator[Mapping[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """`best` with one setting a step lower or higher: the next value tried, or beyond the edge."""
     for key, value in best.items():
         values = sorted({settings[key] for settings in tried})
