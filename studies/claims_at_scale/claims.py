@@ -199,4 +199,5 @@ def _cell(claim: Claim, number: int, rows: Rows) -> str:
         return "not run"
     failed = f", failed {it.failed}" if it.failed else ""
     said = it.finding if claim.differs else it.verdict
-    return f"{it.middle} ({it.interval}){failed}: {said}"
+    interval = f" ({it.interval})" if it.interval else ""
+    return f"{it.middle}{interval}{failed}: {said}"
