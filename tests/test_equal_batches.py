@@ -79,7 +79,7 @@ def test_uneven_parts_of_a_global_batch_weigh_what_they_hold(tmp_path: Path) -> 
 
 def test_a_switch_keeps_the_global_batch(tmp_path: Path) -> None:
     text = f"Switch(AllReduce('ring'), {ASYNCHRONOUS}, when=AfterSteps(3), moments='reset')"
-    lines = trained(tmp_path, text, 4).lines(0)
+    lines = trained(tmp_path, text, 4, work="equal").lines(0)
     assert [line["samples"] for line in lines] == [8, 8, 8, 11, 11, 11]
 
 
@@ -309,16 +309,16 @@ def unequal(compute: list[float], **changes: Any) -> list[str]:
         for rank, seconds in enumerate(compute)
     ]
     told_by = {"by_rank": by_rank, "worker_batches": [10] * 4, "global_batch": 40}
-    runs = timed({"ring": [1.0]}, **{"synchronous": True, **told_by, **changes})
+    runs = timed({"ring": [1.0]}, **{"steps_together": True, **told_by, **changes})
     return [text for text in told(source(runs)).mind if "shares" in text]
 
 
 def test_on_unlike_workers_a_report_says_what_parts_by_speed_would_bring() -> None:
     """10 samples at 100 in 4 s: 0.4 s; all 40 at 3 x 100 + 25 a second: 0.123 s."""
     (text,) = unequal([1.0, 1.0, 1.0, 4.0])
-    assert text.startswith("In a step of ring all wait for the slowest worker, which computes for")
+    assert text.startswith("Under ring all wait for the slowest worker, which computes for")
     assert "0.400" in text
     assert "0.123" in text
     assert not unequal([1.0, 1.05, 1.0, 1.1])
-    assert not unequal([1.0, 1.0, 1.0, 4.0], synchronous=False)
+    assert not unequal([1.0, 1.0, 1.0, 4.0], steps_together=False)
     assert not unequal([1.0, 1.0, 1.0, 4.0], shares=[1.2, 1.2, 1.2, 0.3])

@@ -30,7 +30,8 @@ class RunRecord:
     the stopwatch ran, None where not known; `threads` are the most that a rank computed with;
     `tuned` are the settings that were chosen for it in trials, none where none were made. Of a full
     step at the start `global_batch` are the samples of all workers, and `worker_batches` those of
-    each one; `synchronous` tells whether one update is made of all of them; `work` whether workers
+    each one; `synchronous` tells whether one update is made of all of them, and `steps_together`
+    whether workers wait for one another, each with a part of the samples; `work` whether workers
     took batches from one queue ("shared") or had parts of their own ("equal"), None where they step
     together; `shares` are the weights of the ranks' parts, where they were measured. `nodes` are
     figures of the replicas at the last snapshot, None where all ranks had the same parameters: how
@@ -74,6 +75,7 @@ class RunRecord:
     global_batch: int = 0
     worker_batches: Sequence[int] = ()
     synchronous: bool | None = None
+    steps_together: bool | None = None
     work: str | None = None
     shares: Sequence[float] = ()
     threads: int = 1

@@ -43,7 +43,7 @@ def unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def unequal_shares(study: Study) -> Iterator[str]:
-    """What parts by speed would bring to rows whose workers take each step together.
+    """What parts by speed would bring to rows whose workers wait for one another.
 
     A step's gradients take as long as the slowest worker's, batch / speed; at best, the global
     batch / the sum of the speeds. Speeds are samples over seconds of computation in the runs.
@@ -55,15 +55,15 @@ def unequal_shares(study: Study) -> Iterator[str]:
     others = [other.name for other, *_ in gains[1:]]
     also = f"; the same holds for {listed(others)}" if others else ""
     yield (
-        f"in a step of {row.name} all wait for the slowest worker, which computes for "
-        f"{quantity(now, 's')}; with shares: measured, parts by speed, it would be about "
+        f"under {row.name} all wait for the slowest worker, which computes for "
+        f"{quantity(now, 's')} in a step; with shares: measured, parts by speed, it would be about "
         f"{quantity(best, 's')}, estimated from what the workers computed here{also}"
     )
 
 
 def _gain(row: Row) -> tuple[float, float] | None:
     """Seconds of a step's gradients as they are, and at best, where that is worth the while."""
-    if not row.synchronous or row.shares or not row.completed:
+    if not row.steps_together or row.shares or not row.completed:
         return None
     workers = [rank for rank in row.completed[0].record.by_rank if rank["role"] == "worker"]
     seconds = [rank["seconds"]["compute"] for rank in workers]

@@ -25,7 +25,8 @@ class Row:
 
     `name` is what a reader sees: the label, with the ranks and the source where the label alone
     would stand for several rows of a report. What stands between `ranks` and `runs` is that of a
-    completed run, where there is one; `synchronous` is None where a record does not say.
+    completed run, where there is one; `synchronous` and `steps_together` are None where a record
+    does not say.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Row:
     worker_batches: tuple[int, ...]
     steps: int
     synchronous: bool | None
+    steps_together: bool | None
     shares: tuple[float, ...]
     runs: tuple[RunData, ...]
     source: Source
@@ -102,6 +104,7 @@ def _row(members: Sequence[tuple[Source, RunData]]) -> Row:
         worker_batches=tuple(told.worker_batches),
         steps=told.steps,
         synchronous=told.synchronous,
+        steps_together=told.steps_together,
         shares=tuple(told.shares),
         runs=tuple(run for _, run in members),
         source=members[0][0],
