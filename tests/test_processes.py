@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,11 @@ from tests.waiting import (
 
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes import launch
-from orchestra.engines.processes.watcher import Watcher
+from orchestra.engines.processes.watcher import STRANGERS, Watcher
 from orchestra.engines.processes.wire import pack
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
+from orchestra.transports.hello import WATCHER, hello
 
 ROOT = Path(__file__).parent.parent
 
@@ -266,16 +270,68 @@ def answer(address: tuple[str, int], *greetings: bytes) -> bytes:
 def test_only_the_token_opens_a_seat() -> None:
     watcher = Watcher(1, Limits(), host="127.0.0.1", token="secret", children=False)
     watcher.start()
-    hello = {"kind": "hello", "rank": 0, "pid": os.getpid(), "address": ["127.0.0.1", 1]}
-    hello |= {"token": "guess", "host": "here", "machine": "", "kernel": "", "cores": [0]}
+    about = {"kind": "hello", "pid": os.getpid(), "address": ["127.0.0.1", 1]}
+    about |= {"host": "here", "machine": "", "kernel": "", "cores": [0]}
     result = pack({"kind": "result"}, b"payload")
-    for stranger in (b"GET / HTTP/1.0\r\n\r\n", pack(hello), pack(hello | {"rank": 1}), result):
-        assert answer(watcher.address, stranger, result) == b""
+    nested = b"[" * 60_000  # more than a parser of JSON bears
+    strangers = [
+        b"GET / HTTP/1.0\r\n\r\n" * 5, pack(about), result, nested,
+        (60_000).to_bytes(4, "big") + bytes(8) + nested,
+        hello(0, WATCHER, b"guess"), hello(1, WATCHER, b"secret"), hello(0, 0, b"secret"),
+    ]  # fmt: skip
+    for stranger in strangers:
+        assert answer(watcher.address, stranger, pack(about), result) == b""
     assert watcher.results == {}
-    said = answer(watcher.address, pack(hello | {"token": "secret"}), result)
+    said = answer(watcher.address, hello(0, WATCHER, b"secret"), pack(about), result)
     assert b"roster" in said
     watcher.join()
     assert watcher.results == {0: b"payload"}
+
+
+@pytest.fixture
+def watcher(tmp_path: Path) -> Iterator[Watcher]:
+    """Of one rank, with TLS, which has not come yet."""
+    tls = make_tls(tmp_path)
+    watcher = Watcher(1, Limits(), host="127.0.0.1", token="s", children=False, tls=tls)
+    watcher.start()
+    yield watcher
+    watcher.abandon()
+    watcher.join()
+
+
+def silent_strangers(watcher: Watcher, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """More than there may be at a time."""
+    connect = partial(socket.create_connection, watcher.address, timeout=60)
+    return [stack.enter_context(connect()) for _ in range(STRANGERS + 2)]
+
+
+def test_strangers_who_say_nothing_are_bounded_in_number(
+    watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestra.engines.processes.watcher.STRANGER_SECONDS", 1000.0)
+    with contextlib.ExitStack() as stack:
+        first, *_ = silent_strangers(watcher, stack)
+        assert first.recv(1) == b""
+
+
+def test_strangers_who_say_nothing_are_bounded_in_time(
+    watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestra.engines.processes.watcher.STRANGER_SECONDS", 0.5)
+    with contextlib.ExitStack() as stack:
+        assert all(stranger.recv(1) == b"" for stranger in silent_strangers(watcher, stack))
+
+
+def test_a_port_scan_costs_a_run_with_tls_nothing(watcher: Watcher) -> None:
+    for _ in range(50):
+        with socket.create_connection(watcher.address) as scan:
+            scan.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets
+    with socket.create_connection(watcher.address, timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1000):
+                pass
+    assert watcher.verdicts.cause is None
 
 
 def environment() -> dict[str, str]:

@@ -25,8 +25,9 @@ from tests.meshes import (
 from orchestra.errors import InputError, PeerLost
 from orchestra.transports import streams
 from orchestra.transports.framing import pack_header
+from orchestra.transports.hello import MAGIC, hello
 from orchestra.transports.matching import Mailbox
-from orchestra.transports.mesh import MAGIC, Listener, _hello, connect_mesh
+from orchestra.transports.mesh import STRANGERS, Listener, connect_mesh
 from orchestra.transports.sockets import SocketTransport
 from orchestra.transports.tls import TLS
 
@@ -58,6 +59,24 @@ def test_a_stranger_never_takes_a_ranks_place() -> None:
         closable.close()
 
 
+def test_more_strangers_than_there_may_be_push_out_the_oldest() -> None:
+    listeners = [Listener(), Listener()]
+    addresses = [listener.address for listener in listeners]
+    with contextlib.ExitStack() as stack:
+        accepting = threading.Thread(
+            target=lambda: connect_mesh(0, addresses, listeners[0], TOKEN, timeout=60).close()
+        )
+        accepting.start()
+        strangers = [
+            stack.enter_context(socket.create_connection(addresses[0], timeout=60))
+            for _ in range(STRANGERS + 2)
+        ]
+        assert strangers[0].recv(1) == b""
+        connect_mesh(1, addresses, listeners[1], TOKEN, timeout=60).close()
+        accepting.join(60)
+        assert not accepting.is_alive()
+
+
 def test_a_rank_that_is_there_keeps_its_place() -> None:
     listener = Listener()
     accepting = threading.Thread(
@@ -69,9 +88,9 @@ def test_a_rank_that_is_there_keeps_its_place() -> None:
         for claimed in (1, 1, 7, 2):
             connection = socket.create_connection(listener.address, timeout=60)
             stack.enter_context(connection)
-            connection.sendall(_hello(claimed, 0, TOKEN))
-            answers.append(connection.recv(len(_hello(0, 1, TOKEN))))  # more may follow
-        assert answers == [_hello(0, 1, TOKEN), b"", b"", _hello(0, 2, TOKEN)]
+            connection.sendall(hello(claimed, 0, TOKEN))
+            answers.append(connection.recv(len(hello(0, 1, TOKEN))))  # more may follow
+        assert answers == [hello(0, 1, TOKEN), b"", b"", hello(0, 2, TOKEN)]
         accepting.join(60)
         assert not accepting.is_alive()
 

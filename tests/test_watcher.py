@@ -410,13 +410,11 @@ def test_frames_arrive_whole_however_they_are_cut() -> None:
         assert not frames.read()
 
 
-@pytest.mark.parametrize(
-    "data", [pack({"kind": "x" * 100}), b"GET / HTTP/1.0\r\n\r\n", b"\0\0\0\1" + b"\0" * 8 + b"3"]
-)
+@pytest.mark.parametrize("data", [b"\0\0\0\1" + b"\0" * 8 + b"3", b"\0\0\0\1" + b"\0" * 8 + b"{"])
 def test_bad_frames_are_refused(data: bytes) -> None:
     here, there = socket.socketpair()
     with here, there:
-        frames = Frames(there, largest=50)
+        frames = Frames(there)
         here.send(data)
         frames.read()
         with pytest.raises(BadFrame):

@@ -1,30 +1,25 @@
 """Set-up of the socket transport: every rank connects to those below it and accepts the others.
 
-A connection begins with a hello in each direction: magic and version, the sender's rank, and a
-keyed digest of the run's token, which proves membership and does not give the token away.
+A connection begins with a hello in each direction, as `orchestra.transports.hello` has it.
 """
 
 from __future__ import annotations
 
-import hmac
 import selectors
 import socket
 import ssl
-import struct
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from orchestra.errors import InputError, PeerLost
+from orchestra.transports.hello import HELLO_BYTES, hello, proves, sender_of
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.sockets import SocketTransport
-from orchestra.transports.tls import TLS
+from orchestra.transports.tls import TLS, wrap_accepted
 
-MAGIC = b"orchestra"
-VERSION = 1
-
-_HELLO = struct.Struct(f"<{len(MAGIC)}sBI")
-_HELLO_BYTES = _HELLO.size + 32
+STRANGERS = 64
+"""Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
 
 class Listener:
@@ -82,8 +77,7 @@ def connect_mesh(
     try:
         with listener:
             for peer in range(rank):
-                link = _Link(rank, peer, token)
-                connections[peer] = _connect(link, addresses[peer], tls, deadline)
+                connections[peer] = _connect(rank, peer, token, addresses[peer], tls, deadline)
             missing = set(range(rank + 1, len(addresses)))
             _Reception(rank, listener, token, tls, missing, connections).run(deadline)
     except BaseException:
@@ -95,50 +89,37 @@ def connect_mesh(
     return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
 
 
-class _Link:
-    """The two hellos between `rank`, which is here, and `peer`."""
-
-    def __init__(self, rank: int, peer: int, token: bytes) -> None:
-        self.peer = peer
-        self.ours = _hello(rank, peer, token)
-        self.theirs = _hello(peer, rank, token)
-
-    def admits(self, hello: bytes) -> bool:
-        """Whether `hello` comes from `peer`."""
-        return hmac.compare_digest(hello, self.theirs)
-
-
-def _hello(sender: int, receiver: int, token: bytes) -> bytes:
-    proof = hmac.digest(token, b"%d to %d" % (sender, receiver), "sha256")
-    return _HELLO.pack(MAGIC, VERSION, sender) + proof
-
-
 def _connect(
-    link: _Link, address: tuple[str, int], tls: TLS | None, deadline: float
+    rank: int,
+    peer: int,
+    token: bytes,
+    address: tuple[str, int],
+    tls: TLS | None,
+    deadline: float,
 ) -> socket.socket:
-    """A connection to `link.peer` after both hellos."""
+    """A connection from `rank`, which is here, to `peer` after both hellos."""
     where = f"{address[0]}:{address[1]}"
     connection = None
     try:
         connection = socket.create_connection(address, timeout=_remaining(deadline))
         if tls is not None:
             connection = tls.wrap(connection, server_side=False)
-        connection.sendall(link.ours)
+        connection.sendall(hello(rank, peer, token))
         answer = _read_hello(connection, deadline)
-        if not link.admits(answer):
+        if not proves(answer, peer, rank, token):
             raise ConnectionError("what listens there is not this rank of this run")
     except OSError as error:
         if connection is not None:
             connection.close()
-        raise PeerLost(link.peer, f"it could not be reached at {where}: {error}") from error
+        raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
     return connection
 
 
 def _read_hello(connection: socket.socket, deadline: float) -> bytes:
     answer = b""
-    while len(answer) < _HELLO_BYTES:
+    while len(answer) < HELLO_BYTES:
         connection.settimeout(_remaining(deadline))
-        piece = connection.recv(_HELLO_BYTES - len(answer))
+        piece = connection.recv(HELLO_BYTES - len(answer))
         if not piece:
             raise ConnectionError("it closed the connection in the hello")
         answer += piece
@@ -158,9 +139,7 @@ class _Arrival:
     def __init__(self, connection: socket.socket, context: ssl.SSLContext | None) -> None:
         connection.setblocking(False)
         if context is not None:
-            connection = context.wrap_socket(
-                connection, server_side=True, do_handshake_on_connect=False
-            )
+            connection = wrap_accepted(connection, context)
         self.connection = connection
         self.hello = b""
         self._shaken = False
@@ -174,8 +153,8 @@ class _Arrival:
             if isinstance(self.connection, ssl.SSLSocket) and not self._shaken:
                 self.connection.do_handshake()
                 self._shaken = True
-            while len(self.hello) < _HELLO_BYTES:
-                piece = self.connection.recv(_HELLO_BYTES - len(self.hello))
+            while len(self.hello) < HELLO_BYTES:
+                piece = self.connection.recv(HELLO_BYTES - len(self.hello))
                 if not piece:
                     raise ConnectionError("closed in the hello")
                 self.hello += piece
@@ -235,7 +214,13 @@ class _Reception:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return  # it went again
-        arrival = _Arrival(connection, self._context)
+        arrivals = [key.data for key in selector.get_map().values() if key.data is not None]
+        if len(arrivals) >= STRANGERS + len(self._missing):
+            self._drop(selector, arrivals[0])
+        try:
+            arrival = _Arrival(connection, self._context)
+        except OSError:
+            return  # it went again
         selector.register(arrival.connection, selectors.EVENT_READ, arrival)
 
     def _advance(self, selector: selectors.BaseSelector, arrival: _Arrival) -> None:
@@ -251,12 +236,13 @@ class _Reception:
 
     def _admit(self, selector: selectors.BaseSelector, arrival: _Arrival) -> bool:
         """Give the connection its rank's place and answer it, if it proves who it is."""
-        _, _, peer = _HELLO.unpack_from(arrival.hello)
-        link = _Link(self._rank, peer, self._token)
-        if not link.admits(arrival.hello) or peer not in self._missing:
+        peer = sender_of(arrival.hello)
+        known = proves(arrival.hello, peer, self._rank, self._token)
+        if not known or peer not in self._missing:
             return False
         try:
-            arrival.connection.send(link.ours)  # fits into the empty buffer of a new connection
+            # It fits into the empty buffer of a new connection.
+            arrival.connection.send(hello(self._rank, peer, self._token))
         except OSError:
             return False
         selector.unregister(arrival.connection)

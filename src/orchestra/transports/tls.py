@@ -50,6 +50,19 @@ class TLS:
         )
 
 
+def wrap_accepted(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """The server's side of TLS on an accepted socket that does not block; no hands are shaken yet.
+
+    Raises OSError, with the socket closed, where the other end has gone again.
+    """
+    try:
+        connection.getpeername()  # where this fails, wrap_socket would leave its socket open
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+    except OSError:
+        connection.close()
+        raise
+
+
 def from_environment(environ: Mapping[str, str]) -> TLS | None:
     """What `ORCHESTRA_TLS_CERTIFICATE`, `_KEY` and `_AUTHORITY` name; None without any of them.
 

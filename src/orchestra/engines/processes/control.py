@@ -19,6 +19,7 @@ from orchestra.engines.failures import Failure
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.errors import RunAborted, RunFailed
+from orchestra.transports.hello import WATCHER, hello
 
 BEAT_SECONDS = 0.5
 
@@ -72,7 +73,7 @@ class Control:
 
     def hello(self, **about: Any) -> None:
         """Introduce this rank, and begin to beat."""
-        self._send({"kind": "hello", "rank": self._seat.rank, "token": self._seat.token, **about})
+        self._send({"kind": "hello", **about})
         self._thread.start()
 
     def roster(self) -> tuple[list[tuple[str, int]], int]:
@@ -291,6 +292,7 @@ def _connect(seat: Seat) -> socket.socket:
         connection = socket.create_connection((host, port), timeout=seat.limits.joining)
         if seat.tls is not None:
             connection = seat.tls.wrap(connection, server_side=False)
+        connection.sendall(hello(seat.rank, WATCHER, seat.token.encode()))
     except OSError as error:
         raise RunFailed(
             f"rank {seat.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import os
 import selectors
@@ -37,21 +36,28 @@ from orchestra.engines.failures import Failure
 from orchestra.engines.processes.system import is_stopped, machine
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.engines.verdicts import Limits, Verdicts
-from orchestra.transports.tls import TLS
+from orchestra.transports.hello import HELLO_BYTES, WATCHER, proves, sender_of
+from orchestra.transports.tls import TLS, wrap_accepted
 from orchestra.worker.threads import shares_of_cores
 
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
 SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
-STRANGERS_BYTES = 1 << 16  # the largest frame before a rank has shown the token
+STRANGER_SECONDS = 10.0  # for a connection to show the token
+STRANGERS = 32  # such connections, beside those of the ranks; more push out the oldest
 
 
-@dataclass
+@dataclass(eq=False)
 class _Link:
-    """One control connection; `rank` is None until it has shown the token."""
+    """One control connection; it has shown the token of `proven`, and introduced itself as `rank`.
+
+    What comes before the token is a hello of fixed size, which is compared and not interpreted.
+    """
 
     connection: socket.socket
     frames: Frames
+    since: float
+    proven: int | None = None
     rank: int | None = None
     pid: int = 0
     same_machine: bool = False
@@ -91,11 +97,12 @@ class Watcher:
         self.results: dict[int, bytes] = {}
         self.setup: dict[str, float] = {}
         self._ranks = ranks
-        self._token = token
+        self._token = token.encode()
         self._tls = None if tls is None else tls.context(server_side=True)
         self._on_event = on_event or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
         self._links: dict[int, _Link] = {}
+        self._strangers: dict[_Link, None] = {}  # the oldest first
         self._connected: set[int] = set()
         self._orders: list[Callable[[], None]] = []
         self._abandoned = False
@@ -186,6 +193,8 @@ class Watcher:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        for link in [link for link in self._strangers if now - link.since > STRANGER_SECONDS]:
+            self._hang_up(link)
         suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
         held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
         self._carry_out(self.verdicts.tick(now, [rank for rank in held if rank is not None]))
@@ -254,22 +263,25 @@ class Watcher:
     # Connections
 
     def _accept(self) -> None:
+        if len(self._strangers) >= STRANGERS + self._ranks - len(self._links):
+            self._hang_up(next(iter(self._strangers)))
         try:
             connection, _ = self._listener.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)  # a stranger may be slow
+            if self._tls is not None:
+                connection = wrap_accepted(connection, self._tls)
         except OSError:
             return  # it went again
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)  # a stranger may be slow
-        if self._tls is not None:
-            connection = self._tls.wrap_socket(
-                connection, server_side=True, do_handshake_on_connect=False
-            )
-        link = _Link(connection, Frames(connection, STRANGERS_BYTES))
+        link = _Link(connection, Frames(connection), time.monotonic())
+        self._strangers[link] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
 
     def _read(self, link: _Link) -> None:
-        open_still = link.frames.read()
         try:
+            if link.proven is None and not self._prove(link):
+                return
+            open_still = link.frames.read()
             for message, payload in link.frames.complete():
                 self._heard(link, message, payload)
         except (BadFrame, KeyError, TypeError, ValueError):
@@ -277,9 +289,23 @@ class Watcher:
         if not open_still:
             self._hang_up(link)
 
+    def _prove(self, link: _Link) -> bool:
+        """Whether the token has been shown; raises `BadFrame` where it was another one."""
+        said = link.frames.take(HELLO_BYTES)
+        if said is None:
+            return False
+        rank = sender_of(said)
+        known = proves(said, rank, WATCHER, self._token)
+        if not known or rank not in range(self._ranks):
+            raise BadFrame("a stranger")
+        link.proven = rank
+        del self._strangers[link]
+        return True
+
     def _hang_up(self, link: _Link) -> None:
         if link.connection.fileno() < 0:
             return
+        self._strangers.pop(link, None)
         self._selector.unregister(link.connection)
         link.connection.close()
         if link.rank is not None:
@@ -310,12 +336,11 @@ class Watcher:
         return time.monotonic() - self._started_at
 
     def _admit(self, link: _Link, message: Message) -> None:
-        rank, token = message["rank"], str(message["token"])
-        known = hmac.compare_digest(token.encode(), self._token.encode())
-        if not known or rank not in range(self._ranks) or rank in self._links:
-            raise BadFrame("a stranger")
+        rank = link.proven
+        assert rank is not None
+        if rank in self._links:
+            raise BadFrame("this rank is there")
         link.connection.settimeout(SEND_SECONDS)
-        link.frames.largest = None
         link.rank, link.pid = rank, message["pid"]
         link.address = tuple(message["address"])
         link.cores = message["kernel"] or message["host"], message["cores"]

@@ -25,22 +25,18 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
 
 
 class Frames:
-    """The frames that arrive at one end of a connection.
+    """The frames that arrive at one end of a connection, after what `take` takes."""
 
-    `largest` bounds the bytes of one frame: a stranger must not fill the memory.
-    """
-
-    def __init__(self, connection: socket.socket, largest: int | None = None) -> None:
-        self.largest = largest
+    def __init__(self, connection: socket.socket) -> None:
         self.received = 0  # bytes
         self._connection = connection
         self._buffer = bytearray()
 
-    def read(self) -> bool:
-        """Take in what has arrived; False at the end of the connection."""
+    def read(self, most: int = _CHUNK) -> bool:
+        """Read `most` bytes of what has arrived; False at the end of the connection."""
         try:
-            data = self._connection.recv(_CHUNK)
-        except (BlockingIOError, TimeoutError, InterruptedError, ssl.SSLWantReadError):
+            data = self._connection.recv(most)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
         except OSError:
             return False
@@ -48,12 +44,23 @@ class Frames:
         self.received += len(data)
         return bool(data)
 
+    def take(self, size: int) -> bytes | None:
+        """The first `size` bytes, read up to there and no further; None before all are there.
+
+        Raises `BadFrame` where the connection ends before.
+        """
+        if not self.read(size - len(self._buffer)):
+            raise BadFrame("no hello")
+        if len(self._buffer) < size:
+            return None
+        taken = bytes(self._buffer)
+        self._buffer.clear()
+        return taken
+
     def complete(self) -> Iterator[tuple[Message, bytes]]:
         """The frames that have arrived as a whole."""
         while len(self._buffer) >= _LENGTHS.size:
             text, payload = _LENGTHS.unpack_from(self._buffer)
-            if self.largest is not None and text + payload > self.largest:
-                raise BadFrame(f"a frame of {text + payload} bytes")
             end = _LENGTHS.size + text + payload
             if len(self._buffer) < end:
                 return
