@@ -197,6 +197,26 @@ def test_a_stopped_rank_ends_a_synchronous_run_by_name(tmp_path: Path) -> None:
     assert_one_line(ended, 1, f"rank 1 on {HOST} is stopped (by SIGSTOP or its terminal)")
 
 
+def test_a_folder_in_use_is_refused_and_its_user_is_named(tmp_path: Path) -> None:
+    with Gate(tmp_path, RING, 3) as gate:
+        words = train(f"gated('{tmp_path}')", RING)
+        who = f"process {gate.command.process.pid}"
+        in_use = f"out: {who} is using it; wait for its end, or choose another --out"
+        assert_one_line(run(words, tmp_path), 2, in_use)
+        gate.open()
+        assert gate.end().status == 0
+    lines = [len(step_lines(tmp_path / "out", rank)) for rank in range(3)]
+    assert lines == [40] * 3
+
+
+def test_a_folder_is_free_again_when_its_user_was_killed(tmp_path: Path) -> None:
+    with Gate(tmp_path, RING, 3) as gate:
+        gate.command.process.kill()
+        gate.end()
+    (tmp_path / "go").touch()
+    assert run(train(f"gated('{tmp_path}')", RING), tmp_path).status == 0
+
+
 def test_nothing_survives_the_launcher(tmp_path: Path) -> None:
     with Gate(tmp_path, RING, 3) as gate:
         gate.signal(2, signal.SIGSTOP)  # a rank that could not even notice

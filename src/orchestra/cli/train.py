@@ -16,12 +16,11 @@ from orchestra.experiments import (
     PARENT,
     Entry,
     Experiment,
-    claim,
     finished,
     for_training,
     fresh_folder,
+    held,
     load,
-    release,
     runs,
 )
 from orchestra.settings import read
@@ -61,18 +60,13 @@ def main(arguments: Sequence[str]) -> int:
         take_part(run, options.out, launched)
         return 0
     folder = options.out or fresh_folder(PARENT, _folder_name(experiment))
-    resumed = claim(folder, experiment)
-    records = finished(folder) if resumed else []
-    if records:
-        print(f"{folder}: this run was completed before; its record:")
-    elif resumed:
-        print(f"{folder}: going on with this run")
-    try:
+    with held(folder, experiment) as resumed:
+        records = finished(folder) if resumed else []
+        if records:
+            print(f"{folder}: this run was completed before; its record:")
+        elif resumed:
+            print(f"{folder}: going on with this run")
         record = _train(run, folder, experiment.name, launched, *records)
-    except InputError:
-        if not resumed:
-            release(folder)
-        raise
     from orchestra.cli.tables import print_record
 
     print_record(record, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load, to_yaml
-from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
+from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, held
 from orchestra.settings.document import Entry
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "finished",
     "for_training",
     "fresh_folder",
+    "held",
     "load",
-    "release",
     "runs",
     "to_yaml",
 ]

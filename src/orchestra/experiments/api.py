@@ -14,7 +14,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load
-from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
+from orchestra.experiments.folder import PARENT, finished, fresh_folder, held
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import Settings, write
@@ -73,22 +73,18 @@ def train(
     experiment = for_training(_experiment(None, given), "ranks")
     (label,) = experiment.strategies
     folder = Path(out) if out is not None else fresh_folder(PARENT, f"{experiment.name}-{label}")
-    resumed = claim(folder, experiment)
-    if resumed and (records := finished(folder)):
-        return records[0]
-    (run,) = runs(experiment)
-    try:
-        record = train_run(run, folder, quiet=quiet)
-    except InputError:
-        if not resumed:
-            release(folder)
-        raise
-    except RunFailed as failure:
-        with contextlib.suppress(OSError):  # on a full disk that is the failure
-            write_summary(folder, experiment.name, [failed_record(run, folder, failure)])
-        raise
-    write_summary(folder, experiment.name, [record])
-    return record
+    with held(folder, experiment) as resumed:
+        if resumed and (records := finished(folder)):
+            return records[0]
+        (run,) = runs(experiment)
+        try:
+            record = train_run(run, folder, quiet=quiet)
+        except RunFailed as failure:
+            with contextlib.suppress(OSError):  # on a full disk that is the failure
+                write_summary(folder, experiment.name, [failed_record(run, folder, failure)])
+            raise
+        write_summary(folder, experiment.name, [record])
+        return record
 
 
 def compare(

@@ -24,7 +24,7 @@ from orchestra.experiments.experiment import (
     runs,
     with_one_process,
 )
-from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, release
+from orchestra.experiments.folder import PARENT, finished, fresh_folder, held
 from orchestra.experiments.runner import Runner
 from orchestra.experiments.tune import Tune
 from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
@@ -78,21 +78,16 @@ def carry_out(
         quiet: no progress, no notices.
 
     Raises:
-        InputError: nothing can be run, or `folder` belongs to a different experiment.
+        InputError: nothing can be run, or `folder` belongs to a different experiment or is in use.
     """
     experiment = with_one_process(experiment)
     if baseline is not None and baseline not in experiment.strategies:
         hint = nearest(baseline, experiment.strategies)
         raise InputError(f"baseline: there is no strategy {baseline!r}; {hint}")
     folder = folder or fresh_folder(PARENT, experiment.name)
-    resumed = claim(folder, experiment)
-    course = _Course(experiment, folder, retry=retry, quiet=quiet)
-    try:
+    with held(folder, experiment):
+        course = _Course(experiment, folder, retry=retry, quiet=quiet)
         stopped = course.run()
-    except InputError:
-        if not resumed:
-            release(folder)
-        raise
     records = course.rows()
     page = _report(folder, baseline) if report and records else None
     return Comparison(records, folder, page, len(course.runs), course.not_run, stopped)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -56,9 +61,53 @@ def claim(folder: Path, experiment: Experiment) -> bool:
     return False
 
 
-def release(folder: Path) -> None:
-    """Remove a folder that was just claimed, with all in it: nothing could be run."""
-    shutil.rmtree(folder, ignore_errors=True)
+@contextmanager
+def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
+    """`claim` the folder, and let no other process use it meanwhile; whether it was there before.
+
+    A new folder in which nothing could be run, for bad input, is removed.
+
+    Raises:
+        InputError: as `claim` does, or another process uses it.
+    """
+    resumed = claim(folder, experiment)
+    with _locked(folder):
+        try:
+            yield resumed
+        except InputError:
+            if not resumed:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The lock is the kernel's, and ends with its holder, however that ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = _holder(os.fstat(descriptor).st_ino)
+        os.close(descriptor)
+        raise InputError(
+            f"{folder}: {who} is using it; wait for its end, or choose another --out"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _holder(inode: int) -> str:
+    """The process that has locked a file, as far as it can be told."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
+                return f"process {words[4]}"
+    return "another process"
 
 
 def reclaim(folder: Path, experiment: Experiment) -> None:
