@@ -317,6 +317,17 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_step_that_was_cut_off_while_it_was_written_is_passed_over(tmp_path: Path) -> None:
+    keep(tmp_path, [record("ring")])
+    path = next(tmp_path.rglob("steps-rank-0.jsonl"))
+    whole = path.read_text()
+    path.write_text(whole + '{"step": 21, "sec')
+    write_report([tmp_path], tmp_path)
+    path.write_text('{"step": 21, "sec\n' + whole)
+    with pytest.raises(InputError, match=r"steps-rank-0\.jsonl:1: is damaged"):
+        write_report([tmp_path], tmp_path)
+
+
 def test_a_report_replaces_the_one_before_whole(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("old")
     path = write_report([whole], tmp_path, baseline="ring")

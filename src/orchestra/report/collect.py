@@ -34,7 +34,9 @@ class RunData:
     def steps(self) -> dict[int, list[dict[str, Any]]]:
         """For each rank that computed steps, what it wrote down of each."""
         paths = self.record.folder.glob("steps-rank-*.jsonl")
-        by_rank = {int(path.stem.rpartition("-")[2]): list(_lines(path)) for path in paths}
+        by_rank = {
+            int(path.stem.rpartition("-")[2]): list(_lines(path, grows=True)) for path in paths
+        }
         return {rank: by_rank[rank] for rank in sorted(by_rank) if by_rank[rank]}
 
     @cached_property
@@ -123,11 +125,13 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path, *, grows: bool = False) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
         try:
             yield json.loads(line)
         except ValueError:
+            if grows and not line.endswith("\n"):
+                return  # the last one: whoever wrote it was killed meanwhile
             raise InputError(f"{path}:{number}: is damaged: not JSON") from None
