@@ -95,7 +95,7 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "seed": run.seed,
         "global_batch": run.training.global_batch(roles.shares),
         "synchronous": run.strategy.synchronous,
-        "steps_together": run.strategy.steps_together and not run.strategy.divides_model,
+        "steps_together": run.steps_together,
         "work": run.training.work if run.strategy.self_paced and len(roles.workers) > 1 else None,
         "judged_on": run.judged_on,
         "folder": folder,

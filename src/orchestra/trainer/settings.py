@@ -211,11 +211,15 @@ class Run(Settings):
     )
 
     @property
+    def steps_together(self) -> bool:
+        """Whether workers wait for one another, each with a part of the samples."""
+        return self.strategy.steps_together and not self.strategy.divides_model
+
+    @property
     def measures_shares(self) -> bool:
         """Whether the parts of the ranks are to be measured, and somebody waits for somebody."""
         several = len(self.strategy.roles(self.training.ranks).workers) > 1
-        together = self.strategy.steps_together and not self.strategy.divides_model
-        return self.training.shares == MEASURED and several and together
+        return self.training.shares == MEASURED and several and self.steps_together
 
     def check(self) -> None:
         """Without values, time can be told, and nothing else."""
