@@ -235,6 +235,12 @@ def drawing(samples: int = 64) -> Task:
     return Task(model=Weight, train=Numbers(samples), loss=loss)
 
 
+def deterministic_digits() -> Task:
+    """With dropout, and operations that give the same bits again, on a GPU as well."""
+    torch.use_deterministic_algorithms(True)
+    return Digits(dropout=0.3).build()
+
+
 def digits_in_one_thread(dropout: float = 0.0) -> Task:
     """Bit equality is claimed at equal numbers of threads; a run of one rank would keep torch's.
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 LENGTH, WIDTH = 8, 16
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer. " * 3
 
-#: strategy, batch, accumulation, epochs, samples, shuffle, dropout, double, clip, rate ...
+#: strategy, batch, accumulation, epochs, samples, shuffle, dropout, double, device, clip ...
 OPTIONS: dict[str, Any] = {
     "strategy": "AllReduce('ring')",
     "batch": 4,
@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "shuffle": True,
     "dropout": 0.2,
     "double": False,
+    "device": "cpu",
     "clip": 0.5,
     "rate": 0.05,
     "optimizer": "AdamW",
@@ -50,7 +51,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.words.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        past = nn.Transformer.generate_square_subsequent_mask(LENGTH).to(self.places.dtype)
+        past = nn.Transformer.generate_square_subsequent_mask(LENGTH).to(self.places)
         hidden = self.words(text) + self.places
         logits: Tensor = self.head(self.blocks(hidden, mask=past, is_causal=True))
         return logits
@@ -59,14 +60,14 @@ class GPT(nn.Module):
 def make() -> GPT:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = GPT()
+    model = GPT().to(OPTIONS["device"])
     return model.double() if OPTIONS["double"] else model
 
 
 def windows() -> TensorDataset:
     """Windows of the text, with the characters that follow."""
     cut = torch.tensor([ord(letter) for letter in TEXT]).unfold(0, LENGTH + 1, 3)
-    cut = cut[: OPTIONS["samples"]]
+    cut = cut[: OPTIONS["samples"]].to(OPTIONS["device"])
     return TensorDataset(cut[:, :-1], cut[:, 1:])
 
 

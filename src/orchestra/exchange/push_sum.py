@@ -158,7 +158,8 @@ class PushSum:
         if arrived.dtype == torch.int64:
             self._closed[handle.source] = int(arrived)
         else:
-            self._charged(lambda: self.mass.add_(arrived))
+            there = arrived.to(self.mass.device)
+            self._charged(lambda: self.mass.add_(there))
 
     def agree(self) -> None:
         """With nothing on its way: everyone gets the exact mean, sum of x / sum of w."""

@@ -433,4 +433,6 @@ def _device(training: Training, runtime: Runtime) -> torch.device:
         raise InputError("device: cuda was asked for, but torch sees no GPU here; use cpu or auto")
     if training.device == "cpu" or not available:
         return torch.device("cpu")
-    return torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)  # random states and libraries refer to the current one
+    return device

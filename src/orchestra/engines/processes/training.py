@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from orchestra.engines.processes.devices import lacking
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.outcome import Outcome
@@ -39,10 +40,12 @@ def train_run(
     `progress` is that of the runs that it is one of.
 
     Raises:
-        InputError: the strategy cannot run on that many ranks.
+        InputError: the strategy cannot run on that many ranks, or on the GPUs of this machine.
         RunFailed: names the first cause; what was measured until then stays in `folder`.
     """
     roles = roles_of(run)
+    if (lack := lacking(run)) is not None:
+        raise InputError(f"device: {run.strategy!r} {lack}")
     write_environment(folder)
     with Display(run, roles, quiet=quiet, progress=progress) as display:
         outcome = launch(
