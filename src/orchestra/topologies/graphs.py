@@ -12,6 +12,7 @@ from orchestra.errors import InputError
 from orchestra.settings import MOST_RANKS, MOST_SEED, Settings, setting
 
 MOST_LINKS = 2_000_000
+MOST_DRAWN = 200_000
 
 Graph = tuple[tuple[int, ...], ...]
 """For each rank the ranks that it sends to, itself not among them, rising."""
@@ -73,11 +74,11 @@ def _reached(links: list[set[int]]) -> set[int]:
     return reached
 
 
-def _require_room(ranks: int, degree: int) -> None:
-    if ranks * degree > MOST_LINKS:
+def _require_room(ranks: int, degree: int, most: int = MOST_LINKS) -> None:
+    if ranks * degree > most:
         raise InputError(
-            f"{ranks} ranks with {degree} neighbours each are more than {MOST_LINKS:,} links: "
-            "lower ranks, or take a topology with fewer neighbours"
+            f"{ranks} ranks with {degree} neighbours each are more than {most:,} links: lower "
+            "ranks, or take a topology with fewer neighbours"
         )
 
 
@@ -172,7 +173,7 @@ class RandomRegular(Topology):
         """The one graph."""
         degree = min(self.degree, ranks - 1)
         degree += ranks * degree % 2
-        _require_room(ranks, degree)
+        _require_room(ranks, degree, MOST_DRAWN)
         edges = _regular_edges(ranks, degree)
         _shuffle_edges(edges, random.Random(self.seed))
         neighbours: list[list[int]] = [[] for _ in range(ranks)]
