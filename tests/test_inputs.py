@@ -139,11 +139,22 @@ def test_an_override_that_cannot_be_is_refused(name: str) -> None:
     assert message in str(read(Input(SMALL, "", (override,))))
 
 
-def test_a_cluster_with_more_nodes_than_can_be_simulated_is_refused() -> None:
-    link = "{bandwidth: 1 Gbit/s, latency: 1 us}"
-    node = f"{{count: 999999999999, cores: 4, speed: 1, loopback: {link}, link: {link}}}"
+@pytest.mark.parametrize(
+    ("count", "latency", "message"),
+    [
+        ("999999999999", "1 us", "999999999999 is no number of nodes; write 1 to 16384"),
+        ("2", "1e999999999 s", "unknown unit 'e999999999 s' of time"),
+        ("2", f"{'9' * 5000} s", "unknown unit '999"),
+        ("2", "1e300 s", "1e+300 is above 1000000000000.0"),
+    ],
+)
+def test_a_cluster_beyond_what_can_be_simulated_is_refused(
+    count: str, latency: str, message: str
+) -> None:
+    link = f"{{bandwidth: 1 Gbit/s, latency: {latency}}}"
+    node = f"{{count: {count}, cores: 4, speed: 1, loopback: {link}, link: {link}}}"
     given = Input(SMALL + "cluster: c.yaml\n", f"nodes: {{worker: {node}}}\nranks: spread\n", ())
-    assert "999999999999 is no number of nodes; write 1 to 16384" in str(read(given))
+    assert message in str(read(given))
 
 
 LONG = ["x" * 5000, [1] * 5000, "a 'b" * 900, "x y " * 900, ["it's"] * 900]

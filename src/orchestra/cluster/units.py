@@ -16,7 +16,10 @@ from typing import Any
 from orchestra.errors import InputError, nearest
 from orchestra.settings.base import Limits, Required
 
-_QUANTITY = re.compile(r"(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*)")
+_QUANTITY = re.compile(
+    r"(?P<number>[-+]?(?:\d{1,100}(?:\.\d{0,100})?|\.\d{1,100})(?:[eE][-+]?\d{1,3})?)"
+    r"\s*(?P<unit>.*)"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Limits:
         words = []
         if self.low is not None:
             words.append(f"at least {self.low!r}")
-        if self.above is not None:
+        if self.above is not None and self.low is None:
             words.append(f"above {self.above!r}")
         if self.high is not None:
             words.append(f"at most {self.high!r}")

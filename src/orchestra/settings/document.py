@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from orchestra.errors import InputError
-from orchestra.settings.yaml_text import Loader, Refused
+from orchestra.settings.yaml_text import MOST_CHARACTERS, Loader, Refused
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
         InputError: the file cannot be read, is no YAML, no mapping, or gives a key twice.
     """
     try:
-        return _entries(path.read_text(encoding="utf-8"), str(path), needs, example)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+        return _entries(text, str(path), needs, example)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

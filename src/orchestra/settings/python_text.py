@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import warnings
 
-MOST_CHARACTERS = 100_000
+MOST_CHARACTERS = 400_000
 MOST_NESTED = 40
 MOST_DIGITS = 100
 """Of a whole number. Also of what YAML says."""
