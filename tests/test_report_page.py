@@ -328,6 +328,16 @@ def test_a_step_that_was_cut_off_while_it_was_written_is_passed_over(tmp_path: P
         write_report([tmp_path], tmp_path)
 
 
+def test_lines_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    keep(tmp_path, [record("ring")])
+    path = next(tmp_path.rglob("steps-rank-0.jsonl"))
+    lines = path.read_text().splitlines(keepends=True)
+    for mixed in ([*lines, *lines], [lines[0], *lines], [lines[1], lines[0], *lines[2:]]):
+        path.write_text("".join(mixed))
+        with pytest.raises(InputError, match=r"rank-0\.jsonl:\d+: step \d+ stands after step \d+"):
+            write_report([tmp_path], tmp_path)
+
+
 def test_a_report_replaces_the_one_before_whole(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("old")
     path = write_report([whole], tmp_path, baseline="ring")

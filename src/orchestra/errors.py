@@ -14,13 +14,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+REPEATED = 200
+"""The most characters of an input that a message repeats."""
+LISTED = 100
+"""The most known names that a message lists."""
+
 
 class OrchestraError(Exception):
     """The root of the tree."""
 
 
 class InputError(OrchestraError, ValueError):
-    """What the user asked for cannot be done; the message says what, where and the remedy."""
+    """What the user asked for cannot be done; the message says what, where and the remedy.
+
+    The message is one line, and repeats at most `REPEATED` characters of any one input.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 class RunFailed(OrchestraError):
@@ -43,13 +54,50 @@ class RunAborted(OrchestraError):
     """The watcher ended the run for a cause that lies in another rank."""
 
 
+def shortened(message: str) -> str:
+    """`message` in one line, with the middle of each long value left out.
+
+    A value is what stands in quotes or brackets, or goes on without a blank.
+    """
+    shown, begin, closing, depth, last = [], 0, "", 0, ""
+    for place, sign in enumerate(message):
+        if closing:
+            closing = "" if sign == closing and last != "\\" else closing
+        elif sign in "'\"" and not last.isalnum():  # "the worker's" opens nothing
+            closing = sign
+        elif sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth = max(0, depth - 1)
+        elif sign.isspace() and not depth:
+            shown.append(_part(message[begin:place]))
+            begin = place + 1
+        last = "" if last == sign == "\\" else sign
+    return " ".join([*shown, _part(message[begin:])])
+
+
+def _part(text: str) -> str:
+    if len(text) > REPEATED:
+        text = f"{text[: REPEATED - 55]} ... {text[-50:]}"
+    return " ".join(text.splitlines())
+
+
+def text_of(error: BaseException) -> str:
+    """What `error` says; nothing where it cannot even say that."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown `name`: the nearest known one, or all of them."""
     choices = sorted(known)
+    name = name[:REPEATED]
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     if not close:
         by_lower = {choice.lower(): choice for choice in choices}
         close = [by_lower[name.lower()]] if name.lower() in by_lower else []
     if close:
         return f"did you mean {close[0]!r}?"
-    return "known: " + ", ".join(choices)
+    return "known: " + ", ".join(choices[:LISTED] + ["..."] * (len(choices) > LISTED))

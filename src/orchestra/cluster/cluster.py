@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Literal
 
 from orchestra.cluster.costs import Overhead
@@ -103,7 +104,8 @@ class Cluster(Settings):
         if self.placement == "spread":
             order = list(self.nodes)
         elif self.placement == "packed":
-            order = [node for node in self.nodes for _ in range(node.slots)]
+            slots = (node for node in self.nodes for _ in range(node.slots))
+            order = list(islice(slots, ranks))
         else:
             order = [self._by_name[name] for name in self.placement]
             if len(order) != ranks:

@@ -64,7 +64,7 @@ class SlowDown(Lasting):
     """A node computes more slowly: each piece of compute takes `factor` times as long."""
 
     node: str = setting(REQUIRED, "name of the node")
-    factor: float = setting(REQUIRED, "how many times as long", above=1)
+    factor: float = setting(REQUIRED, "how many times as long", above=1, high=1e9)
 
     @property
     def words(self) -> str:
@@ -77,7 +77,7 @@ class LinkSlow(Lasting):
     """A link carries less, in both directions: its bandwidth divided by `factor`."""
 
     of: str = setting(REQUIRED, "name of the node or switch, whose link upwards it is")
-    factor: float = setting(REQUIRED, "what the bandwidth is divided by", above=1)
+    factor: float = setting(REQUIRED, "what the bandwidth is divided by", above=1, high=1e9)
 
     @property
     def words(self) -> str:

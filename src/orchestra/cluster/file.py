@@ -22,7 +22,7 @@ from orchestra.cluster.reading import (
 )
 from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
 from orchestra.errors import InputError
-from orchestra.settings import REQUIRED, Settings, setting
+from orchestra.settings import MOST_RANKS, REQUIRED, Settings, setting
 from orchestra.settings.document import Entry, read_document
 
 KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "overhead", "faults")
@@ -60,7 +60,7 @@ class _Overhead(Settings):
     local: _Line = setting(REQUIRED, "")
     add: float = quantity(SECONDS_PER_BYTE, REQUIRED, "", low=0)
     buffer: float = quantity(BYTES, REQUIRED, "", low=0)
-    wire: float = setting(REQUIRED, "", low=1)
+    wire: float = setting(REQUIRED, "", low=1, high=1e3)
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -122,9 +122,9 @@ def _node(name: str, inside: Mapping[Any, Entry], where: str, key: str, switch: 
 
 def _copies(node: Node, entry: Entry, key: str) -> list[Node]:
     count = entry.value
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_RANKS:
         where = f"{entry.where} {key}.count"
-        raise InputError(f"{where}: {count!r} is no number of nodes; write 1 or more")
+        raise InputError(f"{where}: {count!r} is no number of nodes; write 1 to {MOST_RANKS}")
     return [replace(node, name=f"{node.name}-{index}") for index in range(count)]
 
 

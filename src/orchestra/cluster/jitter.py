@@ -50,7 +50,7 @@ class Normal(Jitter):
     Cut off evenly on both sides it keeps its mean; `sigma` is the deviation before that.
     """
 
-    sigma: float = setting(0.05, "standard deviation, in durations", above=0)
+    sigma: float = setting(0.05, "standard deviation, in durations", above=0, high=100)
 
     def factor(self, uniform: float) -> float:
         """The quantile of the truncated distribution, from the whole one's inverse."""
@@ -95,7 +95,7 @@ class LogNormal(Jitter):
 class ExponentialTail(Jitter):
     """A duration and an exponential tail: factors from 1, their mean 1 + `mean`."""
 
-    mean: float = setting(0.1, "mean of the tail, in durations", above=0)
+    mean: float = setting(0.1, "mean of the tail, in durations", above=0, high=1e3)
 
     def factor(self, uniform: float) -> float:
         """1 - mean log(1 - uniform)."""
@@ -130,7 +130,7 @@ class Drift(Settings):
     """
 
     sigma: float = setting(0.1, "standard deviation of the logarithm", above=0, high=5)
-    time_constant: float = quantity(SECONDS, 60.0, "after which it is forgotten", above=0)
+    time_constant: float = quantity(SECONDS, 60.0, "after which it is forgotten", low=0.01, above=0)
 
     def factors(self, generator: Generator) -> Callable[[float], float]:
         """The factor over time, in seconds, of one node: from normal numbers of `generator`."""

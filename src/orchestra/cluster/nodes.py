@@ -10,6 +10,9 @@ from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, quantity
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
 
+MOST_CORES = 4096
+"""Of a node, and devices: several times those of the largest machine."""
+
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -69,10 +72,13 @@ class Node(Settings):
     """A machine, which holds ranks."""
 
     name: str = setting(REQUIRED, "a word")
-    cores: int = setting(REQUIRED, "processor cores", low=1)
+    cores: int = setting(REQUIRED, "processor cores", low=1, high=MOST_CORES)
     _: KW_ONLY
     speed: float | None = setting(
-        None, "of a core (or a device), where the machine that was calibrated has 1", above=0
+        None,
+        "of a core (or a device), where the machine that was calibrated has 1",
+        above=0,
+        high=1e9,
     )
     flops: float | None = quantity(
         FLOPS, None, "instead of speed: what a core (or a device) sustains", above=0
@@ -80,7 +86,9 @@ class Node(Settings):
     memory: float | None = quantity(
         BYTES, None, "of the node, or of each device if it has any; none: not known", above=0
     )
-    devices: int = setting(0, "accelerators; with any, ranks compute on them", low=0)
+    devices: int = setting(
+        0, "accelerators; with any, ranks compute on them", low=0, high=MOST_CORES
+    )
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
     drift: Drift | None = setting(None, "how its speed changes slowly; none: not at all")
     switch: str | None = setting(None, "what its link leads to; none where it is the only node")

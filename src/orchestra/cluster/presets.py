@@ -13,11 +13,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.jitter import DEFAULT, JITTER_MEANS, JitterSetting, LogNormal
-from orchestra.cluster.nodes import Link, Node, Switch
+from orchestra.cluster.nodes import MOST_CORES, Link, Node, Switch
 from orchestra.cluster.registry import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, SECONDS, Unit
 from orchestra.errors import InputError
-from orchestra.settings import Settings, setting, write
+from orchestra.settings import MOST_RANKS, Settings, setting, write
 
 LOOPBACK = Link(3e9, 15e-6)
 """Between ranks of one node; `OneHost` says where the figures are from."""
@@ -56,9 +56,11 @@ class OneHost(Preset):
     Python (100 MB one way in 33 ms; 4 KB and its answer in 50 us, processor time included).
     """
 
-    cores: int = setting(8, "processor cores", low=1)
+    cores: int = setting(8, "processor cores", low=1, high=MOST_CORES)
     _: KW_ONLY
-    speed: float = setting(1.0, "of a core; the machine that was calibrated has 1", above=0)
+    speed: float = setting(
+        1.0, "of a core; the machine that was calibrated has 1", above=0, high=1e9
+    )
     bandwidth: str = setting("3 GB/s", "what all ranks together move over loopback")
     latency: str = setting("15 us", "of a message over loopback, one way")
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
@@ -74,10 +76,12 @@ class OneHost(Preset):
 class Lan(Preset):
     """Equal nodes at one switch that is never the bottleneck. Base of the presets below."""
 
-    nodes: int = setting(8, "how many", low=1)
+    nodes: int = setting(8, "how many", low=1, high=MOST_RANKS)
     _: KW_ONLY
-    cores: int = setting(4, "processor cores of each node", low=1)
-    speed: float = setting(1.0, "of a core; the machine that was calibrated has 1", above=0)
+    cores: int = setting(4, "processor cores of each node", low=1, high=MOST_CORES)
+    speed: float = setting(
+        1.0, "of a core; the machine that was calibrated has 1", above=0, high=1e9
+    )
     bandwidth: str = setting("1 Gbit/s", BANDWIDTH_MEANS)
     latency: str = setting("50 us", LATENCY_MEANS)
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
@@ -166,7 +170,7 @@ class Containers10Mbit(Lan):
     """
 
     _: KW_ONLY
-    cores: int = setting(1, "processors of each container", low=1)
+    cores: int = setting(1, "processors of each container", low=1, high=MOST_CORES)
     bandwidth: str = setting("10 Mbit/s", "of what a container sends")
     down: str = setting("3.1 Gbit/s", "of what a container receives")
     latency: str = setting("15 us", LATENCY_MEANS)
@@ -188,8 +192,10 @@ class Stragglers(Lan1Gbit):
     """
 
     _: KW_ONLY
-    slow: int | None = setting(None, "nodes that are slow; none: a quarter, at least one", low=0)
-    factor: float = setting(3.0, "how many times as long these take", above=1)
+    slow: int | None = setting(
+        None, "nodes that are slow; none: a quarter, at least one", low=0, high=MOST_RANKS
+    )
+    factor: float = setting(3.0, "how many times as long these take", above=1, high=1e9)
     jitter: JitterSetting = setting(LogNormal(0.2), JITTER_MEANS)
 
     def check(self) -> None:

@@ -16,7 +16,10 @@ from typing import Any
 from orchestra.errors import InputError, nearest
 from orchestra.settings.base import Limits, Required
 
-_QUANTITY = re.compile(r"(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*)")
+_QUANTITY = re.compile(
+    r"(?P<number>[-+]?(?:\d{1,100}(?:\.\d{0,100})?|\.\d{1,100})(?:[eE][-+]?\d{1,3})?)"
+    r"\s*(?P<unit>.*)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Unit:
         example: a quantity to offer in messages.
         factors: of each name in a text, in terms of `base`.
         written: the names that `write` chooses from, rising.
+        least, most: what is computed with, in terms of `base`; 0 is refused where it is declared.
     """
 
     kind: str
@@ -36,6 +40,8 @@ class Unit:
     example: str
     factors: Mapping[str, Fraction]
     written: tuple[str, ...]
+    least: float
+    most: float
 
     def read(self, text: object, *, where: str) -> float:
         """The quantity that `text` names, in terms of `base`, rounded once.
@@ -120,6 +126,8 @@ BANDWIDTH = Unit(
     "1 Gbit/s or 125 MB/s",
     _scaled({"bit/s": Fraction(1, 8)}, _DECIMAL) | {f"{k}/s": v for k, v in _BYTES.items()},
     ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"),
+    least=1e-3,
+    most=1e18,
 )
 SECONDS = Unit(
     "time",
@@ -127,14 +135,26 @@ SECONDS = Unit(
     "50 us, 2 ms or 1.5 s",
     _TIMES | {"min": Fraction(60), "h": Fraction(3600)},
     ("ps", "ns", "us", "ms", "s"),
+    least=1e-12,
+    most=1e12,
 )
-BYTES = Unit("size", "bytes", "16 GB or 512 MiB", _BYTES, ("B", "kB", "MB", "GB", "TB", "PB"))
+BYTES = Unit(
+    "size",
+    "bytes",
+    "16 GB or 512 MiB",
+    _BYTES,
+    ("B", "kB", "MB", "GB", "TB", "PB"),
+    least=1,
+    most=1e18,
+)
 FLOPS = Unit(
     "computing speed",
     "FLOP/s",
     "1.5 TFLOP/s",
     _scaled({"FLOP/s": _ONE}, _DECIMAL),
     ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"),
+    least=1,
+    most=1e24,
 )
 SECONDS_PER_BYTE = Unit(
     "time for each byte",
@@ -142,6 +162,8 @@ SECONDS_PER_BYTE = Unit(
     "0.3 ns/B",
     {f"{name}/B": factor for name, factor in _TIMES.items()},
     ("ps/B", "ns/B", "us/B", "ms/B", "s/B"),
+    least=1e-18,
+    most=1e3,
 )
 
 
@@ -153,10 +175,13 @@ def quantity(
     low: float | None = None,
     above: float | None = None,
 ) -> Any:
-    """A field of a `Settings` class that a file gives with `unit`, and Python in its base."""
+    """A field of a `Settings` class that a file gives with `unit`, and Python in its base.
+
+    Its range is the unit's, from `low` on where that is given.
+    """
     metadata = {
         "meaning": f"{meaning} ({unit.base})",
-        "limits": Limits(low=low, above=above),
+        "limits": Limits(unit.least if low is None else low, unit.most, above),
         "unit": unit,
     }
     if isinstance(default, Required):

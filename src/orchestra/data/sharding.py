@@ -100,7 +100,7 @@ class Dirichlet(Sharding):
     differ in size; no worker is left without a sample.
     """
 
-    alpha: float = setting(0.5, "concentration: small for unlike workers", above=0.0)
+    alpha: float = setting(0.5, "concentration: small for unlike workers", low=0.01, high=1e6)
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
         """p_c ~ Dirichlet(alpha N share) for each class c, whose samples are cut by p_c."""

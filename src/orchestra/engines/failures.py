@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
-from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed
+from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed, text_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def describe(error: BaseException) -> Failure:
     clear = isinstance(error, RunFailed)  # its message says all
     return Failure(
         type="" if clear else type(error).__name__,
-        message=str(error),
+        message=text_of(error),
         traceback="" if clear else "".join(lines),
         lost=behind.rank if isinstance(behind, PeerLost) else None,
         aborted=isinstance(behind, RunAborted),

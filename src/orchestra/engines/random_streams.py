@@ -13,7 +13,7 @@ from torch import Tensor
 
 def seed(number: int) -> None:
     """Begin torch's, Python's and NumPy's global streams anew."""
-    torch.manual_seed(number)
+    torch.manual_seed(number % 2**64)
     random.seed(number)
     np.random.seed(number % 2**32)
 

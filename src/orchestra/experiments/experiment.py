@@ -9,12 +9,13 @@ from typing import Any
 
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.tune import Tune, check_tunable
-from orchestra.settings import REQUIRED, Settings, setting
+from orchestra.settings import MOST_RANKS, MOST_SEED, REQUIRED, Settings, setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Device, Run, Training
 
 ONE_PROCESS = "one process"
+LONGEST_NAME = 200  # bytes: file systems take 255, and numbers are added
 _LABEL = re.compile(r"[^\s./\\][^/\\\n\0]*")
 
 
@@ -29,9 +30,12 @@ class Experiment(Settings):
     task: str = setting(REQUIRED, "notation of the task, such as digits(channels=8)")
     strategies: Mapping[str, Strategy[Any]] = setting(REQUIRED, "a strategy for each label")
     ranks: tuple[int, ...] = setting(
-        (4,), "processes, servers included: the budget of a run; one number or several", low=1
+        (4,),
+        "processes, servers included: the budget of a run; one number or several",
+        low=1,
+        high=MOST_RANKS,
     )
-    seeds: tuple[int, ...] = setting((0,), "one run a strategy for each", low=0)
+    seeds: tuple[int, ...] = setting((0,), "one run a strategy for each", low=0, high=MOST_SEED)
     devices: Mapping[str, Device] = setting(
         {}, "cpu, cuda or auto for some labels, in place of device; not run where there is none"
     )
@@ -42,7 +46,7 @@ class Experiment(Settings):
 
     def check(self) -> None:
         for label in (self.name, *self.strategies):
-            if not _LABEL.fullmatch(label):
+            if not _LABEL.fullmatch(label) or len(label.encode()) > LONGEST_NAME:
                 raise InputError(f"{label!r} cannot be a name: it has to name a folder, too")
         if not self.strategies:
             raise InputError("strategies: there is none; give a label and a strategy")

@@ -50,7 +50,7 @@ def load(
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:
         if "." not in key:
-            document = _replaced(document, {key: Entry(yaml_value(text), where)})
+            document = _replaced(document, {key: Entry(_set_value(text, where), where)})
     experiment = _experiment(document, path)
     for key, text, where in pairs:
         if "." in key:
@@ -101,6 +101,13 @@ def _pair(text: str) -> tuple[str, str, str]:
     if not equals or not key:
         raise InputError(f"--set {text}: has to be key=value")
     return key, value.strip(), f"--set {key}"
+
+
+def _set_value(text: str, where: str) -> object:
+    try:
+        return yaml_value(text)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def _replaced(document: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict[str, Entry]:

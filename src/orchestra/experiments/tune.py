@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -9,13 +10,14 @@ from typing import Any, Literal, TypeVar
 
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import SCHEDULES
-from orchestra.settings import REQUIRED, Registry, Settings, replace_setting, setting
+from orchestra.settings import MOST_SEED, REQUIRED, Registry, Settings, replace_setting, setting
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run, Training
 
 RATE = "optimizer.lr"
 _STRATEGY = "strategy."
+MOST_TRIALS = 10_000
 S = TypeVar("S", bound=Settings)
 _TUNABLE = ("optimizer", "schedule", "clip_norm", "strategy")
 
@@ -35,7 +37,9 @@ class Tune(Settings):
     by: Literal["target", "loss"] | None = setting(
         None, "the target's metric or the lowest loss; the metric where there is a target"
     )
-    seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0)
+    seed: int = setting(
+        1000, "of the trials; none of the experiment's seeds", low=0, high=MOST_SEED
+    )
 
     def check(self) -> None:
         if RATE not in self.settings:
@@ -52,6 +56,9 @@ class Tune(Settings):
                 raise InputError(f"tune.settings.{key}: there is no value to try")
             if any(value in values[:place] for place, value in enumerate(values)):
                 raise InputError(f"tune.settings.{key}: {list(values)} holds a value twice")
+        trials = math.prod(len(values) for values in self.settings.values())
+        if trials > MOST_TRIALS:
+            raise InputError(f"tune.settings: {trials} trials are more than {MOST_TRIALS}")
         for value in self.settings[RATE]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"tune.settings.{RATE}: {value!r} is not a number")

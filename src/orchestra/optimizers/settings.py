@@ -24,6 +24,8 @@ def _require_literals(arguments: Mapping[str, object], name: str) -> None:
             raise InputError(f"{name}.{key}: {call.name} is not a literal; quote it: {call.name!r}")
         items = value if isinstance(value, list | tuple) else (value,)
         for item in items:
+            if isinstance(item, float) and not math.isfinite(item):
+                raise InputError(f"{name}.{key}: {item!r} is not a finite number")
             if type(item) not in (int, float, bool, str, NoneType):
                 raise InputError(f"{name}.{key}: {item!r} is not a number, a text, true or false")
 
@@ -121,9 +123,13 @@ class StepDecay(Settings):
     """The learning rate falls by a factor at given points of the run."""
 
     at: tuple[float, ...] = setting((0.5, 0.75), "fractions of the run", low=0, high=1)
-    by: float = setting(0.1, "what the rate is multiplied by at each of them", above=0)
+    by: float = setting(0.1, "what the rate is multiplied by at each of them", above=0, high=1e3)
     _: KW_ONLY
     warmup: float = setting(0.0, "fraction of the run that warms up linearly", low=0, high=1)
+
+    def check(self) -> None:
+        if len(self.at) > 100:
+            raise InputError(f"StepDecay.at: {len(self.at)} points are more than 100")
 
     def factor(self, fraction: float) -> float:
         passed = sum(fraction >= point for point in self.at)

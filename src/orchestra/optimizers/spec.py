@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestra.errors import InputError, nearest
+from orchestra.errors import InputError, nearest, text_of
 from orchestra.optimizers.settings import Optimizer as OptimizerSettings
 
 _OPTIM = torch.optim
@@ -99,8 +99,27 @@ class OptimizerSpec:
         return tuple(rates)
 
     def check(self) -> None:
-        """Fail early, and clearly, where the class refuses its arguments."""
-        self._probe()
+        """Fail early, and clearly, where the class refuses its arguments, or a group's.
+
+        Some of them only a step refuses, which each group takes on a matrix of one element: every
+        class takes matrices.
+        """
+        for members, overrides in self.groups:
+            arguments = {**self.arguments, **overrides}
+            if arguments.get("capturable"):
+                arguments["capturable"] = False  # for devices: refused on the CPU
+            one = OptimizerSpec(self.cls, arguments, ((members, {}),))
+            parameter = torch.zeros(1, 1, device="cpu")
+            parameter.grad = torch.zeros_like(parameter)
+            try:
+                optimizer = one.build(dict.fromkeys(sorted(members)[:1], parameter))
+                optimizer.step()
+                set_rates(optimizer, one.base_rates)
+            except InputError:
+                raise
+            except Exception as error:  # whatever a class makes of a value
+                reason = f"refuses {arguments}: {text_of(error)}"
+                raise InputError(f"optimizer {self.cls.__name__} {reason}") from error
 
     def build(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         """An optimizer of `parameters` (any subset, or parts, of the model's), groups kept.

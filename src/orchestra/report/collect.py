@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ class RunData:
 
     @cached_property
     def steps(self) -> dict[int, list[dict[str, Any]]]:
-        """For each rank that computed steps, what it wrote down of each."""
+        """For each rank that computed steps, what it wrote down of each.
+
+        Raises:
+            InputError: a line is damaged, or the steps do not follow one another.
+        """
         paths = self.record.folder.glob("steps-rank-*.jsonl")
-        by_rank = {
-            int(path.stem.rpartition("-")[2]): list(_lines(path, grows=True)) for path in paths
-        }
+        by_rank = {int(path.stem.rpartition("-")[2]): _steps(path) for path in paths}
         return {rank: by_rank[rank] for rank in sorted(by_rank) if by_rank[rank]}
 
     @cached_property
@@ -123,6 +126,17 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: is damaged: {error}") from None
     return value if isinstance(value, dict) else {}
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    lines = list(_lines(path, grows=True))
+    for number, (before, line) in enumerate(pairwise(lines), start=2):
+        if line["step"] <= before["step"]:
+            raise InputError(
+                f"{path}:{number}: step {line['step']} stands after step {before['step']}: two "
+                "runs have written into this folder; repeat the run in one of its own"
+            )
+    return lines
 
 
 def _lines(path: Path, *, grows: bool = False) -> Iterator[dict[str, Any]]:

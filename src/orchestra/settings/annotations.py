@@ -128,11 +128,16 @@ def _scalar(value: object, hint: type) -> object:
     if hint is int and isinstance(value, numbers.Integral):
         return int(value)
     if hint is float and isinstance(value, numbers.Real):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
         if not math.isfinite(number):
             raise Mismatch(f"{number!r} is not a finite number")
         return number
     if hint is str and isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= sign <= "\udfff" for sign in value):
+            raise Mismatch(f"{value!r} is not text in UTF-8")
         return value
     raise _mismatch(value, hint)
 

@@ -33,6 +33,13 @@ class Required:
 #: In place of a default: the caller has to give this setting.
 REQUIRED: Final = Required()
 
+#: Of a run, servers included, and of nodes: 16 times as many as were ever simulated here.
+MOST_RANKS: Final = 2**14
+#: Of a run, and of what is counted in steps or epochs: 30 years of one a second.
+MOST_STEPS: Final = 10**9
+#: What torch and NumPy seed a generator with.
+MOST_SEED: Final = 2**63 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -44,10 +51,10 @@ class Limits:
 
     def complaint(self, value: float) -> str | None:
         """What is wrong with `value`, or None."""
-        if self.low is not None and value < self.low:
-            return f"{value!r} is below {self.low!r}"
         if self.above is not None and value <= self.above:
             return f"{value!r} is not above {self.above!r}"
+        if self.low is not None and value < self.low:
+            return f"{value!r} is below {self.low!r}"
         if self.high is not None and value > self.high:
             return f"{value!r} is above {self.high!r}"
         return None
@@ -56,7 +63,7 @@ class Limits:
         words = []
         if self.low is not None:
             words.append(f"at least {self.low!r}")
-        if self.above is not None:
+        if self.above is not None and self.low is None:
             words.append(f"above {self.above!r}")
         if self.high is not None:
             words.append(f"at most {self.high!r}")

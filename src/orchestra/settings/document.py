@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from orchestra.errors import InputError
-from orchestra.settings.yaml_text import Loader
+from orchestra.settings.yaml_text import MOST_CHARACTERS, Loader, Refused
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
         InputError: the file cannot be read, is no YAML, no mapping, or gives a key twice.
     """
     try:
-        return _entries(path.read_text(encoding="utf-8"), str(path), needs, example)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+        return _entries(text, str(path), needs, example)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -48,7 +50,8 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise InputError(f"{path}{line}: not YAML: {error.problem or error.context}") from None
+        kind = "" if isinstance(error, Refused) else "not YAML: "
+        raise InputError(f"{path}{line}: {kind}{error.problem or error.context}") from None
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise InputError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
 
@@ -61,7 +64,6 @@ def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]
             raise InputError(f"{name}: is empty; it needs at least {needs}")
         if not isinstance(root, yaml.MappingNode):
             raise InputError(f"{name}: is not a mapping of keys to values, such as {example}")
-        _refuse_duplicates(root, name, set())
         return {str(key): entry for key, entry in _inside(loader, root, name).items()}
     finally:
         loader.dispose()
@@ -86,23 +88,3 @@ def _entry(loader: Loader, where: str, node: yaml.Node, name: str) -> Entry:
 
 def _place(node: yaml.Node, name: str) -> str:
     return f"{name}:{node.start_mark.line + 1}"
-
-
-def _refuse_duplicates(node: yaml.Node, name: str, seen: set[int]) -> None:
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_duplicates(item, name, seen)
-    elif isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise InputError(f"{name}:{line}: a key has to be a word")
-            if key.value in lines:
-                first = lines[key.value]
-                raise InputError(f"{name}:{line}: {key.value!r} stands in line {first}, too")
-            lines[key.value] = line
-            _refuse_duplicates(value, name, seen)

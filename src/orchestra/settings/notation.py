@@ -19,6 +19,7 @@ from typing import Any
 from orchestra.errors import InputError, nearest
 from orchestra.settings.annotations import wants_notation
 from orchestra.settings.base import Settings, call_text, require_setting, type_hints
+from orchestra.settings.python_text import expression
 from orchestra.settings.registry import Registry
 
 # A quoted text (kept as it is), or `package.module:Name` (which Python's grammar does not have).
@@ -82,8 +83,8 @@ def calls_in(value: object) -> Iterator[Call]:
 def literal(text: str) -> object:
     """`text` of a command line as a value: a Python literal, else what YAML makes of it."""
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return ast.literal_eval(expression(text.strip()))
+    except (ValueError, TypeError):
         pass
     from orchestra.settings.yaml_text import yaml_value
 
@@ -244,12 +245,10 @@ class _Reader:
     def value(self) -> object:
         source = _REFERENCE.sub(self._stand_in, self._text)
         try:
-            return self._read(ast.parse(source, mode="eval").body)
-        except InputError:
-            raise
-        except (SyntaxError, ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise self._refusal(f"{self._text!r} cannot be read: {reason}") from None
+            tree = expression(source)
+        except ValueError as error:
+            raise self._refusal(f"{self._text!r} cannot be read: {error}") from None
+        return self._read(tree)
 
     def _stand_in(self, match: re.Match[str]) -> str:
         if match["text"]:
@@ -278,10 +277,12 @@ class _Reader:
             case ast.Tuple(elts=items):
                 return tuple(self._read(item) for item in items)
             case ast.Dict(keys=keys, values=values) if None not in keys:
-                return {
-                    self._literal_key(key): self._read(item)
-                    for key, item in zip(keys, values, strict=True)
-                }
+                found: dict[object, object] = {}
+                for key, item in zip(map(self._literal_key, keys), values, strict=True):
+                    if key in found:
+                        raise self._refusal(f"{key!r} is given twice")
+                    found[key] = self._read(item)
+                return found
         raise self._refusal(
             f"{ast.unparse(node)!r} is not a literal, a list, a tuple, a dict or a call of a name"
         )
@@ -294,6 +295,8 @@ class _Reader:
         for keyword in keywords:
             if keyword.arg is None:
                 raise self._refusal("arguments cannot be unpacked with **")
+            if keyword.arg in given:
+                raise self._refusal(f"{keyword.arg} is given twice")
             given[keyword.arg] = self._read(keyword.value)
         return Call(self._name(func), tuple(self._read(item) for item in args), given)
 

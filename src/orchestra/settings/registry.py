@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from orchestra.errors import InputError, nearest
+from orchestra.errors import InputError, nearest, text_of
 
 
 class Registry:
@@ -98,5 +98,5 @@ def _imported(name: str, where: str) -> Any:
 
 
 def _failed_import(name: str, where: str, error: Exception) -> InputError:
-    reason = str(error).splitlines()[0] if str(error) else ""
+    reason = "".join(text_of(error).splitlines()[:1])
     return InputError(f"{where}: importing {name} failed: {type(error).__name__}: {reason}")

@@ -1,14 +1,92 @@
-"""YAML as people mean it: 1e-3 is a number, and `no`, `off` and dates are text."""
+"""YAML as people mean it: 1e-3 is a number, and `no`, `off` and dates are text.
+
+A text is read within bounds, and a mapping gives each key once.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import yaml
+
+from orchestra.errors import REPEATED, InputError
+from orchestra.settings.python_text import MOST_DIGITS, MOST_NESTED
+
+MOST_CHARACTERS = 4_000_000
+MOST_VALUES = 500_000
+"""Where each alias stands for all that it repeats."""
+
+
+class Refused(yaml.MarkedYAMLError):
+    """It is YAML, but beyond the bounds, or it says one thing twice."""
+
+    def __init__(self, problem: str, at: yaml.Node | yaml.Event) -> None:
+        super().__init__(problem=problem, problem_mark=at.start_mark)
 
 
 class Loader(yaml.SafeLoader):
     """YAML's core schema (1.2), where PyYAML follows 1.1; constructs plain data only."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            raise yaml.YAMLError(f"it has more than {MOST_CHARACTERS:,} characters")
+        super().__init__(text)
+        self._nested = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """PyYAML's, but not nested without end."""
+        if self._nested == MOST_NESTED:
+            raise Refused(f"is nested more than {MOST_NESTED} deep", self.peek_event())
+        self._nested += 1
+        node = super().compose_node(parent, index)
+        self._nested -= 1
+        return node
+
+    def get_single_node(self) -> Any:
+        """The root, all of whose keys differ, and whose aliases repeat no more than can be held."""
+        root = super().get_single_node()
+        if root is not None:
+            self._check(root, {})
+        return root
+
+    def _check(self, node: yaml.Node, values: dict[int, int]) -> int:
+        """How many values `node` stands for; `values` has those of the nodes before."""
+        known = values.get(id(node))
+        if known is not None:
+            if not known:
+                raise Refused("an alias stands inside of what it repeats", node)
+            return known
+        values[id(node)] = 0
+        count = 1
+        if isinstance(node, yaml.MappingNode):
+            self._check_keys(node)
+            count += sum(self._check(item, values) for _, item in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            count += sum(self._check(item, values) for item in node.value)
+        if count > MOST_VALUES:
+            raise Refused(f"with its aliases it has more than {MOST_VALUES:,} values", node)
+        values[id(node)] = count
+        return count
+
+    def _check_keys(self, mapping: yaml.MappingNode) -> None:
+        lines: dict[object, int] = {}
+        for node, _ in mapping.value:
+            if not isinstance(node, yaml.ScalarNode):
+                raise Refused("a key has to be a word", node)
+            key = node.value if node.tag.endswith(":merge") else self.construct_object(node)
+            for name in (key, str(key)):  # 1, 0x1 and "1" are one label
+                if name in lines:
+                    raise Refused(f"{node.value!r} stands in line {lines[name]}, too", node)
+            lines[key] = lines[str(key)] = node.start_mark.line + 1
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """PyYAML's, which leaves it to Python to refuse `!!int x` and its like."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+            kind = node.tag.rpartition(":")[2]
+            raise Refused(f"{str(node.value)[:REPEATED]!r} is no !!{kind}", node) from None
 
 
 _PLAIN = {"tag:yaml.org,2002:" + kind for kind in ("null", "merge")}
@@ -32,6 +110,8 @@ for _kind, _pattern, _first in (
 
 def _integer(loader: Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
+    if len(text) > MOST_DIGITS:
+        raise Refused(f"a number of {len(text)} digits is beyond any use", node)
     return int(text, 16 if "x" in text else 10)  # 010 is ten, not PyYAML's octal eight
 
 
@@ -50,8 +130,14 @@ def yaml_text(value: object) -> str:
 
 
 def yaml_value(text: str) -> object:
-    """The value of a YAML text, or the text itself where it is none."""
+    """The value of a YAML text, or the text itself where it is none.
+
+    Raises:
+        InputError: it is YAML that is refused.
+    """
     try:
         return yaml.load(text, Loader=Loader)
+    except Refused as refused:
+        raise InputError(str(refused.problem)) from None
     except yaml.YAMLError:
         return text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import setting
+from orchestra.settings import MOST_RANKS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy
 
 if TYPE_CHECKING:
@@ -79,16 +79,25 @@ class AllReduce(Strategy[AllReduceState]):
     ] = setting("ring", "how the average is made; see above")  # fmt: skip
     _: KW_ONLY
     order: tuple[int, ...] | None = setting(
-        None, "the ranks as they follow each other in the ring; None: by number", low=0
+        None,
+        "the ranks as they follow each other in the ring; None: by number",
+        low=0,
+        high=MOST_RANKS,
     )
     ranks_per_node: int | None = setting(
-        None, "hierarchical: ranks that are close to each other; None: those of a host", low=1
+        None,
+        "hierarchical: ranks that are close to each other; None: those of a host",
+        low=1,
+        high=MOST_RANKS,
     )
     shard: Literal["nothing", "optimizer"] = setting(
         "nothing", "optimizer: each worker keeps its state for 1/N of the parameters (ZeRO-1)"
     )
     backup: int = setting(
-        0, "workers that a step does not wait for: the first N - backup make the average", low=0
+        0,
+        "workers that a step does not wait for: the first N - backup make the average",
+        low=0,
+        high=MOST_RANKS,
     )
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.parameter_server.consistency import Asynchronous
-from orchestra.settings import setting
+from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 from orchestra.strategies.parameter_server import (
     ParameterServer,
@@ -66,13 +66,17 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         ("ElasticAveraging(10, momentum=0.9)", "the same, with momentum on each worker (EAMSGD)"),
     )
 
-    every: int = setting(10, "tau: steps of a worker from one exchange to the next", low=1)
+    every: int = setting(
+        10, "tau: steps of a worker from one exchange to the next", low=1, high=MOST_STEPS
+    )
     _: KW_ONLY
     beta: float = setting(
         0.9, "pull of all workers on the centre; alpha is beta / p", above=0, high=1
     )
     momentum: float = setting(0.0, "delta: of Nesterov's momentum on each worker", low=0, high=1)
-    servers: int = setting(1, "servers that the centre is cut over, balanced by bytes", low=1)
+    servers: int = setting(
+        1, "servers that the centre is cut over, balanced by bytes", low=1, high=MOST_RANKS
+    )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import setting
+from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
 
@@ -75,13 +75,23 @@ class Hop(Strategy[HopState]):
     topology: Topology = setting(Ring(), "who mixes with whom; the same in every step")
     _: KW_ONLY
     max_gap: int = setting(
-        5, "max_ig: iterations that a worker may be ahead of those that it sends to", low=1
+        5,
+        "max_ig: iterations that a worker may be ahead of those that it sends to",
+        low=1,
+        high=MOST_STEPS,
     )
-    backup: int = setting(0, "neighbours whose updates a worker does not wait for", low=0)
-    staleness: int = setting(0, "s: iterations that an update may be old", low=0)
-    skip: int = setting(0, "iterations that a worker leaves out at most when it is behind", low=0)
+    backup: int = setting(
+        0, "neighbours whose updates a worker does not wait for", low=0, high=MOST_RANKS
+    )
+    staleness: int = setting(0, "s: iterations that an update may be old", low=0, high=MOST_STEPS)
+    skip: int = setting(
+        0, "iterations that a worker leaves out at most when it is behind", low=0, high=MOST_STEPS
+    )
     behind: int = setting(
-        2, "with skip: it is behind when a neighbour is more iterations ahead", low=1
+        2,
+        "with skip: it is behind when a neighbour is more iterations ahead",
+        low=1,
+        high=MOST_STEPS,
     )
 
     def check(self) -> None:

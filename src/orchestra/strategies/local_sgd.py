@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import setting
+from orchestra.settings import MOST_STEPS, setting
 from orchestra.strategies.base import Footprint, Strategy
 from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
 
@@ -103,11 +103,11 @@ class LocalSGD(Strategy[LocalSGDState]):
     )
 
     every: int | None = setting(
-        8, "H: local steps of a round; None: one average, at the very end", low=1
+        8, "H: local steps of a round; None: one average, at the very end", low=1, high=MOST_STEPS
     )
     _: KW_ONLY
     every_epochs: int | None = setting(
-        None, "rounds of so many passes over the data, in place of `every`", low=1
+        None, "rounds of so many passes over the data, in place of `every`", low=1, high=MOST_STEPS
     )
     outer: Outer = setting(
         Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
@@ -115,8 +115,12 @@ class LocalSGD(Strategy[LocalSGDState]):
     algorithm: Literal[
         "ring", "ring_gather", "parallel", "reduce_to_one", "halving_doubling", "butterfly", "tree"
     ] = setting("ring", "how the average is made")
-    fragments: int = setting(1, "parts of the parameters that are averaged in turn", low=1)
-    overlap: int = setting(0, "tau: steps that go on while a fragment is averaged", low=0)
+    fragments: int = setting(
+        1, "parts of the parameters that are averaged in turn", low=1, high=10_000
+    )
+    overlap: int = setting(
+        0, "tau: steps that go on while a fragment is averaged", low=0, high=MOST_STEPS
+    )
     mix: float = setting(
         0.5, "share of the worker's own values when a late average arrives", low=0, high=1
     )

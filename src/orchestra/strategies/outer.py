@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from orchestra.settings import Settings, setting
+from orchestra.settings import MOST_STEPS, Settings, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,11 +89,10 @@ class SlowMo(Outer):
 
     momentum: float = setting(0.5, "beta: of the slow momentum", low=0.0, high=1.0)
     _: KW_ONLY
-    rate: float = setting(1.0, "alpha: the slow learning rate", above=0.0)
+    rate: float = setting(1.0, "alpha: the slow learning rate", above=0.0, high=1e9)
     every: int | None = setting(
         None, "tau: steps from one slow update to the next, a multiple of LocalSGD's; none: those",
-        low=1,
-    )  # fmt: skip
+        low=1, high=MOST_STEPS)  # fmt: skip
     buffers: Literal["maintain", "reset", "average"] = setting(
         "maintain", "what becomes of the local optimizers' moments at a slow update"
     )
@@ -118,7 +117,7 @@ class Nesterov(Outer):
     v <- mu v + Delta;  x_0 <- x_0 - eta (Delta + mu v).
     """
 
-    rate: float = setting(0.7, "eta: the outer learning rate", above=0.0)
+    rate: float = setting(0.7, "eta: the outer learning rate", above=0.0, high=1e9)
     momentum: float = setting(0.9, "mu: of the outer momentum", low=0.0, high=1.0)
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import setting
+from orchestra.settings import MOST_SEED, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 from orchestra.topologies import Complete, Graph, Topology, connect
 
@@ -54,7 +54,7 @@ class PairwiseAveraging(Strategy[PairwiseState]):
         Complete(), "whom a worker may average with; links between two even or two odd are not used"
     )
     _: KW_ONLY
-    seed: int = setting(0, "of the choice of partners", low=0)
+    seed: int = setting(0, "of the choice of partners", low=0, high=MOST_SEED)
 
     @property
     def synchronous(self) -> bool:

@@ -17,7 +17,7 @@ from orchestra.parameter_server.consistency import (
     FirstArrivals,
     Synchronous,
 )
-from orchestra.settings import setting
+from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 
 if TYPE_CHECKING:
@@ -152,12 +152,17 @@ class ParameterServer(Strategy[ParameterServerState]):
     )
 
     _: KW_ONLY
-    servers: int = setting(1, "servers that the parameters are cut over, balanced by bytes", low=1)
+    servers: int = setting(
+        1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MOST_RANKS
+    )
     consistency: Literal["synchronous", "asynchronous", "bounded"] = setting(
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
     staleness: int | None = setting(
-        None, "with bounded: steps that a worker may be ahead of the slowest", low=0
+        None,
+        "with bounded: steps that a worker may be ahead of the slowest",
+        low=0,
+        high=MOST_STEPS,
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -166,7 +171,10 @@ class ParameterServer(Strategy[ParameterServerState]):
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
     backup: int = setting(
-        0, "workers that a step does not wait for: the first N - backup make the average", low=0
+        0,
+        "workers that a step does not wait for: the first N - backup make the average",
+        low=0,
+        high=MOST_RANKS,
     )
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
         "kept",
@@ -176,7 +184,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "none", "what the gradient's square times the delay is weighted with"
     )
     lambda0: float | None = setting(
-        None, "strength of delay compensation; none: 0.04 constant, 2 adaptive", low=0
+        None, "strength of delay compensation; none: 0.04 constant, 2 adaptive", low=0, high=1e9
     )
     mean_square: float | None = setting(
         None,

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
-from orchestra.settings import setting
+from orchestra.settings import MOST_RANKS, MOST_SEED, MOST_STEPS, setting
 from orchestra.strategies.base import Strategy, roles_of
 
 if TYPE_CHECKING:
@@ -60,15 +60,18 @@ class Prague(Strategy[PragueState]):
     use = "for some slow workers among many, without a server: groups average by all-reduce"
     variants = (("Prague(3)", use),)
 
-    group_size: int = setting(3, "workers in a group, at most", low=2)
+    group_size: int = setting(3, "workers in a group, at most", low=2, high=MOST_RANKS)
     _: KW_ONLY
     generator: Literal["smart", "random"] = setting(
         "smart", "smart: divides all idle workers at once; random: a group for each request"
     )
     threshold: int | None = setting(
-        8, "requests that a worker may be behind and still be put into a group; none: any", low=1
+        8,
+        "requests that a worker may be behind and still be put into a group; none: any",
+        low=1,
+        high=MOST_STEPS,
     )
-    seed: int = setting(0, "of the choice of groups", low=0)
+    seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
 
     @property
     def synchronous(self) -> bool:

@@ -9,7 +9,7 @@ from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra.errors import InputError
-from orchestra.settings import Settings, setting
+from orchestra.settings import MOST_STEPS, Settings, setting
 from orchestra.settings.base import REQUIRED
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Rule(Settings, ABC):
 class AfterSteps(Rule):
     """After a fixed number of steps."""
 
-    steps: int = setting(100, "steps of the first phase", low=1)
+    steps: int = setting(100, "steps of the first phase", low=1, high=MOST_STEPS)
 
     @property
     def counts(self) -> bool:
@@ -153,9 +153,11 @@ class Straggler(Rule):
     Switch(a, Switch(b, a, when=Straggler(present=False)), when=Straggler()).
     """
 
-    ratio: float = setting(1.5, "seconds of the slowest over the median that make one", above=1.0)
+    ratio: float = setting(
+        1.5, "seconds of the slowest over the median that make one", above=1.0, high=1e9
+    )
     _: KW_ONLY
-    window: int = setting(10, "steps that the seconds are the mean of", low=1)
+    window: int = setting(10, "steps that the seconds are the mean of", low=1, high=1_000_000)
     present: bool = setting(True, "false: when there is none any more")
 
     @property
@@ -201,10 +203,12 @@ class NoiseScale(Rule):
     first and exact averages pay later. It needs a first phase that averages gradients.
     """
 
-    ratio: float = setting(1.0, "B over the samples of a step, from which on it fires", above=0.0)
+    ratio: float = setting(
+        1.0, "B over the samples of a step, from which on it fires", above=0.0, high=1e9
+    )
     _: KW_ONLY
     smoothing: float = setting(0.95, "of the two estimates, from step to step", low=0.0, high=1.0)
-    least: int = setting(20, "steps before it may fire", low=1)
+    least: int = setting(20, "steps before it may fire", low=1, high=MOST_STEPS)
 
     @property
     def compares_workers(self) -> bool:
@@ -309,19 +313,25 @@ class LossStable(Rule):
     several steps, or over epochs, where that noise hides the trend.
     """
 
-    window: int = setting(6, "W: observations", low=2)
-    threshold: float = setting(0.01, "largest mean relative change that counts as stable", low=0.0)
+    window: int = setting(6, "W: observations", low=2, high=1_000_000)
+    threshold: float = setting(
+        0.01, "largest mean relative change that counts as stable", low=0.0, high=1e9
+    )
     _: KW_ONLY
     every: int | Literal["epoch"] = setting(
         1,
         "steps that one observation is the mean of; 'epoch': those of one pass over the data",
         low=1,
+        high=MOST_STEPS,
     )
     source: Literal["mean", "max"] = setting(
         "mean", "a step's loss: the sample-weighted mean over the workers, or the largest of them"
     )
     floor: float = setting(
-        1e-12, "losses nearer to 0 than it count as this much in the denominator", above=0.0
+        1e-12,
+        "losses nearer to 0 than it count as this much in the denominator",
+        above=0.0,
+        high=1e9,
     )
 
     @property

@@ -36,10 +36,10 @@ class Characters(Settings):
     """
 
     _: KW_ONLY
-    context: int = setting(64, "characters in a window", low=1)
-    layers: int = setting(2, "transformer blocks", low=1)
-    heads: int = setting(4, "heads of attention; they divide the width", low=1)
-    width: int = setting(64, "numbers that stand for a character", low=1)
+    context: int = setting(64, "characters in a window", low=1, high=100_000)
+    layers: int = setting(2, "transformer blocks", low=1, high=1000)
+    heads: int = setting(4, "heads of attention; they divide the width", low=1, high=1000)
+    width: int = setting(64, "numbers that stand for a character", low=1, high=100_000)
 
     def check(self) -> None:
         """Each head gets an equal share of the width."""

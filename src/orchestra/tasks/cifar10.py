@@ -38,7 +38,9 @@ class Cifar10(Settings):
 
     folder: str = setting(REQUIRED, "where the six files are")
     _: KW_ONLY
-    validation_samples: int = setting(5000, "training images held out for validation", low=1)
+    validation_samples: int = setting(
+        5000, "training images held out for validation", low=1, high=49_999
+    )
     augment: bool = setting(
         True, "mirror each training image or not, and shift it by up to 4 pixels, at random"
     )

@@ -30,9 +30,9 @@ class Digits(Settings):
 
     _: KW_ONLY
     channels: int = setting(
-        16, "channels of the first convolution; the second has twice as many", low=1
+        16, "channels of the first convolution; the second has twice as many", low=1, high=10_000
     )
-    hidden: int = setting(128, "units of the hidden linear layer", low=1)
+    hidden: int = setting(128, "units of the hidden linear layer", low=1, high=100_000)
     dropout: float = setting(0.0, "share of hidden units dropped in training", low=0, high=1)
     batch_norm: bool = setting(False, "normalise each batch after the convolutions")
     augment: bool = setting(False, "shift each training image by up to one pixel, at random")

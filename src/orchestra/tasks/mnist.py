@@ -44,7 +44,9 @@ class Mnist(Settings):
 
     folder: str = setting(REQUIRED, "where the four files are")
     _: KW_ONLY
-    validation_samples: int = setting(5000, "training images held out for validation", low=1)
+    validation_samples: int = setting(
+        5000, "training images held out for validation", low=1, high=59_999
+    )
 
     def build(self) -> Task:
         """The images in memory, and a model.

@@ -30,13 +30,15 @@ class Regression(Settings):
     """
 
     _: KW_ONLY
-    inputs: int = setting(32, "numbers in a sample", low=1)
-    outputs: int = setting(16, "numbers to predict", low=1)
-    noise: float = setting(0.1, "standard deviation of the noise; the signal's is 1", low=0)
-    hidden: int = setting(128, "units of each hidden layer of the student", low=1)
-    train_samples: int = setting(8192, "samples to train on", low=2)
-    validation_samples: int = setting(1024, "samples for validation", low=2)
-    test_samples: int = setting(1024, "samples for the test", low=2)
+    inputs: int = setting(32, "numbers in a sample", low=1, high=100_000)
+    outputs: int = setting(16, "numbers to predict", low=1, high=100_000)
+    noise: float = setting(
+        0.1, "standard deviation of the noise; the signal's is 1", low=0, high=1e6
+    )
+    hidden: int = setting(128, "units of each hidden layer of the student", low=1, high=100_000)
+    train_samples: int = setting(8192, "samples to train on", low=2, high=100_000_000)
+    validation_samples: int = setting(1024, "samples for validation", low=2, high=100_000_000)
+    test_samples: int = setting(1024, "samples for the test", low=2, high=100_000_000)
     data_seed: int = setting(0, "seed of teacher, samples and noise", low=0, high=2**32 - 1)
 
     def build(self) -> Task:

@@ -26,13 +26,16 @@ class Synthetic(Settings):
     for a transformer).
     """
 
-    parameters: int = setting(100_000_000, "elements of all tensors together", low=1)
+    parameters: int = setting(100_000_000, "elements of all tensors together", low=1, high=10**13)
     _: KW_ONLY
-    tensors: int = setting(150, "that the parameters are in, of equal sizes", low=1)
+    tensors: int = setting(150, "that the parameters are in, of equal sizes", low=1, high=100_000)
     sample_flops: float | None = setting(
-        None, "floating-point operations of a sample's gradient; none: 6 a parameter", above=0
+        None,
+        "floating-point operations of a sample's gradient; none: 6 a parameter",
+        above=0,
+        high=1e24,
     )
-    samples: int = setting(1_000_000, "in an epoch", low=1)
+    samples: int = setting(1_000_000, "in an epoch", low=1, high=10**9)
 
     def check(self) -> None:
         """Each tensor has an element."""

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
-from orchestra.settings import Settings, setting
+from orchestra.errors import InputError
+from orchestra.settings import MOST_RANKS, MOST_SEED, Settings, setting
+
+MOST_LINKS = 2_000_000
+MOST_DRAWN = 200_000
 
 Graph = tuple[tuple[int, ...], ...]
 """For each rank the ranks that it sends to, itself not among them, rising."""
@@ -39,10 +43,11 @@ def _links(topology: Topology, ranks: int, step: int) -> Graph:
 @lru_cache(maxsize=1024)
 def sources_of(graph: Graph) -> Graph:
     """For each rank the ranks that send to it, rising."""
-    return tuple(
-        tuple(source for source, targets in enumerate(graph) if rank in targets)
-        for rank in range(len(graph))
-    )
+    sources: list[list[int]] = [[] for _ in graph]
+    for source, targets in enumerate(graph):
+        for target in targets:
+            sources[target].append(source)
+    return tuple(map(tuple, sources))
 
 
 def connected(topology: Topology, ranks: int) -> bool:
@@ -54,7 +59,10 @@ def connect(graphs: Sequence[Graph]) -> bool:
     """Whether `graphs`, again and again in turn, carry what any rank knows to every other one."""
     ranks = len(graphs[0])
     forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
-    backward = [{source for source in range(ranks) if r in forward[source]} for r in range(ranks)]
+    backward: list[set[int]] = [set() for _ in range(ranks)]
+    for rank, targets in enumerate(forward):
+        for target in targets:
+            backward[target].add(rank)
     return all(len(_reached(links)) == ranks for links in (forward, backward))
 
 
@@ -66,9 +74,18 @@ def _reached(links: list[set[int]]) -> set[int]:
     return reached
 
 
+def _require_room(ranks: int, degree: int, most: int = MOST_LINKS) -> None:
+    if ranks * degree > most:
+        raise InputError(
+            f"{ranks} ranks with {degree} neighbours each are more than {most:,} links: lower "
+            "ranks, or take a topology with fewer neighbours"
+        )
+
+
 def _circulant(ranks: int, distances: set[int]) -> Graph:
     """Every rank sends to those that are `distances` further on, around the circle."""
     steps = {distance % ranks for distance in distances} - {0}
+    _require_room(ranks, len(steps))
     return tuple(
         tuple(sorted((rank + distance) % ranks for distance in steps)) for rank in range(ranks)
     )
@@ -94,7 +111,10 @@ class Exponential(Topology):
 
     _: KW_ONLY
     peers: int | None = setting(
-        None, "ranks that each one sends to in a step, the distances taking turns; none: all", low=1
+        None,
+        "ranks that each one sends to in a step, the distances taking turns; none: all",
+        low=1,
+        high=MOST_RANKS,
     )
 
     def period(self, ranks: int) -> int:
@@ -106,7 +126,8 @@ class Exponential(Topology):
         if self.peers is None:
             return _circulant(ranks, set(self._powers(ranks, 2)))
         power = self._powers(ranks, self.peers + 1)[step]
-        return _circulant(ranks, {j * power for j in range(1, self.peers + 1)})
+        peers = min(self.peers, ranks)  # beyond that they begin again
+        return _circulant(ranks, {j * power for j in range(1, peers + 1)})
 
     @staticmethod
     def _powers(ranks: int, base: int) -> list[int]:
@@ -142,20 +163,24 @@ class RandomRegular(Topology):
     degree is odd there is no such graph, and the degree is one higher.
     """
 
-    degree: int = setting(3, "neighbours of each rank; all others where there are fewer", low=2)
+    degree: int = setting(
+        3, "neighbours of each rank; all others where there are fewer", low=2, high=MOST_RANKS
+    )
     _: KW_ONLY
-    seed: int = setting(0, "of the random choice", low=0)
+    seed: int = setting(0, "of the random choice", low=0, high=MOST_SEED)
 
     def links(self, ranks: int, step: int) -> Graph:
         """The one graph."""
         degree = min(self.degree, ranks - 1)
         degree += ranks * degree % 2
+        _require_room(ranks, degree, MOST_DRAWN)
         edges = _regular_edges(ranks, degree)
         _shuffle_edges(edges, random.Random(self.seed))
-        return tuple(
-            tuple(sorted(b if a == rank else a for a, b in edges if rank in (a, b)))
-            for rank in range(ranks)
-        )
+        neighbours: list[list[int]] = [[] for _ in range(ranks)]
+        for a, b in edges:
+            neighbours[a].append(b)
+            neighbours[b].append(a)
+        return tuple(tuple(sorted(own)) for own in neighbours)
 
 
 def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
@@ -170,7 +195,7 @@ def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
 def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
     """Exchange ends of pairs of edges, until many were tried and the graph is connected."""
     ranks = 1 + max((b for _, b in edges), default=0)
-    tried = 0
+    present, tried = set(edges), 0
     while tried < 10 * len(edges) or not _edges_connect(edges, ranks):
         tried += 1
         first, second = stream.randrange(len(edges)), stream.randrange(len(edges))
@@ -178,7 +203,9 @@ def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
         if stream.random() < 0.5:
             c, d = d, c
         new = [(min(a, d), max(a, d)), (min(c, b), max(c, b))]
-        if len({a, b, c, d}) == 4 and not set(new) & set(edges):
+        if len({a, b, c, d}) == 4 and present.isdisjoint(new):
+            present.difference_update((edges[first], edges[second]))
+            present.update(new)
             edges[first], edges[second] = new
 
 

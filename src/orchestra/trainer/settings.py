@@ -10,12 +10,14 @@ from orchestra.data.sharding import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
 from orchestra.records.tensorboard import require_tensorboard
-from orchestra.settings import REQUIRED, Settings, setting
+from orchestra.settings import MOST_RANKS, MOST_SEED, MOST_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy
 
 DEFAULT_EPOCHS = 10
 SNAPSHOTS, TO_TARGET = 10, 50
+MOST_SAMPLES = 2**24  # of a step of one worker
+MOST_SAMPLES_OF_A_RUN = 10**18  # they are counted in 64 bits
 _SNAPSHOT_BYTES = 4e9
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"
@@ -30,8 +32,8 @@ class Target(Settings):
 
     metric: str = setting(REQUIRED, "a metric of the task")
     _: KW_ONLY
-    at_least: float | None = setting(None, "reached from this value up")
-    at_most: float | None = setting(None, "reached from this value down")
+    at_least: float | None = setting(None, "reached from this value up", low=-1e30, high=1e30)
+    at_most: float | None = setting(None, "reached from this value down", low=-1e30, high=1e30)
 
     def check(self) -> None:
         if (self.at_least is None) == (self.at_most is None):
@@ -57,9 +59,14 @@ class Training(Settings):
     """
 
     _: KW_ONLY
-    ranks: int = setting(4, "processes, servers included: the budget of a run", low=1)
+    ranks: int = setting(
+        4, "processes, servers included: the budget of a run", low=1, high=MOST_RANKS
+    )
     batch_size: int = setting(
-        32, "samples in a step of one worker, where every rank is a worker", low=1
+        32,
+        "samples in a step of one worker, where every rank is a worker",
+        low=1,
+        high=MOST_SAMPLES,
     )
     equal: Literal["global_batch", "worker_batch"] = setting(
         "global_batch",
@@ -70,6 +77,8 @@ class Training(Settings):
         None,
         "weight of each rank's part of the data and of a batch; measured: the speed of its "
         "gradients, for workers that step together; equal if none",
+        low=1e-12,
+        high=1e12,
         above=0,
     )
     sharding: Sharding | None = setting(
@@ -80,18 +89,20 @@ class Training(Settings):
         "where workers need not step together: shared, a worker that is free takes the next batch; "
         "equal, each has a part of its own",
     )
-    accumulation: int = setting(1, "micro-batches that a worker's batch is split into", low=1)
-    epochs: int | None = setting(
-        None,
-        f"passes over the data; {DEFAULT_EPOCHS} unless steps is set",
-        low=1,
+    accumulation: int = setting(
+        1, "micro-batches that a worker's batch is split into", low=1, high=MOST_SAMPLES
     )
-    steps: int | None = setting(None, "length of the run in steps, in place of epochs", low=1)
+    epochs: int | None = setting(
+        None, f"passes over the data; {DEFAULT_EPOCHS} unless steps is set", low=1, high=MOST_STEPS
+    )
+    steps: int | None = setting(
+        None, "length of the run in steps, in place of epochs", low=1, high=MOST_STEPS
+    )
     optimizer: Optimizer = setting(
         Optimizer("SGD", {"lr": 0.1}), "any of torch.optim, such as SGD(lr=0.1, momentum=0.9)"
     )
     schedule: Schedule = setting(Constant(), "of the learning rate: Constant, StepDecay or Cosine")
-    clip_norm: float | None = setting(None, "largest global norm of a gradient", above=0)
+    clip_norm: float | None = setting(None, "largest global norm of a gradient", above=0, high=1e30)
     precision: Literal["float32", "bf16"] = setting("float32", "of the forward pass (autocast)")
     engine: Engine = setting("processes", "real processes, or a simulation in virtual time")
     cluster: str = setting(
@@ -110,6 +121,7 @@ class Training(Settings):
         "that a rank computes with; none: OMP_NUM_THREADS, else its share of the cores of its "
         "host, and in a simulation of its node",
         low=1,
+        high=4096,
     )
     device: Device = setting("cpu", "where the model lives")
     snapshots: int | None = setting(
@@ -118,18 +130,24 @@ class Training(Settings):
         f"{TO_TARGET}, so that its time is known to 2 % of the run. Fewer, down to {SNAPSHOTS}, "
         "are taken where those of all ranks would need more than 4 GB",
         low=0,
+        high=100_000,
     )
     target: Target | None = setting(None, "a metric and its at_least or at_most")
-    checkpoint_every: int | None = setting(None, "steps between two checkpoints", low=1)
+    checkpoint_every: int | None = setting(
+        None, "steps between two checkpoints", low=1, high=MOST_STEPS
+    )
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
-    patience: float = setting(60.0, "seconds without progress until a rank counts as hung", above=0)
-    bucket_megabytes: float = setting(25.0, "gradients exchanged at a time", above=0)
+    patience: float = setting(
+        60.0, "seconds without progress until a rank counts as hung", above=0, high=500_000
+    )
+    bucket_megabytes: float = setting(25.0, "gradients exchanged at a time", above=0, high=1e6)
     overlap: bool = setting(True, "exchange gradients during the backward pass where possible")
     trace_steps: int = setting(
         20,
         "steps at the beginning, and after each change of roles, that the timeline shows; "
         "0: no timeline",
         low=0,
+        high=MOST_STEPS,
     )
     record_order: bool = setting(
         False, "write down what depends on chance, such as arrivals, for orchestra replay"
@@ -141,6 +159,11 @@ class Training(Settings):
             raise InputError("epochs and steps are both set; give one")
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
+        if self.ranks * self.batch_size * (self.steps or 1) > MOST_SAMPLES_OF_A_RUN:
+            raise InputError(
+                f"steps: {self.steps} of {self.ranks} ranks with {self.batch_size} samples are "
+                f"more than {MOST_SAMPLES_OF_A_RUN:.0e} samples; give fewer"
+            )
         if isinstance(self.shares, tuple) and len(self.shares) != self.ranks:
             raise InputError(
                 f"shares: {len(self.shares)} weights for {self.ranks} ranks; give one for each"
@@ -204,7 +227,7 @@ class Run(Settings):
     name: str = setting(REQUIRED, "the strategy's label in the experiment")
     task: str = setting(REQUIRED, "notation of the task")
     strategy: Strategy[Any] = setting(REQUIRED, "when and what the ranks exchange")
-    seed: int = setting(0, "of parameters, shuffling and dropout", low=0)
+    seed: int = setting(0, "of parameters, shuffling and dropout", low=0, high=MOST_SEED)
     training: Training = setting(Training(), "everything else")
     judged_on: Literal["test", "validation"] = setting(
         "test", "the split that the final figures are of: trials of a tuning leave the test alone"
