@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.meshes import make_tls
+from tests.meshes import make_certificate, make_tls
 from tests.rank_programs import pids
 from tests.waiting import descendants, is_running, listening_ports, wait_until
 
@@ -177,7 +177,7 @@ def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -265,6 +265,25 @@ def test_ranks_that_find_certificates_in_their_environment(
     status, error = ended(started[0])
     assert status == 1
     assert "TLS cannot use certificate" in error
+
+
+def test_ranks_that_find_a_certificate_in_their_environment_that_has_expired(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = make_certificate(tmp_path, "authority", None)
+    make_certificate(tmp_path, "rank", issuer, hours=-1.0)
+    for name, file in (
+        ("CERTIFICATE", "rank.pem"),
+        ("KEY", "rank.key"),
+        ("AUTHORITY", "authority.pem"),
+    ):
+        monkeypatch.setenv(f"ORCHESTRA_TLS_{name}", str(tmp_path / file))
+    join_by_hand(started, "pass_round", tmp_path, 2)
+    for rank, process in enumerate(started):
+        status, error = ended(process)
+        assert status == 1
+        assert f"rank {rank} cannot reach the watcher" in error
+        assert "its certificate is refused here: certificate has expired" in error
 
 
 def test_half_of_the_variables_for_certificates() -> None:

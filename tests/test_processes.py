@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from tests import rank_programs as programs
-from tests.meshes import make_tls
+from tests.meshes import make_certificate, make_tls
 from tests.rank_programs import Running, pids
 from tests.waiting import (
     descendants,
@@ -65,6 +65,21 @@ def test_everything_between_ranks_and_watcher_can_be_encrypted(tmp_path: Path) -
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_variables_for_certificates_are_heeded_by_a_local_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = make_certificate(tmp_path, "authority", None)
+    make_certificate(tmp_path, "rank", issuer, hours=-1.0)
+    monkeypatch.setenv("ORCHESTRA_TLS_CERTIFICATE", str(tmp_path / "rank.pem"))
+    monkeypatch.setenv("ORCHESTRA_TLS_KEY", str(tmp_path / "rank.key"))
+    with pytest.raises(InputError, match="ORCHESTRA_TLS_AUTHORITY is not set"):
+        launch(programs.say_rank, None, 1)
+    monkeypatch.setenv("ORCHESTRA_TLS_AUTHORITY", str(tmp_path / "authority.pem"))
+    cause = failure(programs.say_rank, None, 1)
+    assert cause.startswith("rank 0 exited with status 1 without a result; a connection from 127")
+    assert cause.endswith("certificate expired")
+
+
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     """Given back and taken anew, 16 MiB are 4,096 pages each time."""
     assert max(launch(programs.faults_of_freed_memory, 10, 2).results) < 4_096
@@ -335,7 +350,7 @@ def test_a_port_scan_costs_a_run_with_tls_nothing(watcher: Watcher) -> None:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
 
 
 @pytest.fixture

@@ -43,6 +43,9 @@ from orchestra.engines.events import (
 )
 from orchestra.engines.failures import Failure, failed_text
 
+REFUSALS = 8
+"""Refused connections of which a run tells: strangers cause them, too."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -129,6 +132,7 @@ class Verdicts:
         self._started_at = self._ticked_at = start
         self._failed_at: float | None = None
         self._echoes: list[Echo] = []
+        self._refused: list[str] = []
         self._killed: set[int] = set()
         self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
 
@@ -179,6 +183,13 @@ class Verdicts:
             instructions += self._overstayed(now)
         return self._kept(instructions)
 
+    def refused(self, text: str) -> list[Instruction]:
+        """A connection was refused, which may have been a rank's: told once, and a few at most."""
+        if text in self._refused or len(self._refused) == REFUSALS:
+            return []
+        self._refused.append(text)
+        return self._kept([Notice(text)])
+
     # What events mean
 
     def _interrupted(self, now: float) -> Iterable[Instruction]:
@@ -228,6 +239,8 @@ class Verdicts:
         if self.cause is not None:
             return []
         if not member.pulse.expendable:
+            if member.state is State.ABSENT:
+                how = "; ".join([how, *self._refused])
             return [*self._fail(now, f"{member.name} {how}"), *self._kill([member])]
         self._settle(now, member, State.LEFT_OUT)
         self.left_out[member.rank] = how
@@ -253,7 +266,8 @@ class Verdicts:
         if not absent or now - self._started_at < self.limits.joining:
             return []
         names = ", ".join(m.name for m in absent)
-        return self._fail(now, f"{names} did not join within {self.limits.joining:g} s")
+        how = f"did not join within {self.limits.joining:g} s"
+        return self._fail(now, f"{names} {'; '.join([how, *self._refused])}")
 
     def _unknown_ends(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
         for member in self._members.values():

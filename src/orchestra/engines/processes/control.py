@@ -19,7 +19,7 @@ from orchestra.engines.failures import Failure
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.errors import RunAborted, RunFailed
-from orchestra.transports.hello import WATCHER, hello
+from orchestra.transports.hello import WATCHER, connect
 
 BEAT_SECONDS = 0.5
 
@@ -288,12 +288,13 @@ class Control:
 
 def _connect(seat: Seat) -> socket.socket:
     host, port = seat.watcher
+    deadline = time.perf_counter() + seat.limits.joining
+    token = seat.token.encode()
     try:
-        connection = socket.create_connection((host, port), timeout=seat.limits.joining)
-        if seat.tls is not None:
-            connection = seat.tls.wrap(connection, server_side=False)
-        connection.sendall(hello(seat.rank, WATCHER, seat.token.encode()))
-    except OSError as error:
+        connection = connect(
+            (host, port), seat.rank, WATCHER, token, tls=seat.tls, deadline=deadline
+        )
+    except ConnectionError as error:
         raise RunFailed(
             f"rank {seat.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "
             "host gives itself an address that others cannot reach, name another for it"

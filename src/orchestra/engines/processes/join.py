@@ -87,7 +87,7 @@ def join(
             )
             watcher.start()
             closing.callback(watcher.abandon)
-            _publish(store, watcher, token)
+            _publish(store, watcher, token, tls)
         closing.enter_context(_interrupts(watcher))
         seat = replace(_seat(launched, store, address, limits, tls), threads=threads)
         result = _take_part(seat, program, argument, store, watcher)
@@ -107,6 +107,8 @@ def _take_part(
     except RunFailed as failed:
         if watcher is None:
             raise
+        if watcher.verdicts.cause is None:  # it could not even reach its own watcher
+            watcher.fail(seat.rank, failed)
         watcher.join()  # the others are told, and given time to leave
         if watcher.verdicts.bad_input is not None:
             raise InputError(watcher.verdicts.bad_input) from failed
@@ -149,8 +151,9 @@ def _listen(launched: Launched, host: str | None) -> socket.socket:
         ) from error
 
 
-def _publish(store: Store, watcher: Watcher, token: str) -> None:
-    store.set("watcher", json.dumps({"address": watcher.address, "token": token}))
+def _publish(store: Store, watcher: Watcher, token: str, tls: TLS | None) -> None:
+    about = {"address": watcher.address, "token": token, "tls": tls is not None}
+    store.set("watcher", json.dumps(about))
 
 
 def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> Seat:
@@ -161,6 +164,12 @@ def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS 
             f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
         ) from error
     watcher_host, watcher_port = published["address"]
+    if published["tls"] != (tls is not None):
+        where = "for rank 0 and not here" if published["tls"] else "here and not for rank 0"
+        raise InputError(
+            f"rank {launched.rank}: TLS is set up {where}: set ORCHESTRA_TLS_CERTIFICATE, _KEY and "
+            "_AUTHORITY on every host, or on none"
+        )
     return Seat(
         launched.rank,
         launched.ranks,

@@ -24,9 +24,9 @@ from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
+from orchestra.transports.tls import TLS, from_environment
 
 if TYPE_CHECKING:
-    from orchestra.transports.tls import TLS
     from orchestra.worker.runtime import Runtime
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "orchestra.engines.processes.rank"]
@@ -56,7 +56,8 @@ def launch(
         patience: seconds without progress after which a rank counts as hung (three times as long
             before its first step), and without a sign of life as unresponsive.
         host: the address on which the ranks listen.
-        tls: encrypts what the ranks and the watcher send to each other.
+        tls: encrypts what the ranks and the watcher send to each other; by default what the
+            variables `ORCHESTRA_TLS_...` name.
         threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or its share of the
             cores.
         on_event: called from another thread with every event and notice.
@@ -79,6 +80,7 @@ def launch(
     payload = _pickled(program, argument)
     token = secrets.token_hex(32)
     limits = Limits(patience=patience)
+    tls = tls or from_environment(os.environ)
     address = numeric(host)
     watcher = Watcher(
         ranks,

@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,12 +33,12 @@ from orchestra.engines.events import (
     Pulse,
     Stop,
 )
-from orchestra.engines.failures import Failure
+from orchestra.engines.failures import Failure, describe
 from orchestra.engines.processes.system import is_stopped, machine
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.engines.verdicts import Limits, Verdicts
-from orchestra.transports.hello import HELLO_BYTES, WATCHER, proves, sender_of
-from orchestra.transports.tls import TLS, wrap_accepted
+from orchestra.transports.hello import HELLO_BYTES, WATCHER, hello, proves, sender_of
+from orchestra.transports.tls import TLS, in_words, wrap_accepted
 from orchestra.worker.threads import shares_of_cores
 
 TICK_SECONDS = 0.25
@@ -56,6 +57,7 @@ class _Link:
 
     connection: socket.socket
     frames: Frames
+    host: str  # as its address says
     since: float
     proven: int | None = None
     rank: int | None = None
@@ -146,6 +148,10 @@ class Watcher:
         self._abandoned = True
         self._order(lambda: None)
         self._thread.join()
+
+    def fail(self, rank: int, error: Exception) -> None:
+        """End the run: `rank`, of this process, could not join it."""
+        self._order(lambda: self._observe(Failed(rank, describe(error))))
 
     def interrupt(self) -> None:
         """The user pressed Ctrl-C. Safe in a signal handler."""
@@ -245,6 +251,8 @@ class Watcher:
         process = self._children[rank]
         self._selector.unregister(process.sentinel)
         process.join()
+        for stranger in list(self._strangers):
+            self._read(stranger)  # it may be why this one did not join
         link = self._links.get(rank)
         if link is not None:
             self._drain(link)  # what it said before it ended comes first
@@ -266,14 +274,14 @@ class Watcher:
         if len(self._strangers) >= STRANGERS + self._ranks - len(self._links):
             self._hang_up(next(iter(self._strangers)))
         try:
-            connection, _ = self._listener.accept()
+            connection, (host, *_) = self._listener.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)  # a stranger may be slow
             if self._tls is not None:
                 connection = wrap_accepted(connection, self._tls)
         except OSError:
             return  # it went again
-        link = _Link(connection, Frames(connection), time.monotonic())
+        link = _Link(connection, Frames(connection), host, time.monotonic())
         self._strangers[link] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
 
@@ -287,10 +295,14 @@ class Watcher:
         except (BadFrame, KeyError, TypeError, ValueError):
             open_still = False
         if not open_still:
+            if link.proven is None and isinstance(link.frames.error, ssl.SSLError):
+                text = f"a connection from {link.host} was refused: {in_words(link.frames.error)}"
+                self._carry_out(self.verdicts.refused(text))
             self._hang_up(link)
 
     def _prove(self, link: _Link) -> bool:
-        """Whether the token has been shown; raises `BadFrame` where it was another one."""
+        """Whether the token has been shown, which is answered; raises `BadFrame` where it was
+        another one."""
         said = link.frames.take(HELLO_BYTES)
         if said is None:
             return False
@@ -300,6 +312,8 @@ class Watcher:
             raise BadFrame("a stranger")
         link.proven = rank
         del self._strangers[link]
+        with contextlib.suppress(OSError):  # it fits into the empty buffer of a new connection
+            link.connection.send(hello(WATCHER, rank, self._token))
         return True
 
     def _hang_up(self, link: _Link) -> None:
