@@ -39,6 +39,7 @@ from orchestra.engines.events import (
     Kill,
     Notice,
     Pulse,
+    ServerLost,
     Stop,
 )
 from orchestra.engines.failures import Failure, failed_text
@@ -150,11 +151,15 @@ class Verdicts:
         """Take in one event; what is to be done now."""
         if isinstance(event, Interrupted):
             return self._kept(self._interrupted(now))
+        if isinstance(event, ServerLost):
+            return self._kept(self._fail(now, event.how))
         member = self._members[event.rank]
         member.seen_at = now
         match event:
             case Joined(host=host):
-                member.state, member.host, member.active_at = State.RUNNING, host, now
+                member.state, member.host = State.RUNNING, host
+                for other in self._members.values():  # they could only wait for it
+                    other.active_at = now
                 return []
             case Beat(pulse=pulse):
                 return self._kept(self._beat(now, member, pulse))
@@ -195,6 +200,8 @@ class Verdicts:
     def _interrupted(self, now: float) -> Iterable[Instruction]:
         if not self.stopped:
             self.stopped = True
+            if self.cause is not None:
+                return []
             return [Stop(), Notice("stopping in good order; press Ctrl-C again to end at once")]
         ending = self._fail(now, "interrupted")
         return [*ending, *self._kill(m for m in self._members.values() if not m.gone)]
@@ -303,6 +310,8 @@ class Verdicts:
 
     def _hangs(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
         patience = self.limits.patience
+        if any(m.state is State.ABSENT for m in self._members.values()):
+            return  # all others wait for it, which `_late` judges
         beating = [
             m
             for m in self._members.values()

@@ -31,16 +31,19 @@ from orchestra.engines.events import (
     Kill,
     Notice,
     Pulse,
+    ServerLost,
     Stop,
 )
 from orchestra.engines.failures import Failure, describe
-from orchestra.engines.processes.system import is_stopped, machine
+from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
-from orchestra.engines.verdicts import Limits, Verdicts
+from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
 from orchestra.transports.hello import HELLO_BYTES, WATCHER, hello, proves, sender_of
 from orchestra.transports.tls import TLS, in_words, wrap_accepted
 from orchestra.worker.threads import shares_of_cores
 
+SERVER = "the fork server, from which the ranks are started,"
+NOT_KNOWN = 255  # what multiprocessing makes of a status that no fork server told
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
 SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
@@ -110,6 +113,8 @@ class Watcher:
         self._abandoned = False
         self._heartbeat_at = -math.inf
         self._crash: BaseException | None = None
+        self._server: int | None = None  # the fork server
+        self._server_runs_at = math.inf  # when it was last seen to
         self._machine = machine()
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -148,6 +153,17 @@ class Watcher:
         self._abandoned = True
         self._order(lambda: None)
         self._thread.join()
+
+    def rely_on(self, server: int) -> None:
+        """Watch over the fork server, process `server`: without it no rank starts, or ends."""
+        self._server, self._server_runs_at = server, time.monotonic()
+
+    def server_lost(self, error: Exception) -> str:
+        """Why the run failed where the fork server did not start a rank, but gave `error`."""
+        assert self._server is not None
+        status = exit_status(self._server, within=1.0)
+        how = f"does not answer: {error}" if status is None else describe_exit(status)
+        return self.verdicts.cause or f"{SERVER} {how}"
 
     def fail(self, rank: int, error: Exception) -> None:
         """End the run: `rank`, of this process, could not join it."""
@@ -201,12 +217,29 @@ class Watcher:
         now = time.monotonic()
         for link in [link for link in self._strangers if now - link.since > STRANGER_SECONDS]:
             self._hang_up(link)
+        self._look_after_server(now)
         suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
         held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
         self._carry_out(self.verdicts.tick(now, [rank for rank in held if rank is not None]))
         if now - self._heartbeat_at > BEAT_SECONDS:
             self._heartbeat_at = now
             self._broadcast({"kind": "watching"})
+
+    def _look_after_server(self, now: float, within: float = 0.0) -> None:
+        """The fork server has to run: named where it does not, and ended with its ranks."""
+        if self._server is None:
+            return
+        status = exit_status(self._server, within=within)
+        if status is None and not is_stopped(self._server):
+            self._server_runs_at = now
+            return
+        if status is None:
+            if now - min(self._server_runs_at, now) < self.verdicts.limits.silence:
+                return
+            os.kill(self._server, signal.SIGKILL)
+        self._server = None
+        how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
+        self._observe(ServerLost(f"{SERVER} {how}"))
 
     def _observe(self, event: Event) -> None:
         self._on_event(event)
@@ -258,6 +291,8 @@ class Watcher:
             self._drain(link)  # what it said before it ended comes first
         status = process.exitcode
         assert status is not None
+        if status == NOT_KNOWN:
+            self._look_after_server(time.monotonic(), within=0.5)
         self._observe(Exited(rank, status))
 
     def _drain(self, link: _Link) -> None:
