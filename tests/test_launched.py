@@ -249,7 +249,8 @@ def test_the_first_cause_is_told_on_every_node(started: Any, tmp_path: Path) -> 
 def test_a_failed_training_under_torchrun(tmp_path: Path) -> None:
     """Told once, and written down by whoever is left."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "orchestra"]
-    words += ["train", "--strategy", "AllReduce", "--set", "batch_size=8", "--set", "epochs=1"]
+    words += ["train", "--strategy", "AllReduce", "--set", "batch_size=8", "--set", "steps=40"]
+    words += ["--set", "snapshots=0"]
     task = "tests.failing_tasks:"
     with Started(
         [sys.executable, *words, "--task", f"{task}broken", "--out", "a"], tmp_path

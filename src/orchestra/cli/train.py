@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestra.cli.arguments import Parser
 from orchestra.engines.processes.environment import Launched, detect
+from orchestra.engines.processes.system import handling
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.experiments import (
     PARENT,
@@ -51,6 +53,14 @@ def main(arguments: Sequence[str]) -> int:
     """Train as the command line says; 0 if the run was completed."""
     options = _parser().read(arguments)
     launched = detect(os.environ)
+    if launched is None:
+        return _run(options, None)
+    # An agent of torchrun sends it once one rank has ended: the record is still to be written.
+    with handling({signal.SIGTERM: lambda: None}):
+        return _run(options, launched)
+
+
+def _run(options: Namespace, launched: Launched | None) -> int:
     experiment = resolve(options, launched)
     check_task(experiment.task)
     (run,) = runs(experiment)

@@ -158,7 +158,10 @@ def _start(watcher: Watcher, seat: Seat, errand: Errand) -> None:
     with _starting, _without_main():
         context.set_forkserver_preload(PRELOADED)
         with _deaf_to_ctrl_c():
-            _start_fork_server() if sys.platform == "linux" else forkserver.ensure_running()
+            if sys.platform == "linux":
+                _start_fork_server()
+            else:
+                forkserver.ensure_running()
         server: Any = forkserver._forkserver
         watcher.rely_on(server._forkserver_pid)
         process = _process(context, seat, errand)
