@@ -160,8 +160,8 @@ class Watcher:
 
     def server_lost(self, error: Exception) -> str:
         """Why the run failed where the fork server did not start a rank, but gave `error`."""
-        assert self._server is not None
-        status = exit_status(self._server, within=1.0)
+        server = self._server
+        status = None if server is None else exit_status(server, within=1.0)
         how = f"does not answer: {error}" if status is None else describe_exit(status)
         return self.verdicts.cause or f"{SERVER} {how}"
 
@@ -233,13 +233,13 @@ class Watcher:
         if status is None and not is_stopped(self._server):
             self._server_runs_at = now
             return
-        if status is None:
-            if now - min(self._server_runs_at, now) < self.verdicts.limits.silence:
-                return
-            os.kill(self._server, signal.SIGKILL)
-        self._server = None
+        if status is None and now - self._server_runs_at < self.verdicts.limits.silence:
+            return
         how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
         self._observe(ServerLost(f"{SERVER} {how}"))
+        if status is None:
+            os.kill(self._server, signal.SIGKILL)  # which wakes a launcher that waits for it
+        self._server = None
 
     def _observe(self, event: Event) -> None:
         self._on_event(event)
