@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import orchestra
 from orchestra.cli.main import main
 from orchestra.engines import run as engines_run
 from orchestra.errors import RunFailed
@@ -102,7 +104,9 @@ def test_bad_input_is_one_line_and_status_2(
     engine: list[tuple[Run, Path]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (folder / "own_tasks.py").write_text("def task(size):\n    raise AssertionError('called')\n")
+    (folder / "own_tasks.py").write_text(
+        "def task(size) -> 'Task':\n    raise AssertionError('called')\n"
+    )
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -223,7 +227,7 @@ def test_a_failed_run_is_status_1_and_leaves_a_summary(
 def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
     (folder / "own_tasks.py").write_text(
         "from orchestra.tasks.regression import Regression\n"
-        "def task(size):\n"
+        "def task(size) -> Regression:\n"
         "    return Regression(train_samples=size, validation_samples=16, test_samples=16)\n"
     )
     command = [sys.executable, "-m", "orchestra", *TRAIN]
@@ -234,3 +238,25 @@ def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
     assert "record: out" in done.stdout
     (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]
     assert (entry["status"], entry["samples"], entry["ranks"]) == ("completed", 3 * 2 * 32, 2)
+
+
+@pytest.mark.parametrize(
+    ("shell", "status", "message"),
+    [
+        ("{orchestra} list > /dev/full", 1, "orchestra: standard output, or a file: No space left"),
+        ("{orchestra} list >&-", 0, ""),
+        ("mkdir gone; cd gone; rmdir ../gone; {orchestra} list", 2, "orchestra: the working direc"),
+    ],
+)
+def test_output_that_goes_nowhere_is_no_traceback(
+    folder: Path, shell: str, status: int, message: str
+) -> None:
+    command = shell.format(orchestra=f"{sys.executable} -m orchestra")
+    environment = {**os.environ, "PYTHONPATH": str(Path(orchestra.__file__).parent.parent)}
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("\n") == bool(message)
+    assert done.stderr.startswith(message)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.meshes import make_tls
+from tests.commands import Started
+from tests.meshes import make_certificate, make_tls
 from tests.rank_programs import pids
 from tests.waiting import descendants, is_running, listening_ports, wait_until
 
@@ -177,7 +178,7 @@ def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -245,6 +246,42 @@ def test_the_first_cause_is_told_on_every_node(started: Any, tmp_path: Path) -> 
         assert f"rank 3 on {socket.gethostname()} is gone: its control connection closed" in error
 
 
+def test_a_failed_training_under_torchrun(tmp_path: Path) -> None:
+    """Told once, and written down by whoever is left."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "orchestra"]
+    words += ["train", "--strategy", "AllReduce", "--set", "batch_size=8", "--set", "steps=40"]
+    words += ["--set", "snapshots=0"]
+    task = "tests.failing_tasks:"
+    with Started(
+        [sys.executable, *words, "--task", f"{task}broken", "--out", "a"], tmp_path
+    ) as run:
+        ended = run.end()
+    assert ended.status == 1
+    told = [line for line in ended.err.splitlines() if line.startswith("orchestra: ")]
+    assert len(told) == 1, told
+    (entry,) = json.loads((tmp_path / "a" / "summary.json").read_text())["runs"]
+    assert entry["status"] == "failed"
+    assert told[0] == "orchestra: " + entry["failure"].splitlines()[0]
+    gated = [*words, "--task", f"{task}gated('{tmp_path}')", "--out", "b"]
+    with Started([sys.executable, *gated], tmp_path) as run:
+        arrived = lambda: len(list(tmp_path.glob("at-*"))) == 3  # noqa: E731
+        run.wait_until(arrived, "all workers are in mid-epoch")
+        os.kill(first_rank(tmp_path), signal.SIGKILL)
+        assert run.end().status == 1
+    (entry,) = json.loads((tmp_path / "b" / "summary.json").read_text())["runs"]
+    assert entry["status"] == "failed"
+    assert entry["failure"] == "rank 0, which watches over the run, is gone"
+
+
+def first_rank(folder: Path) -> int:
+    """The process id of rank 0 among those that wait at the gate."""
+    for path in folder.glob("at-*"):
+        pid = int(path.name.removeprefix("at-"))
+        if b"\0RANK=0\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            return pid
+    raise AssertionError("rank 0 is not there")
+
+
 def test_ranks_without_torchrun(started: Any, tmp_path: Path) -> None:
     join_by_hand(started, "pass_round", tmp_path, 3)
     assert [ended(process) for process in started] == [(0, "")] * 3
@@ -265,6 +302,25 @@ def test_ranks_that_find_certificates_in_their_environment(
     status, error = ended(started[0])
     assert status == 1
     assert "TLS cannot use certificate" in error
+
+
+def test_ranks_that_find_a_certificate_in_their_environment_that_has_expired(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = make_certificate(tmp_path, "authority", None)
+    make_certificate(tmp_path, "rank", issuer, hours=-1.0)
+    for name, file in (
+        ("CERTIFICATE", "rank.pem"),
+        ("KEY", "rank.key"),
+        ("AUTHORITY", "authority.pem"),
+    ):
+        monkeypatch.setenv(f"ORCHESTRA_TLS_{name}", str(tmp_path / file))
+    join_by_hand(started, "pass_round", tmp_path, 2)
+    for rank, process in enumerate(started):
+        status, error = ended(process)
+        assert status == 1
+        assert f"rank {rank} cannot reach the watcher" in error
+        assert "its certificate is refused here: certificate has expired" in error
 
 
 def test_half_of_the_variables_for_certificates() -> None:

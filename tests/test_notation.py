@@ -54,7 +54,7 @@ def function(size: int = 1) -> int:
 HERE = __name__
 KNOWN = {"Leaf": f"{HERE}:Leaf", "Pair": f"{HERE}:Pair", "function": f"{HERE}:function"}
 NAMES = Registry("thing", KNOWN)
-CALLABLES = Registry("thing", KNOWN, functions=True)
+CALLABLES = Registry("thing", KNOWN, makes=lambda target: target is function)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,8 @@ def test_functions_are_called_where_the_registry_allows_it() -> None:
     assert parse("function(size=3)", CALLABLES, where="here") == 3
     with pytest.raises(InputError, match="function has no argument 'sise'; did you mean 'size'"):
         parse("function(sise=3)", CALLABLES, where="here")
+    with pytest.raises(InputError, match=r"'os:getcwd' does not say that it makes a thing; "):
+        parse("Pair(os:getcwd)", CALLABLES, where="here")
 
 
 def test_a_failing_import_is_told_in_one_line(

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from tests import rank_programs as programs
-from tests.meshes import make_tls
+from tests.commands import Started
+from tests.meshes import make_certificate, make_tls
 from tests.rank_programs import Running, pids
 from tests.waiting import (
     descendants,
@@ -65,6 +66,21 @@ def test_everything_between_ranks_and_watcher_can_be_encrypted(tmp_path: Path) -
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_variables_for_certificates_are_heeded_by_a_local_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = make_certificate(tmp_path, "authority", None)
+    make_certificate(tmp_path, "rank", issuer, hours=-1.0)
+    monkeypatch.setenv("ORCHESTRA_TLS_CERTIFICATE", str(tmp_path / "rank.pem"))
+    monkeypatch.setenv("ORCHESTRA_TLS_KEY", str(tmp_path / "rank.key"))
+    with pytest.raises(InputError, match="ORCHESTRA_TLS_AUTHORITY is not set"):
+        launch(programs.say_rank, None, 1)
+    monkeypatch.setenv("ORCHESTRA_TLS_AUTHORITY", str(tmp_path / "authority.pem"))
+    cause = failure(programs.say_rank, None, 1)
+    assert cause.startswith("rank 0 exited with status 1 without a result; a connection from 127")
+    assert cause.endswith("certificate expired")
+
+
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     """Given back and taken anew, 16 MiB are 4,096 pages each time."""
     assert max(launch(programs.faults_of_freed_memory, 10, 2).results) < 4_096
@@ -335,7 +351,7 @@ def test_a_port_scan_costs_a_run_with_tls_nothing(watcher: Watcher) -> None:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
 
 
 @pytest.fixture
@@ -373,15 +389,10 @@ def test_no_rank_survives_its_launcher(launcher: Any) -> None:
     wait_until(lambda: not any(map(is_running, {*ranks, *others})), "all processes end")
 
 
-def test_no_rank_survives_a_launcher_that_is_asked_to_end(launcher: Any) -> None:
-    process, ranks = launcher("until_asked_to_stop", 2)
-    process.terminate()
-    wait_until(lambda: not any(map(is_running, ranks)), "all ranks end")
-
-
-def test_ctrl_c_stops_in_good_order(launcher: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_stop_in_good_order(launcher: Any, number: signal.Signals) -> None:
     process, _ = launcher("until_asked_to_stop", 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, error = process.communicate()
     assert "results=('stopped in order', 'stopped in order')" in out
     assert "stopped=True" in out
@@ -400,10 +411,71 @@ def test_a_second_ctrl_c_ends_the_run_at_once(launcher: Any) -> None:
     assert not any(map(is_running, ranks))
 
 
+def fork_server(launcher: int) -> int | None:
+    """The fork server of a launcher, once it runs."""
+    for pid in descendants(launcher):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@pytest.fixture
+def own_group() -> Iterator[Any]:
+    """Starts a launcher of two ranks in a process group of its own, as a terminal does."""
+    started: list[Started] = []
+
+    def start(folder: Path) -> Started:
+        words = [sys.executable, "-m", "tests.rank_programs", "until_asked_to_stop"]
+        started.append(Started([*words, str(folder), "2"], ROOT))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.__exit__(None, None, None)
+
+
+def test_ctrl_c_while_the_fork_server_starts(own_group: Any, tmp_path: Path) -> None:
+    """A terminal sends it to all processes."""
+    command = own_group(tmp_path)
+    pid = command.process.pid
+    command.wait_until(lambda: fork_server(pid) is not None, "the fork server starts")
+    os.killpg(pid, signal.SIGINT)
+    ended = command.end()
+    assert (ended.status, ended.err.count("\n")) == (0, 1), ended.err
+    assert "stopped=True" in ended.out
+    assert "press Ctrl-C again" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "is stopped (by SIGSTOP or")],
+)
+@pytest.mark.parametrize("when", ["at the start", "in the run"])
+def test_a_fork_server_that_is_killed_or_stopped_is_named(
+    own_group: Any, tmp_path: Path, number: signal.Signals, how: str, when: str
+) -> None:
+    command = own_group(tmp_path)
+    pid = command.process.pid
+    command.wait_until(lambda: fork_server(pid) is not None, "the fork server starts")
+    if when == "in the run":
+        pids(tmp_path, 2)
+    server = fork_server(pid)
+    assert server is not None
+    os.kill(server, number)
+    ended = command.end()
+    assert ended.status == 1
+    start = "failed: the fork server, from which the ranks are started, "
+    assert ended.out.startswith(start + how), ended
+    assert "Traceback" not in ended.err
+
+
 def test_handlers_are_restored() -> None:
-    before = signal.getsignal(signal.SIGINT)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
     launch(programs.say_rank, None, 1)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_many_launches_leave_nothing_behind() -> None:

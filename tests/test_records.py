@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from orchestra.records.environment import PACKAGES, environment
+from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import (
     RunRecord,
     combine,
@@ -19,6 +20,8 @@ from orchestra.records.record import (
     write_summary,
 )
 from orchestra.records.report import ChiefReport, Point, RankReport
+from orchestra.records.timeline import Instant, Message, Slice, Timeline
+from orchestra.records.usage import Usage
 
 CONTRACT = {
     "name": str,
@@ -79,6 +82,23 @@ def report(rank: int, **changes: Any) -> RankReport:
         "threads": 1,
     }
     return RankReport(**{**values, **changes})
+
+
+def test_a_report_is_plain_data_on_its_way() -> None:
+    """Under another launcher nothing that arrives is unpickled."""
+    sent = Message(0, 1, 7, 3)
+    slices = [Slice(0, "send", "x", 1.0, 2.0, {"bytes": 8}, sent), Slice(0, "step", "1", 0, 3, {})]
+    told = report(
+        1,
+        staleness={"0": 4},
+        chief=ChiefReport(0.5, {"loss": math.inf}, None, [Point(1, 0.5, {"loss": 1.0})]),
+        timeline=Timeline("clock", 1.5, ("main",), slices, [Instant("switch", 1.25, True)]),
+        shares=(0.5, 0.5),
+        usage=Usage("machine", 2, 1.0, 0.5, None),
+    )
+    there = json.loads(json.dumps(to_plain(told)))
+    assert from_plain(RankReport, there) == told
+    assert from_plain(RankReport | None, None) is None
 
 
 def server(**changes: Any) -> RankReport:

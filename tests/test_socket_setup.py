@@ -8,21 +8,29 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from tests.meshes import (
     TOKEN,
     exchange,
     exchange_randomly,
     in_threads,
+    make_certificate,
     make_tls,
     mesh,
     on_ranks,
     vanish,
 )
+from tests.waiting import wait_until
 
-from orchestra.errors import InputError, PeerLost
+from orchestra.engines.processes.control import Control
+from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.watcher import Watcher
+from orchestra.engines.verdicts import Limits
+from orchestra.errors import InputError, PeerLost, RunFailed
 from orchestra.transports import streams
 from orchestra.transports.framing import pack_header
 from orchestra.transports.hello import MAGIC, hello
@@ -177,12 +185,64 @@ def test_tls_refuses_who_shows_no_certificate_of_the_authority(
             make_tls(tmp_path, "foreign"), authority=tls.authority
         ),
     }
-    with pytest.raises(PeerLost, match="rank 0 is gone: it could not be reached"):
+    told = {
+        "no certificate": "refuses the certificate of this end: certificate required",
+        "no TLS": "",
+        "another authority": "refuses the certificate of this end: unknown ca",
+    }
+    lost = f"rank 0 is gone: it could not be reached.*{told[stranger]}"
+    with pytest.raises(PeerLost, match=lost):
         connect_mesh(1, addresses, Listener(), TOKEN, tls=shown[stranger], timeout=60)
     one = connect_mesh(1, addresses, listeners[1], TOKEN, tls=tls, timeout=60)
     accepting.join(60)
     results[0].close()
     one.close()
+
+
+def test_a_certificate_that_is_refused_is_named_on_both_sides(tmp_path: Path) -> None:
+    """Of the control connection: by the watcher, and by the rank; it costs the run nothing."""
+    issuer = make_certificate(tmp_path, "authority", None)
+
+    def shown(name: str, **about: Any) -> TLS:
+        make_certificate(tmp_path, name, issuer, **about)
+        names = (f"{name}.pem", f"{name}.key", "authority.pem")
+        return TLS(*(tmp_path / name for name in names))
+
+    good = shown("good")
+    expired = shown("expired", hours=-1.0)
+    for_servers = shown("servers", uses=[ExtendedKeyUsageOID.SERVER_AUTH])
+    for_clients = shown("clients", uses=[ExtendedKeyUsageOID.CLIENT_AUTH])
+    foreign = make_tls(tmp_path, "foreign")
+    refuses, refused = (
+        "it refuses the certificate of this end: ",
+        "its certificate is refused here: ",
+    )
+    cases = [  # what the watcher has, what the rank has, and what each says
+        (good, foreign, refuses + "unknown ca", refused + "self-signed"),
+        (
+            good,
+            dataclasses.replace(foreign, authority=good.authority),
+            refused + "unable to get local issuer",
+            refuses + "unknown ca",
+        ),
+        (good, expired, refused + "certificate has expired", refuses + "certificate expired"),
+        (expired, good, refuses + "certificate expired", refused + "certificate has expired"),
+        (good, for_servers, refused + "unsuitable", refuses + "unsupported certificate"),
+        (for_clients, good, refuses + "unsupported certificate", refused + "unsuitable"),
+        (good, Anonymous(good.certificate, good.key, good.authority), "it shows no", refuses),
+        (good, None, "it does not speak TLS", "rank 0 cannot reach the watcher"),
+    ]
+    for ours, theirs, here, there in cases:
+        watcher = Watcher(1, Limits(), host="127.0.0.1", token="s", children=False, tls=ours)
+        watcher.start()
+        seat = Seat(0, 1, 0, watcher.address, "127.0.0.1", "s", Limits(), tls=theirs)
+        with pytest.raises(RunFailed, match=there):
+            Control(seat)
+        notices = watcher.verdicts.notices
+        wait_until(lambda: bool(notices), "the watcher says so")  # noqa: B023
+        assert notices[0].startswith(f"a connection from 127.0.0.1 was refused: {here}"), notices
+        assert (len(notices), watcher.verdicts.cause) == (1, None)
+        watcher.abandon()
 
 
 class Anonymous(TLS):

@@ -92,7 +92,9 @@ def test_a_task_is_found_behind_whatever_names_it(given: object) -> None:
     [
         ("digitz", "unknown task 'digitz'.*'digits'"),
         ("digits(dropuot=1)", "'dropuot'.*'dropout'"),
-        (f"{__name__}:not_a_task", "not_a_task gives a dict, not an orchestra.tasks.Task"),
+        (f"{__name__}:not_a_task", r"not_a_task' does not say .* def not_a_task\(...\) -> Task:"),
+        ("os:system('touch called')", "'os:system' does not say that it makes a task"),
+        ("digits(channels=os:system('touch called'))", "'os:system' does not say"),
         (not_a_task, "not_a_task gives a dict, not an orchestra.tasks.Task"),
         (3, "3 gives a int"),
     ],

@@ -59,7 +59,8 @@ CASES = {
     "broken import": (arguments(task="broken_module:f"), "No module named 'not_installed_any"),
     "raising import": (arguments(task="raising_module:f"), "ZeroDivisionError: division by zero"),
     "no function": (arguments(task="fien"), "has no 'fien'; did you mean 'fine'?"),
-    "not a task": (arguments(task="not_a_task"), "gives a int, not an orchestra.tasks.Task"),
+    "not a task": (arguments(task="not_a_task"), "'tests.bad_tasks:not_a_task' does not say that"),
+    "a shell": (arguments(task="os:system('touch called')"), "'os:system' does not say that"),
     "a model": (arguments(task="a_model"), "give a function that makes it"),
     "task's argument": (arguments(task="tests.bad_tasks:fine(size=3)"), "'size'"),
     "unknown metric": (

@@ -423,3 +423,34 @@ def test_bad_frames_are_refused(data: bytes) -> None:
 
 def test_messages_are_json() -> None:
     assert json.loads(pack({"loss": 1.5})[12:]) == {"loss": 1.5}
+
+
+def test_a_rank_that_has_not_joined_is_the_cause_and_no_innocent_one() -> None:
+    """Whatever the patience: all others can only wait for it, and for its connections."""
+    verdicts = Verdicts(3, replace(LIMITS, patience=10.0), start=0.0, children=True)
+    notice = verdicts.refused("a connection was refused")
+    assert notice == [Notice("a connection was refused")]
+    assert verdicts.refused("a connection was refused") == []
+    now = 0.0
+    for rank in (0, 2):
+        verdicts.observe(now, Joined(rank, "host"))
+    while not (done := verdicts.tick(now)):
+        now += 0.25
+        for rank in (0, 2):
+            verdicts.observe(now, Beat(rank, Pulse(phase="set-up")))
+    assert now == LIMITS.joining
+    assert done == [Abort("rank 1 did not join within 300 s; a connection was refused")]
+
+
+def test_patience_begins_when_the_last_rank_has_joined() -> None:
+    verdicts = Verdicts(2, LIMITS, start=0.0, children=True)
+    verdicts.observe(0.0, Joined(0, "host"))
+    now = 250.0
+    verdicts.tick(now)
+    verdicts.observe(now, Joined(1, "host"))
+    while not (done := verdicts.tick(now)):
+        now += 0.25
+        for rank in (0, 1):
+            verdicts.observe(now, Beat(rank, Pulse(phase="set-up")))
+    assert now > 250.0 + 3 * LIMITS.patience
+    assert "rank 0 on host hangs" in str(done[0])

@@ -3,6 +3,7 @@
     OrchestraError
     ├── InputError (also a ValueError)      bad input: one line, exit status 2
     ├── RunFailed                           a run ended before its time: exit status 1
+    │   └── RunEnded                        the same, where rank 0 has told this rank
     ├── PeerLost                            a rank on the other end of a stream is gone
     └── RunAborted                          another rank ended this run; never a first cause
 
@@ -36,6 +37,10 @@ class InputError(OrchestraError, ValueError):
 
 class RunFailed(OrchestraError):
     """A run had begun and did not end well; the message names the first cause."""
+
+
+class RunEnded(RunFailed):
+    """The run failed for a cause that this rank was told by the watcher, which tells the user."""
 
 
 class PeerLost(OrchestraError):

@@ -5,14 +5,21 @@ Exit status: 0 all well, 1 a run failed or was stopped, 2 bad input.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orchestra import __version__
 from orchestra.errors import InputError, RunFailed, nearest
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""A write that failed, with no file that the system would name."""
 
 HELP = """\
 usage: orchestra COMMAND [ARGUMENT ...]
@@ -65,8 +72,12 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process); its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed when the process began
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     try:
-        return _dispatch(arguments)
+        with _ended_by_sigterm():
+            return _dispatch(arguments)
     except InputError as error:
         return _complain(error, 2)
     except RunFailed as error:
@@ -76,12 +87,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit:  # argparse, after --help
         return int(exit.code or 0)
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in NO_ROOM:
             raise
-        return _complain(f"{error.filename}: {error.strerror}", 1)
+        _drop_output()  # it would fail again at the end
+        where = error.filename or "standard output, or a file"
+        return _complain(f"{where}: {error.strerror}", 1)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While inside, SIGTERM is what Ctrl-C is; only a main thread can arrange that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _drop_output() -> None:
+    """What is still to be written to standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -95,7 +126,10 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         raise InputError(f"unknown {kind} {command!r}; {nearest(command, COMMANDS)}")
-    here = str(Path.cwd())
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        raise InputError("the working directory is gone; change to one that is there") from None
     if here not in sys.path:
         sys.path.insert(0, here)  # for package.module:function, as `python -m` does
     module, _, function = COMMANDS[command].partition(":")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from orchestra.cli.arguments import Parser
 from orchestra.engines.processes.environment import Launched, detect
-from orchestra.errors import InputError, RunFailed
+from orchestra.engines.processes.system import handling
+from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.experiments import (
     PARENT,
     Entry,
@@ -51,14 +53,19 @@ def main(arguments: Sequence[str]) -> int:
     """Train as the command line says; 0 if the run was completed."""
     options = _parser().read(arguments)
     launched = detect(os.environ)
+    if launched is None:
+        return _run(options, None)
+    # An agent of torchrun sends it once one rank has ended: the record is still to be written.
+    with handling({signal.SIGTERM: lambda: None}):
+        return _run(options, launched)
+
+
+def _run(options: Namespace, launched: Launched | None) -> int:
     experiment = resolve(options, launched)
     check_task(experiment.task)
     (run,) = runs(experiment)
     if launched is not None and launched.rank > 0:
-        from orchestra.engines.processes.training import take_part
-
-        take_part(run, options.out, launched)
-        return 0
+        return _follow(run, options.out, launched, experiment.name)
     folder = options.out or fresh_folder(PARENT, _folder_name(experiment))
     with held(folder, experiment) as resumed:
         records = finished(folder) if resumed else []
@@ -131,6 +138,31 @@ def _folder_name(experiment: Experiment) -> str:
     return f"{experiment.name}-{label}"
 
 
+def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
+    """Take part as a rank beside the first, which keeps the record and tells how the run ended;
+    where that one is gone, this one does. The first rank of each node tells it in any case."""
+    from orchestra.engines.processes.training import take_part
+
+    def first_is_gone(reason: str) -> None:
+        _write_failed(run, folder, experiment, RunFailed(reason))
+
+    try:
+        take_part(run, folder, launched, first_is_gone=first_is_gone)
+    except RunEnded:
+        if launched.local_rank == 0:
+            raise
+        return 1
+    return 0
+
+
+def _write_failed(run: Run, folder: Path, experiment: str, failure: RunFailed) -> None:
+    from orchestra.engines.run_record import failed_record
+    from orchestra.records.record import write_summary
+
+    with contextlib.suppress(OSError):  # on a full disk that is the failure
+        write_summary(folder, experiment, [failed_record(run, folder, failure)])
+
+
 def _train(
     run: Run,
     folder: Path,
@@ -141,7 +173,6 @@ def _train(
     """The record of `run`, after it; `summary.json` tells of a failed one, too."""
     from orchestra.engines.processes.training import take_part
     from orchestra.engines.run import train_run
-    from orchestra.engines.run_record import failed_record
     from orchestra.records.record import write_summary
 
     try:
@@ -151,8 +182,7 @@ def _train(
         else:
             record = completed or train_run(run, folder)
     except RunFailed as failure:
-        with contextlib.suppress(OSError):  # on a full disk that is the failure
-            write_summary(folder, experiment, [failed_record(run, folder, failure)])
+        _write_failed(run, folder, experiment, failure)
         raise
     write_summary(folder, experiment, [record])
     return record

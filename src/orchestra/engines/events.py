@@ -69,10 +69,17 @@ class Exited:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The user pressed Ctrl-C."""
+    """The user pressed Ctrl-C, or SIGTERM came."""
 
 
-Event = Joined | Beat | Finished | Failed | Disconnected | Exited | Interrupted
+@dataclass(frozen=True)
+class ServerLost:
+    """What starts the ranks, and knows how they end, is gone or does not run."""
+
+    how: str
+
+
+Event = Joined | Beat | Finished | Failed | Disconnected | Exited | Interrupted | ServerLost
 
 # Instructions -------------------------------------------------------------------------------
 

@@ -39,9 +39,13 @@ from orchestra.engines.events import (
     Kill,
     Notice,
     Pulse,
+    ServerLost,
     Stop,
 )
 from orchestra.engines.failures import Failure, failed_text
+
+REFUSALS = 8
+"""Refused connections of which a run tells: strangers cause them, too."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Verdicts:
         self._started_at = self._ticked_at = start
         self._failed_at: float | None = None
         self._echoes: list[Echo] = []
+        self._refused: list[str] = []
         self._killed: set[int] = set()
         self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
 
@@ -146,11 +151,15 @@ class Verdicts:
         """Take in one event; what is to be done now."""
         if isinstance(event, Interrupted):
             return self._kept(self._interrupted(now))
+        if isinstance(event, ServerLost):
+            return self._kept(self._fail(now, event.how))
         member = self._members[event.rank]
         member.seen_at = now
         match event:
             case Joined(host=host):
-                member.state, member.host, member.active_at = State.RUNNING, host, now
+                member.state, member.host = State.RUNNING, host
+                for other in self._members.values():  # they could only wait for it
+                    other.active_at = now
                 return []
             case Beat(pulse=pulse):
                 return self._kept(self._beat(now, member, pulse))
@@ -179,11 +188,20 @@ class Verdicts:
             instructions += self._overstayed(now)
         return self._kept(instructions)
 
+    def refused(self, text: str) -> list[Instruction]:
+        """A connection was refused, which may have been a rank's: told once, and a few at most."""
+        if text in self._refused or len(self._refused) == REFUSALS:
+            return []
+        self._refused.append(text)
+        return self._kept([Notice(text)])
+
     # What events mean
 
     def _interrupted(self, now: float) -> Iterable[Instruction]:
         if not self.stopped:
             self.stopped = True
+            if self.cause is not None:
+                return []
             return [Stop(), Notice("stopping in good order; press Ctrl-C again to end at once")]
         ending = self._fail(now, "interrupted")
         return [*ending, *self._kill(m for m in self._members.values() if not m.gone)]
@@ -228,6 +246,8 @@ class Verdicts:
         if self.cause is not None:
             return []
         if not member.pulse.expendable:
+            if member.state is State.ABSENT:
+                how = "; ".join([how, *self._refused])
             return [*self._fail(now, f"{member.name} {how}"), *self._kill([member])]
         self._settle(now, member, State.LEFT_OUT)
         self.left_out[member.rank] = how
@@ -253,7 +273,8 @@ class Verdicts:
         if not absent or now - self._started_at < self.limits.joining:
             return []
         names = ", ".join(m.name for m in absent)
-        return self._fail(now, f"{names} did not join within {self.limits.joining:g} s")
+        how = f"did not join within {self.limits.joining:g} s"
+        return self._fail(now, f"{names} {'; '.join([how, *self._refused])}")
 
     def _unknown_ends(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
         for member in self._members.values():
@@ -289,6 +310,8 @@ class Verdicts:
 
     def _hangs(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
         patience = self.limits.patience
+        if any(m.state is State.ABSENT for m in self._members.values()):
+            return  # all others wait for it, which `_late` judges
         beating = [
             m
             for m in self._members.values()

@@ -13,10 +13,12 @@ from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.tune import Tune
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
-from orchestra.settings import REQUIRED, Settings, parse, replace_setting, write
+from orchestra.settings import REQUIRED, Settings, parse, read, replace_setting, write
 from orchestra.settings.base import checked, default_of, require_setting, settings_of, type_hints
 from orchestra.settings.document import Entry, read_document
+from orchestra.settings.notation import bound, build
 from orchestra.settings.yaml_text import yaml_text, yaml_value
+from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import replace_task_setting, task_name, task_text
 from orchestra.trainer.settings import Target, Training
@@ -176,7 +178,11 @@ def _strategies(entry: Entry) -> dict[str, object]:
     strategies = {}
     for label, text in entry.value.items():
         where = _at(Entry(text, entry.place_of(label)), f"strategies.{label}")
-        strategies[str(label)] = parse(text, STRATEGIES, where=where)
+        call = read(text, where=where)
+        target = bound(call, STRATEGIES, where=where)
+        if not (isinstance(target, type) and issubclass(target, Strategy)):
+            raise InputError(f"{where}: expected Strategy, got {call.name}")
+        strategies[str(label)] = build(call, STRATEGIES, where=where)
     return strategies
 
 

@@ -116,8 +116,8 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
     if missing := getattr(target, "__abstractmethods__", None):
         names = ", ".join(sorted(missing))
         raise InputError(f"{where}: {call.name} is not complete: it has to define {names}")
-    if not registry.functions and not (isinstance(target, type) and issubclass(target, Settings)):
-        raise InputError(f"{where}: {call.name!r} is no {registry.kind}: not a class of settings")
+    if not (isinstance(target, type) and issubclass(target, Settings)):
+        _require_maker(target, call, registry, where)
     signature = inspect.signature(target)
     _no_bare_text(call, registry, where)
     if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
@@ -129,6 +129,18 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
     except TypeError as error:
         raise InputError(f"{where}: {call.name}{signature_text(signature)}: {error}") from None
     return target
+
+
+def _require_maker(target: object, call: Call, registry: Registry, where: str) -> None:
+    kind = registry.kind
+    if registry.makes is None:
+        raise InputError(f"{where}: {call.name!r} is no {kind}: not a class of settings")
+    if not registry.makes(target):
+        attribute = call.name.rpartition(":")[2]
+        raise InputError(
+            f"{where}: {call.name!r} does not say that it makes a {kind}; a function that does is "
+            f"written def {attribute}(...) -> {kind.capitalize()}:"
+        )
 
 
 def _no_bare_text(call: Call, registry: Registry, where: str) -> None:

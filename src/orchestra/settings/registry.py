@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +17,8 @@ class Registry:
         kind: what is named, in messages ("strategy").
         known: name -> "module:attribute" of what comes with the package.
         group: entry points of this group add names of installed packages; ours win.
-        functions: whether a name may stand for any callable. Otherwise only for settings: a file
-            must not be able to call os:system.
+        makes: whether a function, or a class, says that it makes what is named; it may then stand
+            behind a name. Otherwise only settings may: a file must not be able to call os:system.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class Registry:
         known: Mapping[str, str],
         group: str | None = None,
         *,
-        functions: bool = False,
+        makes: Callable[[Any], bool] | None = None,
     ) -> None:
         self.kind = kind
-        self.functions = functions
+        self.makes = makes
         self._known = dict(known)
         self._group = group
 

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import typing
+from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.settings import Call, Registry, Settings, read, replace_setting, write
 from orchestra.settings.notation import bound, build
+
+
+def makes_task(target: Any) -> bool:
+    """Whether `target`, a function or a class, says that it gives a `Task`, or settings of one: by
+    its annotation, or by that of its method `build`. Nothing is called, and torch not imported."""
+    maker = getattr(target, "build", target) if isinstance(target, type) else target
+    try:
+        made = maker if isinstance(maker, type) else typing.get_type_hints(maker).get("return")
+    except (NameError, TypeError):  # names that only a type checker imports
+        made = getattr(maker, "__annotations__", {}).get("return")
+    if isinstance(made, str):
+        return made.rpartition(".")[2] == "Task"
+    if not isinstance(made, type):
+        return False
+    names = {f"{cls.__module__}:{cls.__qualname__}" for cls in made.__mro__}
+    return "orchestra.tasks.task:Task" in names or (
+        issubclass(made, Settings) and hasattr(made, "build")
+    )
+
 
 TASKS = Registry(
     "task",
@@ -22,7 +43,7 @@ TASKS = Registry(
         "synthetic": "orchestra.tasks.synthetic:Synthetic",
     },
     group="orchestra.tasks",
-    functions=True,
+    makes=makes_task,
 )
 
 

@@ -245,6 +245,8 @@ class Loop:
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self._epoch_samples
         step.fraction = step.planned / self._budget
+        # Before anything of it is sent, so that the rank is named whose own loss it is.
+        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
         worker.begin_step(step)
         moved = self._moved(batch) if step.samples else None
         strategy.gradient(worker, state, moved)
@@ -267,10 +269,13 @@ class Loop:
             loss=worker.step.loss,
             fraction=position.consumed / self._budget,
         )
-        if self._training.stop_on_nonfinite and not math.isfinite(worker.step.loss):
+        self._check_loss(worker.step.loss, position.steps)
+
+    def _check_loss(self, loss: float, step: int) -> None:
+        if self._training.stop_on_nonfinite and not math.isfinite(loss):
             raise RunFailed(
-                f"the loss became {worker.step.loss} at step {position.steps}; lower the learning "
-                "rate or clip_norm, or set stop_on_nonfinite to false to go on"
+                f"the loss became {loss} at step {step}; lower the learning rate or clip_norm, or "
+                "set stop_on_nonfinite to false to go on"
             )
 
     def _checkpoint_together(self) -> None:

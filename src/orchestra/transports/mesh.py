@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from orchestra.errors import InputError, PeerLost
-from orchestra.transports.hello import HELLO_BYTES, hello, proves, sender_of
+from orchestra.transports.hello import HELLO_BYTES, connect, hello, proves, remaining, sender_of
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.sockets import SocketTransport
-from orchestra.transports.tls import TLS, wrap_accepted
+from orchestra.transports.tls import TLS, in_words, wrap_accepted
 
 STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""
@@ -98,39 +98,11 @@ def _connect(
     deadline: float,
 ) -> socket.socket:
     """A connection from `rank`, which is here, to `peer` after both hellos."""
-    where = f"{address[0]}:{address[1]}"
-    connection = None
     try:
-        connection = socket.create_connection(address, timeout=_remaining(deadline))
-        if tls is not None:
-            connection = tls.wrap(connection, server_side=False)
-        connection.sendall(hello(rank, peer, token))
-        answer = _read_hello(connection, deadline)
-        if not proves(answer, peer, rank, token):
-            raise ConnectionError("what listens there is not this rank of this run")
-    except OSError as error:
-        if connection is not None:
-            connection.close()
+        return connect(address, rank, peer, token, tls=tls, deadline=deadline)
+    except ConnectionError as error:
+        where = f"{address[0]}:{address[1]}"
         raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
-    return connection
-
-
-def _read_hello(connection: socket.socket, deadline: float) -> bytes:
-    answer = b""
-    while len(answer) < HELLO_BYTES:
-        connection.settimeout(_remaining(deadline))
-        piece = connection.recv(HELLO_BYTES - len(answer))
-        if not piece:
-            raise ConnectionError("it closed the connection in the hello")
-        answer += piece
-    return answer
-
-
-def _remaining(deadline: float) -> float:
-    seconds = deadline - time.perf_counter()
-    if seconds <= 0:
-        raise TimeoutError("no answer in time")
-    return seconds
 
 
 class _Arrival:
@@ -183,6 +155,7 @@ class _Reception:
         self._context = None if tls is None else tls.context(server_side=True)
         self._missing = missing
         self._connections = connections
+        self._refused = ""
 
     def run(self, deadline: float) -> None:
         """Raises `PeerLost` with the lowest missing rank when the time is up."""
@@ -198,11 +171,12 @@ class _Reception:
 
     def _turn(self, selector: selectors.BaseSelector, deadline: float) -> None:
         try:
-            ready = selector.select(_remaining(deadline))
+            ready = selector.select(remaining(deadline))
         except TimeoutError:
             first, *rest = sorted(self._missing)
             others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
-            raise PeerLost(first, f"it did not connect in time{others}") from None
+            reason = f"it did not connect in time{others}{self._refused}"
+            raise PeerLost(first, reason) from None
         for key, _ in ready:
             if key.data is None:
                 self._accept(selector)
@@ -226,7 +200,9 @@ class _Reception:
     def _advance(self, selector: selectors.BaseSelector, arrival: _Arrival) -> None:
         try:
             events = arrival.advance()
-        except OSError:
+        except OSError as error:
+            if isinstance(error, ssl.SSLError):
+                self._refused = f"; a connection was refused: {in_words(error)}"
             self._drop(selector, arrival)
             return
         if events:

@@ -63,6 +63,21 @@ def wrap_accepted(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSL
         raise
 
 
+def in_words(error: OSError) -> str:
+    """Why a connection failed, in words; of certificates, which end refused which."""
+    reason = getattr(error, "reason", None) or ""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused here: {error.verify_message}"
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it shows no certificate"
+    if "_ALERT_" in reason and ("CERTIFICATE" in reason or reason.endswith("UNKNOWN_CA")):
+        words = reason.partition("_ALERT_")[2].replace("_", " ").lower()
+        return f"it refuses the certificate of this end: {words}"
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return "it does not speak TLS"
+    return str(error)
+
+
 def from_environment(environ: Mapping[str, str]) -> TLS | None:
     """What `ORCHESTRA_TLS_CERTIFICATE`, `_KEY` and `_AUTHORITY` name; None without any of them.
 

@@ -152,6 +152,7 @@ class Worker(FlatModel):
         self.rate_scale = 1.0
         self.inherited: Moments = {}
         self.queue_of: QueueOf | None = None
+        self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
         self.workers = Group(tuple(range(runtime.ranks)))
         self._loss = loss
         self.accumulation = accumulation
@@ -233,6 +234,7 @@ class Worker(FlatModel):
         assert self._loss is not None
         work = Work("gradient", self.step.samples)
         self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
+        self.check_loss(self.step.loss)
 
     def average_at_once(
         self, collective: Collective, buckets: Sequence[Bucket]

@@ -18,10 +18,11 @@ from orchestra.engines.events import Pulse
 from orchestra.engines.failures import Failure
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
-from orchestra.errors import RunAborted, RunFailed
-from orchestra.transports.hello import WATCHER, hello
+from orchestra.errors import RunAborted, RunEnded, RunFailed
+from orchestra.transports.hello import WATCHER, connect
 
 BEAT_SECONDS = 0.5
+GONE = "rank 0, which watches over the run, is gone"
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,13 @@ class Control:
 
     Args:
         seat: this rank's place in the run.
+        on_orphaned: called with the reason, from the thread, before this process leaves because
+            the watcher is gone.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, on_orphaned: Callable[[str], None] | None = None) -> None:
         self._seat = seat
+        self._on_orphaned = on_orphaned or (lambda _: None)
         self._connection = _connect(seat)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -106,7 +110,7 @@ class Control:
     # The way out
 
     def finish(self, result: bytes) -> None:
-        """Deliver the pickled result; returns when the watcher has it.
+        """Deliver the result; returns when the watcher has it.
 
         Raises `RunFailed` if the run has ended for another rank's failure meanwhile.
         """
@@ -116,7 +120,7 @@ class Control:
             cause = self._cause
         self._close()
         if cause is not None:
-            raise RunFailed(cause)
+            raise RunEnded(cause)
 
     def fail(self, failure: Failure) -> str:
         """Report why the program ended; the first cause of the run's end."""
@@ -237,14 +241,19 @@ class Control:
         self._leave_at = time.monotonic() + seconds
 
     def _connection_ended(self) -> None:
-        if not self._dismissed:
-            self._leave(self._cause or "rank 0, which watches over the run, is gone")
+        if self._dismissed:
+            return
+        if self._cause is None:
+            self._on_orphaned(GONE)
+        self._leave(self._cause or GONE)
 
     def _check_watcher(self) -> None:
         """A host that loses its power or its network does not close its connections."""
         patience = self._seat.limits.patience
         if not self._seat.local and time.monotonic() - self._heard_at > patience:
-            self._leave(f"rank 0, which watches over the run, is silent for {patience:g} s")
+            reason = f"rank 0, which watches over the run, is silent for {patience:g} s"
+            self._on_orphaned(reason)
+            self._leave(reason)
 
     def _check_parent(self) -> None:
         if self._seat.supervised and os.getppid() != self._parent:
@@ -288,12 +297,13 @@ class Control:
 
 def _connect(seat: Seat) -> socket.socket:
     host, port = seat.watcher
+    deadline = time.perf_counter() + seat.limits.joining
+    token = seat.token.encode()
     try:
-        connection = socket.create_connection((host, port), timeout=seat.limits.joining)
-        if seat.tls is not None:
-            connection = seat.tls.wrap(connection, server_side=False)
-        connection.sendall(hello(seat.rank, WATCHER, seat.token.encode()))
-    except OSError as error:
+        connection = connect(
+            (host, port), seat.rank, WATCHER, token, tls=seat.tls, deadline=deadline
+        )
+    except ConnectionError as error:
         raise RunFailed(
             f"rank {seat.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "
             "host gives itself an address that others cannot reach, name another for it"

@@ -50,6 +50,7 @@ def enter(seat: Seat, errand: Errand) -> None:
     global _seated
     _seated = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the launcher too, which decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the fork server had it
     _let_fork_server_end()
     die_with_parent()
     os.environ.clear()

@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from orchestra.engines.processes.launch import outcome, printing
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.engines.processes.rank import Program, occupy
 from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
@@ -45,11 +45,13 @@ def join(
     tls: TLS | None = None,
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
+    first_is_gone: Callable[[str], None] | None = None,
     quiet: bool = True,
 ) -> Outcome:
     """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
 
-    Every process of the run calls this. Rank 0 also holds the watcher, in a thread.
+    Every process of the run calls this. Rank 0 also holds the watcher, in a thread. What the
+    program returns has to be plain data that JSON carries; nothing that arrives is unpickled.
 
     Args:
         host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
@@ -58,6 +60,8 @@ def join(
             `ORCHESTRA_TLS_AUTHORITY` name; unencrypted without them.
         patience: see `launch`, as `threads` and the other arguments. `on_event` and `quiet` matter
             on rank 0.
+        first_is_gone: called with the reason, from another thread, before this process leaves
+            because rank 0 is gone.
 
     Returns:
         On rank 0 the outcome of the whole run, on every other rank one with its own result.
@@ -87,26 +91,34 @@ def join(
             )
             watcher.start()
             closing.callback(watcher.abandon)
-            _publish(store, watcher, token)
+            _publish(store, watcher, token, tls)
         closing.enter_context(_interrupts(watcher))
         seat = replace(_seat(launched, store, address, limits, tls), threads=threads)
-        result = _take_part(seat, program, argument, store, watcher)
+        result = _take_part(seat, program, argument, store, watcher, first_is_gone)
         if watcher is None:
             own = [None] * launched.ranks
             own[launched.rank] = result
             return Outcome(tuple(own), {}, stopped=False, notices=(), setup={})
         watcher.join()
-        return outcome(watcher, range(launched.ranks))
+        return outcome(watcher, range(launched.ranks), json.loads)
 
 
 def _take_part(
-    seat: Seat, program: Program, argument: Any, store: Store, watcher: Watcher | None
+    seat: Seat,
+    program: Program,
+    argument: Any,
+    store: Store,
+    watcher: Watcher | None,
+    first_is_gone: Callable[[str], None] | None,
 ) -> Any:
+    native = PrefixStore("native", store)
     try:
-        return occupy(seat, lambda: (program, argument), lambda: PrefixStore("native", store))
+        return occupy(seat, lambda: (program, argument), lambda: native, first_is_gone)
     except RunFailed as failed:
         if watcher is None:
             raise
+        if watcher.verdicts.cause is None:  # it could not even reach its own watcher
+            watcher.fail(seat.rank, failed)
         watcher.join()  # the others are told, and given time to leave
         if watcher.verdicts.bad_input is not None:
             raise InputError(watcher.verdicts.bad_input) from failed
@@ -149,8 +161,9 @@ def _listen(launched: Launched, host: str | None) -> socket.socket:
         ) from error
 
 
-def _publish(store: Store, watcher: Watcher, token: str) -> None:
-    store.set("watcher", json.dumps({"address": watcher.address, "token": token}))
+def _publish(store: Store, watcher: Watcher, token: str, tls: TLS | None) -> None:
+    about = {"address": watcher.address, "token": token, "tls": tls is not None}
+    store.set("watcher", json.dumps(about))
 
 
 def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> Seat:
@@ -161,6 +174,12 @@ def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS 
             f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
         ) from error
     watcher_host, watcher_port = published["address"]
+    if published["tls"] != (tls is not None):
+        where = "for rank 0 and not here" if published["tls"] else "here and not for rank 0"
+        raise InputError(
+            f"rank {launched.rank}: TLS is set up {where}: set ORCHESTRA_TLS_CERTIFICATE, _KEY and "
+            "_AUTHORITY on every host, or on none"
+        )
     return Seat(
         launched.rank,
         launched.ranks,
@@ -177,20 +196,15 @@ def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS 
 
 @contextmanager
 def _interrupts(watcher: Watcher | None) -> Iterator[None]:
-    """While inside, Ctrl-C is a matter of rank 0; only a main thread can arrange that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """While inside, Ctrl-C and SIGTERM, which torchrun sends to all ranks of a node once one of
+    them has died, are a matter of rank 0: it tells the cause, and the others follow."""
     pressed_at = -math.inf
 
-    def interrupt(*_: object) -> None:
+    def interrupt() -> None:
         nonlocal pressed_at
         again, pressed_at = time.monotonic() - pressed_at, time.monotonic()
         if watcher is not None and again > TWICE_SECONDS:
             watcher.interrupt()
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
+    with handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
         yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

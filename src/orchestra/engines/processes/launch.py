@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import current_process, forkserver, get_context, spawn
+from multiprocessing import current_process, forkserver, get_context, resource_tracker, spawn
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,13 @@ from orchestra.engines.processes.addresses import numeric
 from orchestra.engines.processes.entry import Errand, enter, inside_a_rank
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
+from orchestra.transports.tls import TLS, from_environment
 
 if TYPE_CHECKING:
-    from orchestra.transports.tls import TLS
     from orchestra.worker.runtime import Runtime
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "orchestra.engines.processes.rank"]
@@ -50,13 +51,14 @@ def launch(
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
     Both are pickled by reference: the program is a function of a module. In the main thread,
-    Ctrl-C asks all ranks for an orderly stop, and a second one ends them.
+    Ctrl-C or SIGTERM asks all ranks for an orderly stop, and a second one ends them.
 
     Args:
         patience: seconds without progress after which a rank counts as hung (three times as long
             before its first step), and without a sign of life as unresponsive.
         host: the address on which the ranks listen.
-        tls: encrypts what the ranks and the watcher send to each other.
+        tls: encrypts what the ranks and the watcher send to each other; by default what the
+            variables `ORCHESTRA_TLS_...` name.
         threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or its share of the
             cores.
         on_event: called from another thread with every event and notice.
@@ -79,6 +81,7 @@ def launch(
     payload = _pickled(program, argument)
     token = secrets.token_hex(32)
     limits = Limits(patience=patience)
+    tls = tls or from_environment(os.environ)
     address = numeric(host)
     watcher = Watcher(
         ranks,
@@ -108,11 +111,14 @@ def launch(
             raise
         finally:
             alarm.cancel()
-    return outcome(watcher, range(ranks))
+    return outcome(watcher, range(ranks), pickle.loads)  # from its own children
 
 
-def outcome(watcher: Watcher, ranks: range) -> Outcome:
-    """What a watcher whose ranks are gone has to tell; raises if the run failed."""
+def outcome(watcher: Watcher, ranks: range, read: Callable[[bytes], Any]) -> Outcome:
+    """What a watcher whose ranks are gone has to tell; raises if the run failed.
+
+    `read` makes a result of what was delivered.
+    """
     verdicts = watcher.verdicts
     if verdicts.bad_input is not None:
         raise InputError(verdicts.bad_input)
@@ -120,7 +126,7 @@ def outcome(watcher: Watcher, ranks: range) -> Outcome:
         raise RunFailed(verdicts.cause)
     results = watcher.results
     return Outcome(
-        results=tuple(pickle.loads(results[r]) if r in results else None for r in ranks),
+        results=tuple(read(results[r]) if r in results else None for r in ranks),
         left_out=verdicts.left_out,
         stopped=verdicts.stopped,
         notices=tuple(verdicts.notices),
@@ -151,11 +157,31 @@ def _start(watcher: Watcher, seat: Seat, errand: Errand) -> None:
     context = get_context("forkserver")
     with _starting, _without_main():
         context.set_forkserver_preload(PRELOADED)
-        if sys.platform == "linux":
-            _start_fork_server()
+        with _deaf_to_ctrl_c():
+            if sys.platform == "linux":
+                _start_fork_server()
+            else:
+                forkserver.ensure_running()
+        server: Any = forkserver._forkserver
+        watcher.rely_on(server._forkserver_pid)
         process = _process(context, seat, errand)
-        process.start()
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            raise RunFailed(watcher.server_lost(error)) from None
     watcher.adopt(seat.rank, process)
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """A process that starts here never sees a Ctrl-C, which a terminal sends to all; this one sees
+    it afterwards."""
+    resource_tracker.ensure_running()  # it would lift the block as it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_fork_server() -> None:
@@ -215,15 +241,9 @@ def _store_path() -> Iterator[str]:
 
 @contextmanager
 def _interrupts_to(interrupt: Callable[[], None]) -> Iterator[None]:
-    """While inside, Ctrl-C calls `interrupt`; only a main thread can arrange that."""
-    if threading.current_thread() is not threading.main_thread():
+    """While inside, Ctrl-C or SIGTERM calls `interrupt`; only a main thread can arrange that."""
+    with handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
         yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: interrupt())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 def printing(

@@ -19,7 +19,7 @@ from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.join import join
 from orchestra.engines.processes.rank import TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
-from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed
+from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
@@ -125,6 +125,7 @@ class _Host:
     """Takes this process's rank in a thread, and lends its runtime to the user's script."""
 
     def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
+        self.first_of_node = launched.local_rank == 0
         self._threads = torch.get_num_threads()  # the user's, which stays
         self._runtimes: queue.SimpleQueue[Runtime | BaseException] = queue.SimpleQueue()
         self._over = threading.Event()
@@ -198,5 +199,11 @@ class _Ending:
         self._host.end(self._error)
         failure = self._host.failure
         if isinstance(failure, RunFailed):
-            print(f"orchestra: {str(failure).splitlines()[0]}", file=sys.stderr, flush=True)
+            self._tell(failure)
             os._exit(1)  # an exit status cannot be changed otherwise any more
+
+    def _tell(self, failure: RunFailed) -> None:
+        """Once on each node, unless only this rank knows."""
+        assert self._host is not None
+        if self._host.first_of_node or not isinstance(failure, RunEnded):
+            print(f"orchestra: {str(failure).splitlines()[0]}", file=sys.stderr, flush=True)

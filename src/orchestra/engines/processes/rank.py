@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
@@ -21,7 +22,7 @@ from orchestra.engines.processes.observed import ObservedTransport
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.system import kernel, machine
 from orchestra.engines.random_streams import seed
-from orchestra.errors import RunFailed
+from orchestra.errors import RunEnded
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
 from orchestra.worker.reporters import PassingReporter
@@ -65,7 +66,10 @@ class Frugal(PassingReporter):
 
 
 def occupy(
-    seat: Seat, load: Callable[[], tuple[Program, Any]], make_store: Callable[[], Store]
+    seat: Seat,
+    load: Callable[[], tuple[Program, Any]],
+    make_store: Callable[[], Store],
+    on_orphaned: Callable[[str], None] | None = None,
 ) -> Any:
     """Take `seat` in its run until the program has ended; what the program returned.
 
@@ -73,13 +77,15 @@ def occupy(
         seat: which rank this process is, and where the others are to be found.
         load: gives the program and its argument; its errors count as the program's.
         make_store: where the ranks of a process group of torch.distributed find each other.
+        on_orphaned: called with the reason, from another thread, before this process leaves
+            because the watcher is gone.
 
     Raises:
         RunFailed: with the first cause, wherever it lies.
     """
     with ExitStack() as resources:
         listener = resources.enter_context(Listener(seat.host))
-        control = Control(seat)
+        control = Control(seat, on_orphaned)
         control.hello(
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -90,10 +96,10 @@ def occupy(
         )
         try:
             result = _run(seat, control, listener, load, make_store, resources)
-            delivery = _pickled(result)
+            delivery = _pickled(result) if seat.local else _written(result)
         except BaseException as error:
             cause = control.fail(describe(error))
-            raise RunFailed(cause) from error
+            raise RunEnded(cause) from error
         control.finish(delivery)
         return result
 
@@ -161,6 +167,14 @@ def _one_thread() -> None:
     """Intra-op thread counts are each thread's own; a background flow leaves the cores to the main
     flow."""
     torch.set_num_threads(1)
+
+
+def _written(result: Any) -> bytes:
+    """For the watcher of another process tree, which unpickles nothing."""
+    try:
+        return json.dumps(result).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the result of the program cannot be written as JSON: {error}") from None
 
 
 def _pickled(result: Any) -> bytes:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -18,6 +23,40 @@ def is_stopped(pid: int) -> bool:
         return False
     # The name of the program, in brackets before the state, may hold spaces and brackets.
     return text.rpartition(")")[2].split()[0] == "T"
+
+
+def exit_status(pid: int, *, within: float = 0.0) -> int | None:
+    """How child process `pid` ended, within so many seconds, negative for a signal; it remains to
+    be waited for. None while it runs, or where it is no child of this process."""
+    deadline = time.monotonic() + within
+    while True:
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return None
+        if ended is not None:
+            exited = ended.si_code == os.CLD_EXITED
+            return ended.si_status if exited else -ended.si_status
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.01)
+
+
+@contextmanager
+def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """While inside, each signal calls its handler; only a main thread can arrange that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, lambda *_, handler=handler: handler())
+        for number, handler in handlers.items()
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def kernel() -> str:

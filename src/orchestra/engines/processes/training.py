@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from orchestra.engines.processes.devices import lacking
 from orchestra.engines.processes.display import Display, Progress
@@ -13,6 +14,7 @@ from orchestra.engines.processes.outcome import Outcome
 from orchestra.engines.processes.usage import UsageMeter
 from orchestra.engines.run_record import record_of, roles_of, write_environment
 from orchestra.errors import InputError
+from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
 from orchestra.trainer.settings import Run
@@ -83,13 +85,15 @@ def take_part(
     launched: Launched,
     *,
     completed: RunRecord | None = None,
+    first_is_gone: Callable[[str], None] | None = None,
     quiet: bool = False,
 ) -> RunRecord | None:
     """Train `run` as one of the processes that torchrun or another launcher started.
 
     Every rank writes its steps into `folder`; checkpoints need one that all ranks share. The
     record is rank 0's; other ranks return None. Where rank 0 gives the record of this run, which
-    was `completed` before, all ranks leave at once.
+    was `completed` before, all ranks leave at once. Where rank 0 is gone, the others leave their
+    processes, after a call of `first_is_gone` with the reason.
 
     Raises:
         InputError: as many processes were started as the strategy cannot use.
@@ -114,16 +118,18 @@ def take_part(
             patience=run.training.patience,
             threads=run.training.threads,
             on_event=display.on_event,
+            first_is_gone=first_is_gone,
         )
     if completed is not None or not first:
         return completed
-    return _record(run, outcome, folder)
+    reports = tuple(from_plain(RankReport | None, report) for report in outcome.results)
+    return _record(run, replace(outcome, results=reports), folder)
 
 
 def program_unless_completed(
     runtime: Runtime, assignment: tuple[Run, Path, bool]
-) -> RankReport | None:
-    """`program`, unless rank 0 knows that this was done before."""
+) -> dict[str, Any] | None:
+    """`program`, its report as plain data, unless rank 0 knows that this was done before."""
     import torch
 
     from orchestra.collectives import Group, broadcast
@@ -131,7 +137,7 @@ def program_unless_completed(
     run, folder, completed = assignment
     known = torch.tensor([float(completed)])
     broadcast(runtime.transport, known, 0, Group(tuple(range(runtime.ranks))), Tag.COMPLETED)
-    return None if bool(known) else program(runtime, (run, folder))
+    return None if bool(known) else to_plain(program(runtime, (run, folder)))
 
 
 def _record(run: Run, outcome: Outcome, folder: Path) -> RunRecord:

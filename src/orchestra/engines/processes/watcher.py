@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,16 +31,19 @@ from orchestra.engines.events import (
     Kill,
     Notice,
     Pulse,
+    ServerLost,
     Stop,
 )
-from orchestra.engines.failures import Failure
-from orchestra.engines.processes.system import is_stopped, machine
+from orchestra.engines.failures import Failure, describe
+from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
-from orchestra.engines.verdicts import Limits, Verdicts
-from orchestra.transports.hello import HELLO_BYTES, WATCHER, proves, sender_of
-from orchestra.transports.tls import TLS, wrap_accepted
+from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
+from orchestra.transports.hello import HELLO_BYTES, WATCHER, hello, proves, sender_of
+from orchestra.transports.tls import TLS, in_words, wrap_accepted
 from orchestra.worker.threads import shares_of_cores
 
+SERVER = "the fork server, from which the ranks are started,"
+NOT_KNOWN = 255  # what multiprocessing makes of a status that no fork server told
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
 SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
@@ -56,6 +60,7 @@ class _Link:
 
     connection: socket.socket
     frames: Frames
+    host: str  # as its address says
     since: float
     proven: int | None = None
     rank: int | None = None
@@ -108,6 +113,8 @@ class Watcher:
         self._abandoned = False
         self._heartbeat_at = -math.inf
         self._crash: BaseException | None = None
+        self._server: int | None = None  # the fork server
+        self._server_runs_at = math.inf  # when it was last seen to
         self._machine = machine()
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -146,6 +153,21 @@ class Watcher:
         self._abandoned = True
         self._order(lambda: None)
         self._thread.join()
+
+    def rely_on(self, server: int) -> None:
+        """Watch over the fork server, process `server`: without it no rank starts, or ends."""
+        self._server, self._server_runs_at = server, time.monotonic()
+
+    def server_lost(self, error: Exception) -> str:
+        """Why the run failed where the fork server did not start a rank, but gave `error`."""
+        server = self._server
+        status = None if server is None else exit_status(server, within=1.0)
+        how = f"does not answer: {error}" if status is None else describe_exit(status)
+        return self.verdicts.cause or f"{SERVER} {how}"
+
+    def fail(self, rank: int, error: Exception) -> None:
+        """End the run: `rank`, of this process, could not join it."""
+        self._order(lambda: self._observe(Failed(rank, describe(error))))
 
     def interrupt(self) -> None:
         """The user pressed Ctrl-C. Safe in a signal handler."""
@@ -195,12 +217,29 @@ class Watcher:
         now = time.monotonic()
         for link in [link for link in self._strangers if now - link.since > STRANGER_SECONDS]:
             self._hang_up(link)
+        self._look_after_server(now)
         suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
         held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
         self._carry_out(self.verdicts.tick(now, [rank for rank in held if rank is not None]))
         if now - self._heartbeat_at > BEAT_SECONDS:
             self._heartbeat_at = now
             self._broadcast({"kind": "watching"})
+
+    def _look_after_server(self, now: float, within: float = 0.0) -> None:
+        """The fork server has to run: named where it does not, and ended with its ranks."""
+        if self._server is None:
+            return
+        status = exit_status(self._server, within=within)
+        if status is None and not is_stopped(self._server):
+            self._server_runs_at = now
+            return
+        if status is None and now - self._server_runs_at < self.verdicts.limits.silence:
+            return
+        how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
+        self._observe(ServerLost(f"{SERVER} {how}"))
+        if status is None:
+            os.kill(self._server, signal.SIGKILL)  # which wakes a launcher that waits for it
+        self._server = None
 
     def _observe(self, event: Event) -> None:
         self._on_event(event)
@@ -245,11 +284,15 @@ class Watcher:
         process = self._children[rank]
         self._selector.unregister(process.sentinel)
         process.join()
+        for stranger in list(self._strangers):
+            self._read(stranger)  # it may be why this one did not join
         link = self._links.get(rank)
         if link is not None:
             self._drain(link)  # what it said before it ended comes first
         status = process.exitcode
         assert status is not None
+        if status == NOT_KNOWN:
+            self._look_after_server(time.monotonic(), within=0.5)
         self._observe(Exited(rank, status))
 
     def _drain(self, link: _Link) -> None:
@@ -266,14 +309,14 @@ class Watcher:
         if len(self._strangers) >= STRANGERS + self._ranks - len(self._links):
             self._hang_up(next(iter(self._strangers)))
         try:
-            connection, _ = self._listener.accept()
+            connection, (host, *_) = self._listener.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)  # a stranger may be slow
             if self._tls is not None:
                 connection = wrap_accepted(connection, self._tls)
         except OSError:
             return  # it went again
-        link = _Link(connection, Frames(connection), time.monotonic())
+        link = _Link(connection, Frames(connection), host, time.monotonic())
         self._strangers[link] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
 
@@ -287,10 +330,14 @@ class Watcher:
         except (BadFrame, KeyError, TypeError, ValueError):
             open_still = False
         if not open_still:
+            if link.proven is None and isinstance(link.frames.error, ssl.SSLError):
+                text = f"a connection from {link.host} was refused: {in_words(link.frames.error)}"
+                self._carry_out(self.verdicts.refused(text))
             self._hang_up(link)
 
     def _prove(self, link: _Link) -> bool:
-        """Whether the token has been shown; raises `BadFrame` where it was another one."""
+        """Whether the token has been shown, which is answered; raises `BadFrame` where it was
+        another one."""
         said = link.frames.take(HELLO_BYTES)
         if said is None:
             return False
@@ -300,6 +347,8 @@ class Watcher:
             raise BadFrame("a stranger")
         link.proven = rank
         del self._strangers[link]
+        with contextlib.suppress(OSError):  # it fits into the empty buffer of a new connection
+            link.connection.send(hello(WATCHER, rank, self._token))
         return True
 
     def _hang_up(self, link: _Link) -> None:

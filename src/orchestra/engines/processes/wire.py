@@ -29,6 +29,7 @@ class Frames:
 
     def __init__(self, connection: socket.socket) -> None:
         self.received = 0  # bytes
+        self.error: OSError | None = None  # that ended the connection
         self._connection = connection
         self._buffer = bytearray()
 
@@ -38,7 +39,8 @@ class Frames:
             data = self._connection.recv(most)
         except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
-        except OSError:
+        except OSError as error:
+            self.error = error
             return False
         self._buffer += data
         self.received += len(data)
