@@ -21,7 +21,7 @@ MOST_VALUES = 500_000
 class Refused(yaml.MarkedYAMLError):
     """It is YAML, but beyond the bounds, or it says one thing twice."""
 
-    def __init__(self, problem: str, at: yaml.Node | yaml.Event) -> None:
+    def __init__(self, problem: str, at: Any) -> None:
         super().__init__(problem=problem, problem_mark=at.start_mark)
 
 
@@ -37,7 +37,8 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         """PyYAML's, but not nested without end."""
         if self._nested == MOST_NESTED:
-            raise Refused(f"is nested more than {MOST_NESTED} deep", self.peek_event())
+            at = self.peek_event()  # type: ignore[no-untyped-call]
+            raise Refused(f"is nested more than {MOST_NESTED} deep", at)
         self._nested += 1
         node = super().compose_node(parent, index)
         self._nested -= 1
