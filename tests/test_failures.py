@@ -15,9 +15,6 @@ from tests.commands import Ended, Started, rank_pids, run, started
 from tests.training import step_lines
 from tests.waiting import is_running, wait_until
 
-import orchestra
-from orchestra.errors import RunFailed
-
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 # A worker at the gate lets the others come to it, too.
 BOUNDED = "ParameterServer(consistency='bounded', staleness=4)"
@@ -264,17 +261,6 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     assert "the loss became " in line
     assert "set stop_on_nonfinite to false" in line
     assert "Traceback" not in ended.err
-
-
-@pytest.mark.parametrize("strategy", [RING, "ParameterServer(placement='beside')"])
-def test_the_rank_whose_own_loss_is_no_number_is_named(strategy: str, tmp_path: Path) -> None:
-    """Not one that sees the average: sample 40 of 96 is among those of the second worker."""
-    with pytest.raises(RunFailed, match=r"^rank 1 failed: the loss became nan at step \d+; lower"):
-        orchestra.train(
-            "tests.tasks_for_tests:nan_at", strategy, 3, batch_size=8, epochs=1, quiet=True,
-            sharding="Contiguous", engine="simulation", cluster="lan_1gbit(3)",
-            out=tmp_path / "out",
-        )  # fmt: skip
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:

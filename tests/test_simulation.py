@@ -21,6 +21,7 @@ from tests.test_contract import SIZES, TABLE, Row, with_sizes
 from tests.training import settings, step_lines, train_processes
 
 from orchestra.collectives import Group, all_reduce
+from orchestra.data.sharding import Contiguous
 from orchestra.engines.simulation.carriers import GreenletCarrier, ThreadCarrier
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.world import World
@@ -180,9 +181,13 @@ def test_what_the_user_got_wrong_is_bad_input(tmp_path: Path) -> None:
         simulated(run, tmp_path, on="lan_2gbit")
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
-    run = settings(AllReduce(), 2, "nan_at()", steps=6)
-    with pytest.raises(RunFailed, match="the loss became nan"):
+@pytest.mark.parametrize(("sample", "rank"), [(40, 0), (60, 1)])
+def test_the_rank_whose_own_loss_is_not_a_number_ends_the_run(
+    sample: int, rank: int, tmp_path: Path
+) -> None:
+    """Not one that sees the average: the first worker has the first half of the samples."""
+    run = settings(AllReduce(), 2, f"nan_at({sample})", steps=6, sharding=Contiguous())
+    with pytest.raises(RunFailed, match=f"^rank {rank} .*failed: the loss became nan at step"):
         simulated(run, tmp_path)
 
 
