@@ -73,5 +73,13 @@ def not_a_task() -> int:
     return 5
 
 
+def returns_a_model() -> nn.Module:
+    return mlp()
+
+
+def returns_nothing() -> None:
+    pass
+
+
 def a_model() -> Task:
     return replace(fine(), model=mlp())

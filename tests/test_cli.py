@@ -87,6 +87,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TRAIN, "--strategy", "Sngle"], "--strategy: unknown strategy 'Sngle'; did you mean"),
         ([*TRAIN, "--strategy", "LossStable"], "--strategy: expected Strategy, got LossStable"),
         ([*TRAIN, "--out", "own_tasks.py"], "own_tasks.py: is not a folder"),
+        (
+            [*TRAIN, "--task", "own_tasks"],
+            "own_tasks is a module; name a function of it: own_tasks:ta",
+        ),
+        ([*TRAIN, "--task", "own_tasks.py"], "name a function of it: own_tasks:task"),
         ([*TRAIN, "--task", "own_tasks:tiny"], "task: own_tasks has no 'tiny'"),
         ([*TRAIN, "--task", "own_tasks:task(x=1)"], "own_tasks:task has no argument 'x'"),
         ([*TRAIN, "--task", "own_tasks:task"], "missing a required argument: 'size'"),
@@ -218,6 +223,17 @@ def test_a_failed_run_is_status_1_and_leaves_a_summary(
     assert capsys.readouterr().err == "orchestra: rank 1 was killed\n"
     (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]
     assert (entry["status"], entry["failure"]) == ("failed", "rank 1 was killed")
+
+
+def test_a_module_beside_its_experiment_file_is_found_from_anywhere(
+    folder: Path, engine: list[tuple[Run, Path]]
+) -> None:
+    (folder / "there").mkdir()
+    (folder / "there" / "beside_task.py").write_text("def spam():\n    ...\n")
+    text = "task: beside_task:spam\nstrategies: {ring: AllReduce}\n"
+    (folder / "there" / "exp.yaml").write_text(text)
+    assert main(["train", "there/exp.yaml"]) == 0
+    assert engine[0][0].task == "beside_task:spam()"
 
 
 def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:

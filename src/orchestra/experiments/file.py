@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ def load(
 ) -> Experiment:
     """The experiment in the file `path`, with changes from a command line.
 
+    Modules beside the file can be imported from then on, as those beside a script can.
+
     Args:
         path: a YAML file; None where `given` says enough.
         overrides: "key=value" each; a dotted key reaches inside ("optimizer.lr=0.1"). Keys
@@ -46,6 +49,8 @@ def load(
     document: dict[str, Entry] = {}
     if path:
         document = read_document(path, needs="task and strategies", example="task: digits")
+        if (beside := str(path.resolve().parent)) not in sys.path:
+            sys.path.insert(0, beside)
     document = _replaced(document, given or {})
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:
