@@ -85,6 +85,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TRAIN, "--set", "optimizr.lr=1"], "did you mean 'optimizer'?"),
         ([*TRAIN, "--task", "digit"], "--task: unknown task 'digit'; did you mean 'digits'?"),
         ([*TRAIN, "--strategy", "Sngle"], "--strategy: unknown strategy 'Sngle'; did you mean"),
+        ([*TRAIN, "--strategy", "DDP"], "unknown strategy 'DDP'; write AllReduce(\"native\")"),
+        (
+            [*TRAIN, "--strategy", "Quux"],
+            "known: AllReduce, ElasticAveraging, Gossip, Hop, LocalSGD, PairwiseAveraging, ",
+        ),
+        ([*TRAIN, "--strategy", "AftrSteps(3)"], "did you mean 'AfterSteps'?"),
         ([*TRAIN, "--strategy", "LossStable"], "--strategy: expected Strategy, got LossStable"),
         ([*TRAIN, "--out", "own_tasks.py"], "own_tasks.py: is not a folder"),
         (
@@ -95,6 +101,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TRAIN, "--task", "own_tasks:tiny"], "task: own_tasks has no 'tiny'"),
         ([*TRAIN, "--task", "own_tasks:task(x=1)"], "own_tasks:task has no argument 'x'"),
         ([*TRAIN, "--task", "own_tasks:task"], "missing a required argument: 'size'"),
+        ([*TRAIN, "--lr", "0.1"], "has no option --lr; write --set optimizer.lr=0.1"),
+        ([*TRAIN, "--learning_rate=0.1"], "write --set optimizer.lr=0.1"),
+        ([*TRAIN, "--batch-size", "64"], "write --set batch_size=64"),
+        ([*TRAIN, "--optimizer", "Adam(lr=1)"], "write --set 'optimizer=Adam(lr=1)'"),
+        (["compare", "a", "--epoch", "5"], "write --set epochs=5"),
+        (["report", "a", "--lr", "5"], "orchestra report has no option --lr; "),
         (["train", "a", "b"], "'b' is one argument too many"),
         (["list", "AlReduce"], "unknown name 'AlReduce'; did you mean 'AllReduce'?"),
         (["list", "a", "b"], "'b' is one argument too many"),
@@ -164,6 +176,34 @@ def test_list_describes_every_name(
     text = " ".join(capsys.readouterr().out.split())
     for part in ("consistency", "'asynchronous'", "at least 1", "setting values default meaning"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("optimizers", ["Adam", "RMSprop", "SGD"]),
+        ("strategy", ["AllReduce", "Gossip"]),
+        ("task", ["digits", "mnist"]),
+        ("topology", ["Complete", "Ring"]),
+        ("cluster", ["lan_1gbit", "wifi"]),
+    ],
+)
+def test_list_takes_a_heading_in_the_singular_too(
+    name: str, listed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", name]) == 0
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    assert set(listed) <= set(words)
+
+
+def test_lists_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["strategies"], ["clusters"], ["optimizers"], ["experiment"]):
+        assert main(["list", *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > 80] == []
 
 
 def test_train_without_a_file(

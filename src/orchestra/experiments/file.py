@@ -29,6 +29,8 @@ _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")
 #: The settings of a training that are keys of the file; its ranks are the experiment's.
 TRAINING_KEYS = tuple(field.name for field in settings_of(Training) if field.name not in _HEAD)
 
+KNOWN_KEYS = (*_HEAD, *TRAINING_KEYS, "parameter_groups")
+
 
 def load(
     path: Path | None, overrides: Sequence[str] = (), given: Mapping[str, Entry] | None = None
@@ -133,17 +135,12 @@ def _experiment(document: Mapping[str, Entry], path: Path | None) -> Experiment:
 
 
 def _check_keys(document: Mapping[str, Entry], source: str) -> None:
-    known = _known_keys()
     for key, entry in document.items():
-        if key not in known:
-            raise InputError(f"{entry.where}: unknown key {key!r}; {nearest(key, known)}")
+        if key not in KNOWN_KEYS:
+            raise InputError(f"{entry.where}: unknown key {key!r}; {nearest(key, KNOWN_KEYS)}")
     for key, example in (("task", "task: digits"), ("strategies", "strategies: {ring: AllReduce}")):
         if key not in document:
             raise InputError(f"{source}: {key} is missing; add one, such as {example!r}")
-
-
-def _known_keys() -> list[str]:
-    return [*_HEAD, *TRAINING_KEYS, "parameter_groups"]
 
 
 def _value(key: str, entry: Entry) -> Any:
@@ -244,8 +241,8 @@ _READERS: dict[str, Callable[[Entry], Any]] = {
 def _changed(experiment: Experiment, key: str, text: str, where: str) -> Experiment:
     """`experiment` with what lies behind the dotted `key` replaced."""
     head, _, rest = key.partition(".")
-    if head not in _known_keys():
-        raise InputError(f"{where}: unknown key {head!r}; {nearest(head, _known_keys())}")
+    if head not in KNOWN_KEYS:
+        raise InputError(f"{where}: unknown key {head!r}; {nearest(head, KNOWN_KEYS)}")
     if head == "task":
         return experiment.with_setting(
             "task", replace_task_setting(experiment.task, rest, text, where=where)
