@@ -290,3 +290,7 @@ def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
     assert "record: out" in done.stdout
     (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]
     assert (entry["status"], entry["samples"], entry["ranks"]) == ("completed", 3 * 2 * 32, 2)
+    parts = entry["setup"]
+    assert parts.pop("import") > 0  # the fork server's, of torch: no part of the set-up
+    assert entry["setup_seconds"] == pytest.approx(sum(parts.values()))
+    assert parts["processes"] > 0
