@@ -47,7 +47,7 @@ def _bars(values: Values, look: Look, names: list[str]) -> alt.Chart:
         "updates_between:N",
         title="staleness (updates)",
         sort=None,
-        axis=alt.Axis(grid=False, labelAngle=0),
+        axis=alt.Axis(grid=False, labelAngle=0, labelOverlap="greedy", labelSeparation=8),
         scale=alt.Scale(domain=order, paddingInner=0.2),
     )
     y = alt.Y("share:Q", title="share of the updates", axis=alt.Axis(format="~%", tickCount=5))
