@@ -110,12 +110,13 @@ def _node_tooltips(values: Values) -> list[alt.Tooltip]:
 def _rule(target: Target) -> alt.Chart:
     """The target across the figure; it belongs to no strategy."""
     place = alt.Chart(alt.InlineData(values=[{"target": target.bound}]))
-    return place.mark_rule(color=FAINT, strokeDash=[3, 3]).encode(alt.Y("target:Q"))
+    rule: alt.Chart = place.mark_rule(color=FAINT, strokeDash=[3, 3])
+    return rule.encode(alt.Y("target:Q"))
 
 
 def _marked(switches: Values, x: alt.X, y: alt.Y, look: Look, metric: str) -> alt.Chart:
     """Where each seed's switch happened, on its own line."""
-    rings = marks(switches).mark_point(
+    rings: alt.Chart = marks(switches).mark_point(
         size=130, strokeWidth=2, shape="circle", filled=False, opacity=1
     )
     fields = [
