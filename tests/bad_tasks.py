@@ -73,5 +73,13 @@ def not_a_task() -> int:
     return 5
 
 
+def returns_a_model() -> Task:
+    return mlp()  # type: ignore[return-value]
+
+
+def returns_nothing() -> Task:
+    pass  # type: ignore[empty-body]
+
+
 def a_model() -> Task:
     return replace(fine(), model=mlp())

@@ -87,11 +87,28 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TRAIN, "--set", "optimizr.lr=1"], "did you mean 'optimizer'?"),
         ([*TRAIN, "--task", "digit"], "--task: unknown task 'digit'; did you mean 'digits'?"),
         ([*TRAIN, "--strategy", "Sngle"], "--strategy: unknown strategy 'Sngle'; did you mean"),
+        ([*TRAIN, "--strategy", "DDP"], "unknown strategy 'DDP'; write AllReduce(\"native\")"),
+        (
+            [*TRAIN, "--strategy", "Quux"],
+            "known: AllReduce, ElasticAveraging, Gossip, Hop, LocalSGD, PairwiseAveraging, ",
+        ),
+        ([*TRAIN, "--strategy", "AftrSteps(3)"], "did you mean 'AfterSteps'?"),
         ([*TRAIN, "--strategy", "LossStable"], "--strategy: expected Strategy, got LossStable"),
         ([*TRAIN, "--out", "own_tasks.py"], "own_tasks.py: is not a folder"),
+        (
+            [*TRAIN, "--task", "own_tasks"],
+            "own_tasks is a module; name a function of it: own_tasks:ta",
+        ),
+        ([*TRAIN, "--task", "own_tasks.py"], "name a function of it: own_tasks:task"),
         ([*TRAIN, "--task", "own_tasks:tiny"], "task: own_tasks has no 'tiny'"),
         ([*TRAIN, "--task", "own_tasks:task(x=1)"], "own_tasks:task has no argument 'x'"),
         ([*TRAIN, "--task", "own_tasks:task"], "missing a required argument: 'size'"),
+        ([*TRAIN, "--lr", "0.1"], "has no option --lr; write --set optimizer.lr=0.1"),
+        ([*TRAIN, "--learning_rate=0.1"], "write --set optimizer.lr=0.1"),
+        ([*TRAIN, "--batch-size", "64"], "write --set batch_size=64"),
+        ([*TRAIN, "--optimizer", "Adam(lr=1)"], "write --set 'optimizer=Adam(lr=1)'"),
+        (["compare", "a", "--epoch", "5"], "write --set epochs=5"),
+        (["report", "a", "--lr", "5"], "orchestra report has no option --lr; "),
         (["train", "a", "b"], "'b' is one argument too many"),
         (["list", "AlReduce"], "unknown name 'AlReduce'; did you mean 'AllReduce'?"),
         (["list", "a", "b"], "'b' is one argument too many"),
@@ -165,6 +182,34 @@ def test_list_describes_every_name(
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("optimizers", ["Adam", "RMSprop", "SGD"]),
+        ("strategy", ["AllReduce", "Gossip"]),
+        ("task", ["digits", "mnist"]),
+        ("topology", ["Complete", "Ring"]),
+        ("cluster", ["lan_1gbit", "wifi"]),
+    ],
+)
+def test_list_takes_a_heading_in_the_singular_too(
+    name: str, listed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", name]) == 0
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    assert set(listed) <= set(words)
+
+
+def test_lists_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], ["strategies"], ["clusters"], ["optimizers"], ["experiment"]):
+        assert main(["list", *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > 80] == []
+
+
 def test_train_without_a_file(
     folder: Path, engine: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +269,17 @@ def test_a_failed_run_is_status_1_and_leaves_a_summary(
     assert (entry["status"], entry["failure"]) == ("failed", "rank 1 was killed")
 
 
+def test_a_module_beside_its_experiment_file_is_found_from_anywhere(
+    folder: Path, engine: list[tuple[Run, Path]]
+) -> None:
+    (folder / "there").mkdir()
+    (folder / "there" / "beside_task.py").write_text("def spam():\n    ...\n")
+    text = "task: beside_task:spam\nstrategies: {ring: AllReduce}\n"
+    (folder / "there" / "exp.yaml").write_text(text)
+    assert main(["train", "there/exp.yaml"]) == 0
+    assert engine[0][0].task == "beside_task:spam()"
+
+
 def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
     (folder / "own_tasks.py").write_text(
         "from orchestra.tasks.regression import Regression\n"
@@ -238,6 +294,10 @@ def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
     assert "record: out" in done.stdout
     (entry,) = json.loads((folder / "out" / "summary.json").read_text())["runs"]
     assert (entry["status"], entry["samples"], entry["ranks"]) == ("completed", 3 * 2 * 32, 2)
+    parts = entry["setup"]
+    assert parts.pop("import") > 0  # the fork server's, of torch: no part of the set-up
+    assert entry["setup_seconds"] == pytest.approx(sum(parts.values()))
+    assert parts["processes"] > 0
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_terminal_has_a_bar_over_all_and_one_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = on_a_terminal(monkeypatch)
-    make_two_of_three(Progress(3), lambda: "training, 96 samples" in terminal.getvalue())
+    make_two_of_three(Progress(3), lambda: "96 samples" in terminal.getvalue())
     text = terminal.getvalue()
     for words in ("run 1 of 3", "run 2 of 3", "run 3 of 3", "loss 0.2500"):
         assert words in text, words
@@ -78,6 +78,19 @@ def test_a_terminal_has_a_bar_over_all_and_one_of_the_run(
     assert "ring, 1 rank, seed 0: resumed" in text
     assert "3/3 ring, 1 rank, seed 1: failed: rank 0 is gone" in text
     assert "accuracy 0.9" not in text, "a run that went well needs no line there"
+
+
+def test_on_80_columns_nothing_of_a_runs_line_is_cut_but_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = on_a_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "80")
+    run = Run("StochasticGradientPush", "digits", Single(), 0, Training(ranks=1))
+    with Display(run, Single().roles(1)) as display:
+        pulse = Pulse(step=3, samples=1_234_567, loss=0.25, fraction=0.01, phase="training")
+        display.on_event(Beat(0, pulse))
+        wait_until(lambda: "s left, loss 0.2500" in terminal.getvalue(), "the line of the run")
+    assert "StochasticGra…" in terminal.getvalue()
 
 
 def test_an_interrupt_is_remembered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give the folder of one run"):
         orchestra.replay(tmp_path)
     recorded("Single()", tmp_path / "run", ranks=1)
+    inside = tmp_path / "comparison" / "runs" / "one process" / "1-ranks" / "seed-0"
+    for folder in (tmp_path / "comparison", inside):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / "run" / "experiment.yaml", folder)
+    with pytest.raises(InputError, match=f"is a comparison; give one of its runs.*{inside}"):
+        orchestra.replay(tmp_path / "comparison")
     with pytest.raises(InputError, match="is no step"):
         orchestra.replay(tmp_path / "run", until=0)
     with pytest.raises(InputError, match="holds files"):

@@ -10,12 +10,23 @@ from xml.etree import ElementTree
 
 import pytest
 import vl_convert
-from tests.drawn import BATCH, STEPS, STRATEGIES, Drawn, all_runs, drawn, keep, record
+from tests.drawn import (
+    BATCH,
+    STEPS,
+    STRATEGIES,
+    Drawn,
+    all_runs,
+    drawn,
+    drawn_alone,
+    keep,
+    record,
+)
 
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord
 from orchestra.report.figures import save
 from orchestra.report.figures.figure import for_image
+from orchestra.report.figures.seconds import seconds
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +266,14 @@ def test_setup_is_that_of_the_records(whole: Drawn) -> None:
     assert {v["part"]: v["seconds"] for v in parts} == {
         "processes": 0.4, "group": 0.1, "first_step": 0.2,
     }  # fmt: skip
+
+
+def test_setup_is_drawn_without_the_first_launchs_import(tmp_path: Path) -> None:
+    setup = {"import": 5.0, "processes": 0.4, "group": 0.1}
+    found = drawn_alone(keep(tmp_path, [record("ring", setup=setup)], trace=False), seconds)
+    assert sum(v["seconds"] for v in found.values("setup-seconds", "part")) == 0.5
+    (text,) = [v["text"] for v in found.values("setup-seconds", "text")]
+    assert text == "0.500\u202fs"
 
 
 def test_bytes_are_those_of_the_records_and_estimates_say_so(whole: Drawn) -> None:

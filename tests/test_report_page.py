@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import gzip
 import json
 import math
@@ -134,7 +135,8 @@ def test_the_table_says_what_is_special(whole: Path) -> None:
     assert page.table["ring"]["bytes_sent"].details == ["estimated"]
     assert page.table["server"]["staleness_mean"].details == ["at most 2"]
     assert page.table["server"]["ranks"].details == ["3\u202fworkers", "1\u202fserver"]
-    assert page.table["ring"]["completed"].text == "3 of 3"
+    assert "Mean ± standard deviation over 3 seeds." in page.text
+    assert "completed" not in page.table["ring"]  # as all rows did
     assert "switched after step 5, after 25\u202f% of the samples" in page.text
     assert page.text.index("NOT tuned") < page.text.index("All figures, best first")
 
@@ -350,7 +352,8 @@ def test_not_a_number_does_not_reach_the_page(tmp_path: Path) -> None:
     runs = [record("ring", final_loss=math.nan, metrics={"accuracy": math.inf})]
     page = Page(write_report([keep(tmp_path, runs)], tmp_path))
     assert "NaN" not in page.scripts["orchestra-data"]
-    assert page.table["ring"]["final_loss"].text == "–"
+    assert "final_loss" not in page.table["ring"], "a column in which nothing stands is left out"
+    assert page.table["ring"]["train_seconds"].text != "–"
 
 
 def test_the_command_writes_into_the_folder_itself(
@@ -402,3 +405,35 @@ def test_a_report_needs_no_torch(whole: Path, tmp_path: Path) -> None:
 def test_shown_numbers_are_read_back() -> None:
     assert Shown({}, "1\u202f234.5 ± 0.2").numbers() == [1234.5, 0.2]
     assert Shown({}).numbers("[\u22121.5, +2.0]") == [-1.5, 2.0]
+
+
+def test_the_table_as_csv_and_latex(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(whole), "--out", str(tmp_path), "--csv", "--latex"]) == 0
+    names = ["report.html", "table.csv", "table.tex"]
+    assert capsys.readouterr().out.split() == [str(tmp_path / name) for name in names]
+    with (tmp_path / "table.csv").open() as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert [*rows] == ["one process", "ring", "server", "switch"]  # best first
+    times = of_label(summary(whole), "ring", "train_seconds").values()
+    assert float(rows["ring"]["train_seconds"]) == pytest.approx(statistics.fmean(times))
+    assert float(rows["ring"]["train_seconds_sd"]) == pytest.approx(statistics.stdev(times))
+    assert float(rows["ring"]["train_seconds_low"]) < float(
+        rows["ring"]["train_seconds_difference"]
+    )
+    assert (rows["ring"]["train_seconds_n"], rows["ring"]["staleness_mean"]) == ("3", "")
+    assert rows["one process"]["train_seconds_difference"] == ""
+    lines = (tmp_path / "table.tex").read_text().splitlines()
+    body = lines[lines.index(r"\midrule") + 1 : lines.index(r"\bottomrule")]
+    assert [line.partition(" & ")[0] for line in body] == [*rows]
+    columns = lines[1].count("r", lines[1].index("{l"))
+    assert {line.count(" & ") for line in body} == {columns}
+    assert all(r"$\pm$" in line and line.endswith(r" \\") for line in body)
+
+
+def test_no_label_breaks_the_latex(tmp_path: Path) -> None:
+    name = r"50% & a_b #1 $x {y}"
+    write_report([keep(tmp_path, [record(name)], trace=False)], tmp_path, tables=["latex"])
+    text = (tmp_path / "table.tex").read_text()
+    assert r"50\% \& a\_b \#1 \$x \{y\} & " in text

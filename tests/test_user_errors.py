@@ -61,6 +61,11 @@ CASES = {
     "no function": (arguments(task="fien"), "has no 'fien'; did you mean 'fine'?"),
     "not a task": (arguments(task="not_a_task"), "'tests.bad_tasks:not_a_task' does not say that"),
     "a shell": (arguments(task="os:system('touch called')"), "'os:system' does not say that"),
+    "returns a model": (
+        arguments(task="returns_a_model"),
+        "gives a model, a Sequential, not an orchestra.tasks.Task: return Task(model=",
+    ),
+    "returns nothing": (arguments(task="returns_nothing"), "gives a NoneType, not an orchestra"),
     "a model": (arguments(task="a_model"), "give a function that makes it"),
     "task's argument": (arguments(task="tests.bad_tasks:fine(size=3)"), "'size'"),
     "unknown metric": (

@@ -95,13 +95,14 @@ def text_of(error: BaseException) -> str:
         return ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown `name`: the nearest known one, or all of them."""
+def nearest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str:
+    """The end of a message about an unknown `name`: the nearest of all names, or all `known`."""
     choices = sorted(known)
+    every = sorted([*choices, *others])
     name = name[:REPEATED]
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
     if not close:
-        by_lower = {choice.lower(): choice for choice in choices}
+        by_lower = {choice.lower(): choice for choice in every}
         close = [by_lower[name.lower()]] if name.lower() in by_lower else []
     if close:
         return f"did you mean {close[0]!r}?"

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from orchestra.errors import InputError, nearest
+from orchestra.experiments.file import KNOWN_KEYS
 from orchestra.settings.document import Entry
+
+_SETTINGS = {
+    **{f"--{key.replace('_', '-')}": key for key in KNOWN_KEYS},
+    **{f"--{key.replace('_', '-')}": f"optimizer.{key}" for key in (
+        "lr", "momentum", "nesterov", "betas", "eps", "weight_decay")},
+    "--learning-rate": "optimizer.lr",
+}  # fmt: skip
+"""What people try as options, and the keys that `--set` knows them by."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,7 +81,21 @@ class Parser(argparse.ArgumentParser):
         for argument in unknown:
             option = argument.partition("=")[0]
             if option.startswith("-"):
-                hint = nearest(option, self._option_string_actions)
+                hint = self._instead_of(option, arguments)
                 raise InputError(f"{self.prog} has no option {option}; {hint}")
             raise InputError(f"{argument!r} is one argument too many; see {self.prog} --help")
         return namespace
+
+    def _instead_of(self, option: str, arguments: Sequence[str]) -> str:
+        """What to write in place of an unknown option: a setting, or the nearest one."""
+        known = self._option_string_actions
+        settings = _SETTINGS if "--set" in known else {}
+        spelled = option.replace("_", "-")
+        close = difflib.get_close_matches(spelled, [*known, *settings], n=1, cutoff=0.5)
+        if not close or close[0] in known:
+            return nearest(option, known)
+        given = [*arguments, ""]
+        place = next(at for at, text in enumerate(given) if text.partition("=")[0] == option)
+        value = given[place].partition("=")[2] or given[place + 1]
+        wanted = "VALUE" if not value or value.startswith("-") else value
+        return f"write --set {shlex.quote(f'{settings[close[0]]}={wanted}')}"

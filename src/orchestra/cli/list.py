@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cli.arguments import Parser
-from orchestra.cli.strategy_list import FOR_REFERENCE, line_of_use, print_strategies
-from orchestra.cli.tables import print_names, print_settings
+from orchestra.cli.strategy_list import print_strategies
+from orchestra.cli.tables import print_names, print_settings, print_wrapped
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.jitter import ASSUMED
 from orchestra.cluster.registry import is_file
@@ -22,7 +22,6 @@ from orchestra.settings import Described, Registry, Settings, describe
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.strategies.standing import Standing
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.registry import TASKS
 from orchestra.topologies import Topology
@@ -30,7 +29,8 @@ from orchestra.trainer.settings import Target, Training
 
 DESCRIPTION = """\
 Show the names that an experiment may use, each with one line; or, for one NAME, what it does and
-the meaning, values and default of each of its settings. NAME may be a heading, too: clusters.
+the meaning, values and default of each of its settings. NAME may be a heading, too: clusters,
+tasks, optimizers.
 
 A cluster with its settings, 'lan_1gbit(nodes=8)', or the file of one, is written out in full, as a
 file that says the same; or drawn, with --draw.
@@ -51,10 +51,11 @@ KINDS: dict[str, type] = {
 }
 JITTER = "jitter, of the nodes of a cluster"
 NODES = f"""\
-Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in a
-file, makes them exact. Single() is on the node that is fastest on the task, on one device if it has
-any; other ranks are where the cluster places them. Where a file gives nodes memory, a run that has
-no room is refused. docs/clusters.md has more."""
+Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in \
+a file, makes them exact. Single() is on the node that is fastest on the task, on one device if \
+it has any; other ranks are where the cluster places them. Where a file gives nodes memory, a run \
+that has no room is refused. docs/clusters.md has more."""
+HOW_IT_IS_COMPUTED = ("capturable", "differentiable", "foreach", "fused")
 GROUPS = Described(
     "parameter_groups", "list of mappings", "[]", "", "match (a pattern of names) and arguments"
 )
@@ -72,14 +73,17 @@ def main(arguments: Sequence[str]) -> int:
         _draw(name, options.draw, options.ranks)
     elif name is None:
         print_names(_names())
-        print("orchestra list NAME shows the settings of one of them.")
-        print(f"orchestra list strategies shows variants, and says what {FOR_REFERENCE} means.")
-    elif name == "strategies":
+        print("orchestra list NAME shows the settings of one of them; orchestra list strategies")
+        print("shows variants, and which were fastest where.")
+    elif name in ("strategies", "strategy"):
         _list_strategies()
+    elif name in ("optimizers", "optimizer"):
+        print_names({"optimizers, of torch.optim": _optimizers()})
+        print("optimizer=Adam(lr=0.003) in an experiment, or --set optimizer.lr=0.1")
     elif heading := {title: rows for title, rows in _names().items() if _is_of(name, title)}:
         print_names(heading)
         if "clusters" in heading:
-            print(NODES)
+            print_wrapped(NODES)
     elif name == "experiment":
         _describe_experiment()
     elif "(" in name or is_file(name):
@@ -93,10 +97,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _names() -> dict[str, list[tuple[str, ...]]]:
     titles: dict[str, list[tuple[str, ...]]] = {title: [] for title in ("strategies", *KINDS)}
-    standing = Standing.shipped()
     for name in STRATEGIES.names():
         target = _resolved(STRATEGIES, name)
-        uses = (line_of_use(name, target, standing),) if _is_strategy(target) else ()
+        uses = (target.use,) if _is_strategy(target) else ()
         titles[_kind(target)].append((name, _first_line(target), *uses))
     for title, registry in (
         ("tasks", TASKS),
@@ -113,6 +116,7 @@ def _names() -> dict[str, list[tuple[str, ...]]]:
         titles[title].append((name, _first_line(target)))
     titles["the rest"] = [
         ("experiment", "The keys of an experiment file."),
+        ("optimizers", "Those of torch.optim, with their arguments."),
         ("Target", _first_line(Target)),
     ]
     return titles
@@ -128,9 +132,24 @@ def _list_strategies() -> None:
     print_strategies(shown)
 
 
+def _optimizers() -> list[tuple[str, ...]]:
+    """The optimizers that can be distributed, with arguments and defaults."""
+    from orchestra.optimizers.spec import REFUSED, torch_optimizers
+
+    known = torch_optimizers().items()
+    return [(name, _arguments(cls)) for name, cls in known if cls not in REFUSED]
+
+
+def _arguments(optimizer: type) -> str:
+    _, *parameters = inspect.signature(optimizer).parameters.values()
+    shown = (each for each in parameters if each.name not in HOW_IT_IS_COMPUTED)
+    return ", ".join(f"{each.name}={each.default!r}" for each in shown)
+
+
 def _is_of(name: str, title: str) -> bool:
-    """Whether `name` is the first word of a heading."""
-    return name == title.partition(" ")[0].rstrip(",")
+    """Whether `name` is the first word of a heading, in the plural or the singular."""
+    word = title.partition(" ")[0].rstrip(",")
+    return name in (word, word.removesuffix("s"), f"{word.removesuffix('ies')}y")
 
 
 def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:

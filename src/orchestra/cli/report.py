@@ -22,6 +22,9 @@ examples:
 
   orchestra report runs/ring runs/servers --out both --baseline ring
       two trainings on one page, with differences to the first
+
+  orchestra report runs/quickstart-1 --csv --latex
+      the table as table.csv and table.tex, too
 """
 
 
@@ -40,10 +43,15 @@ def main(arguments: Sequence[str]) -> int:
         metavar="LABEL",
         help="the row that differences refer to (default: one process with all cores)",
     )
+    parser.add_argument("--csv", action="store_true", help="write the table as table.csv, too")
+    parser.add_argument("--latex", action="store_true", help="write it as table.tex, for booktabs")
     options = parser.read(arguments)
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] if len(folders) == 1 else Path("report"))
-    from orchestra.report.write import write_report
+    from orchestra.report.write import TABLES, write_report
 
-    print(write_report(folders, out, options.baseline))
+    kinds = [kind for kind in TABLES if getattr(options, kind)]
+    print(write_report(folders, out, options.baseline, kinds))
+    for kind in kinds:
+        print(out / TABLES[kind][0])
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import Described
 from orchestra.strategies.switch import Switch
 from orchestra.trainer.settings import Run
+
+_NARROWEST = 20  # columns of text, on however small a terminal
 
 
 def print_record(record: RunRecord, run: Run) -> None:
@@ -35,26 +38,38 @@ def print_names(titles: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
     for title, rows in titles.items():
         console.print(f"[bold]{title}[/bold]")
         for name, meaning, *more in rows:
-            console.print(f"  {name:{width}}  {meaning}", markup=False, soft_wrap=True)
+            _print_indented(console, meaning, 4 + width, f"  {name}")
             for line in more:
-                _print_dim(console, f"  {'':{width}}  {line}")
+                _print_indented(console, line, 4 + width, style="dim")
         console.print()
 
 
-def print_variants(name: str, meaning: Sequence[str], rows: Iterable[tuple[str, str]]) -> None:
-    """A name, lines of meaning, and notations with a line on each, dim."""
+def print_variants(name: str, meaning: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
+    """A name, lines of meaning, and notations with lines on each, dim."""
     console = Console(highlight=False)
     console.print(f"[bold]{name}[/bold]")
     for line in meaning:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
-    for notation, line in rows:
-        console.print(f"    {notation}", markup=False, soft_wrap=True)
-        _print_dim(console, f"        {line}")
+        _print_indented(console, line, 2)
+    for notation, *lines in rows:
+        _print_indented(console, notation, 4)
+        for line in lines:
+            _print_indented(console, line, 8, style="dim")
     console.print()
 
 
-def _print_dim(console: Console, line: str) -> None:
-    console.print(line, style="dim", markup=False, soft_wrap=True)
+def print_wrapped(text: str) -> None:
+    """`text` in lines as long as the terminal is wide."""
+    _print_indented(Console(highlight=False), text, 0)
+
+
+def _print_indented(
+    console: Console, text: str, indent: int, before: str = "", style: str | None = None
+) -> None:
+    """`text` in lines that fit the terminal, all `indent` from its edge; `before` the first."""
+    lines = textwrap.wrap(text, max(console.width - indent, _NARROWEST), break_on_hyphens=False)
+    for number, line in enumerate(lines or [""]):
+        start = before.ljust(indent) if number == 0 else " " * indent
+        console.print(f"{start}{line}".rstrip(), style=style, markup=False, soft_wrap=True)
 
 
 def print_settings(rows: Sequence[Described]) -> None:

@@ -44,13 +44,14 @@ def record_of(
     **about: Any,
 ) -> RunRecord:
     """The record of a run that ended well, from the ranks that were there at the end; its curve
-    and its timeline go into `folder`. `launch` are the seconds before their programs began."""
+    and its timeline go into `folder`. `launch` are the seconds before their programs began: the
+    import that the first launch of a command waits for is among them, but is no set-up."""
     setup = {**launch, **_slowest(report.setup for report in reports)}
     chief = next(report.chief for report in reports if report.chief is not None)
     record = combine(
         reports,
         **_identity(run, folder),
-        setup_seconds=sum(setup.values()),
+        setup_seconds=sum(setup.values()) - setup.get("import", 0.0),
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
         **_batches(run, reports[0].shares),

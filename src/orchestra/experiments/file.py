@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,15 @@ _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")
 #: The settings of a training that are keys of the file; its ranks are the experiment's.
 TRAINING_KEYS = tuple(field.name for field in settings_of(Training) if field.name not in _HEAD)
 
+KNOWN_KEYS = (*_HEAD, *TRAINING_KEYS, "parameter_groups")
+
 
 def load(
     path: Path | None, overrides: Sequence[str] = (), given: Mapping[str, Entry] | None = None
 ) -> Experiment:
     """The experiment in the file `path`, with changes from a command line.
+
+    Modules beside the file can be imported from then on, as those beside a script can.
 
     Args:
         path: a YAML file; None where `given` says enough.
@@ -48,6 +53,8 @@ def load(
     document: dict[str, Entry] = {}
     if path:
         document = read_document(path, needs="task and strategies", example="task: digits")
+        if (beside := str(path.resolve().parent)) not in sys.path:
+            sys.path.insert(0, beside)
     document = _replaced(document, given or {})
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:
@@ -137,17 +144,12 @@ def _experiment(document: Mapping[str, Entry], path: Path | None) -> Experiment:
 
 
 def _check_keys(document: Mapping[str, Entry], source: str) -> None:
-    known = _known_keys()
     for key, entry in document.items():
-        if key not in known:
-            raise InputError(f"{entry.where}: unknown key {key!r}; {nearest(key, known)}")
+        if key not in KNOWN_KEYS:
+            raise InputError(f"{entry.where}: unknown key {key!r}; {nearest(key, KNOWN_KEYS)}")
     for key, example in (("task", "task: digits"), ("strategies", "strategies: {ring: AllReduce}")):
         if key not in document:
             raise InputError(f"{source}: {key} is missing; add one, such as {example!r}")
-
-
-def _known_keys() -> list[str]:
-    return [*_HEAD, *TRAINING_KEYS, "parameter_groups"]
 
 
 def _value(key: str, entry: Entry) -> Any:
@@ -252,8 +254,8 @@ _READERS: dict[str, Callable[[Entry], Any]] = {
 def _changed(experiment: Experiment, key: str, text: str, where: str) -> Experiment:
     """`experiment` with what lies behind the dotted `key` replaced."""
     head, _, rest = key.partition(".")
-    if head not in _known_keys():
-        raise InputError(f"{where}: unknown key {head!r}; {nearest(head, _known_keys())}")
+    if head not in KNOWN_KEYS:
+        raise InputError(f"{where}: unknown key {head!r}; {nearest(head, KNOWN_KEYS)}")
     if head == "task":
         return experiment.with_setting(
             "task", replace_task_setting(experiment.task, rest, text, where=where)

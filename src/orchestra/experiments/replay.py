@@ -61,6 +61,8 @@ def replay(
         raise InputError(f"until: {until} is no step; the first is 1")
     if not (source / RESOLVED).is_file():
         raise InputError(f"{source}: there is no {RESOLVED}; give the folder of one run")
+    if inside := sorted(path.parent for path in source.glob(f"runs/*/*/*/{RESOLVED}")):
+        raise InputError(f"{source}: is a comparison; give one of its runs, such as {inside[0]}")
     experiment = for_training(load(source / RESOLVED), str(source / RESOLVED))
     (settings,) = runs(experiment)
     if not settings.training.record_order:

@@ -162,14 +162,19 @@ def _arguments_among(
     return {name: value for name, value in defaults.items() if name in known}
 
 
-def _torch_class(name: str) -> type[torch.optim.Optimizer]:
-    known = {
-        key: value
-        for key, value in vars(torch.optim).items()
+def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """The classes of torch.optim by name, in the order of the names."""
+    return {
+        name: value
+        for name, value in sorted(vars(torch.optim).items())
         if isinstance(value, type)
         and issubclass(value, torch.optim.Optimizer)
         and value is not torch.optim.Optimizer
     }
+
+
+def _torch_class(name: str) -> type[torch.optim.Optimizer]:
+    known = torch_optimizers()
     if name not in known:
         raise InputError(f"optimizer {name!r} is not in torch.optim; {nearest(name, known)}")
     return known[name]

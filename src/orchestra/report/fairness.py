@@ -42,14 +42,6 @@ class Fairness:
     doubts: Sequence[str]
     tuning: Sequence[str]
 
-    @property
-    def brief(self) -> str:
-        """Both parts in a line, for a table that stands alone."""
-        start = "Equal start, samples, budget and stopwatch" + ", with doubts" * bool(self.doubts)
-        start = start if self.fair else "Not one fair comparison"
-        verdict = "; ".join(text.partition(":")[0] for text in self.tuning)
-        return f"{start}; {verdict}."
-
 
 def fairness(study: Study) -> Fairness:
     """What the records say of it."""

@@ -16,7 +16,8 @@ from orchestra.report.answer import answer
 from orchestra.report.conditions import conditions
 from orchestra.report.fairness import fairness
 from orchestra.report.figures import Figure, style_of
-from orchestra.report.figures.style import INK, lines_of
+from orchestra.report.figures.figure import for_page
+from orchestra.report.figures.style import INK, SIGNS, lines_of
 from orchestra.report.methods import agreement, endings, methods
 from orchestra.report.outcomes import switched, troubles
 from orchestra.report.study import Study
@@ -53,7 +54,8 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["breakable"] = _breakable
-    ends = endings(study)
+    environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
+    ends, sections = endings(study), _sections(figures)
     return environment.get_template("page.html").render(
         title=_title(study),
         study=study,
@@ -62,7 +64,8 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         clusters=[figure for figure in figures if figure.section == HEAD],
         fairness=fairness(study),
         table=table(study),
-        sections=_sections(figures),
+        sections=sections,
+        captions=_captions(sections),
         looks=_looks(study),
         lines=_lines(study),
         switched=switched(study),
@@ -73,7 +76,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         endings=ends,
         agreement=agreement(ends),
         data=_data(study),
-        specs={figure.name: figure.spec for figure in figures},
+        specs={figure.name: for_page(figure) for figure in figures},
         library=_library(),
     )
 
@@ -92,13 +95,26 @@ def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
     return {title: members for title, members in found.items() if members}
 
 
+def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
+    """By figure, of its caption the sentences that no figure before it in its section has."""
+    captions = {}
+    for members in sections.values():
+        said: set[str] = set()
+        for figure in members:
+            sentences = re.split(r"(?<=\.) (?=[A-Z±≈])", figure.caption)
+            captions[figure.name] = " ".join(text for text in sentences if text not in said)
+            said.update(sentences)
+    return captions
+
+
 def _looks(study: Study) -> dict[str, dict[str, str]]:
-    """The colour and dash that a row has in the figures, by its name."""
+    """The colour, dash and shape that a row has in the figures, by its name."""
     styles = style_of([row for row in study.ranked if row.completed])
     return {
         name: {
             "colour": "currentColor" if style.colour == INK else style.colour,
             "dash": " ".join(map(str, style.dash)),
+            "sign": SIGNS.get(style.shape, "★"),
         }
         for name, style in styles.items()
     }

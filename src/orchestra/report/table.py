@@ -73,35 +73,53 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """`beside` says what the differences in it are from, `pairs` over how many seeds most are."""
+    """Columns in which something stands.
+
+    `beside` says what the differences are from, `pairs` over how many seeds most are; `runs` is how
+    many each row has, all completed: 0 where that differs and a column says it.
+    """
 
     columns: Sequence[Column]
     lines: Sequence[Line]
     beside: str
     pairs: int
+    runs: int
 
 
 def table(study: Study) -> Table:
     """All figures of `study`."""
     shown = [m for m in study.measures if m is not STALEST]
     decimals = {measure.key: _decimals(study.rows, measure) for measure in study.measures}
-    pairs = _pairs(study)
-    measured = [Column(m.key, _title(m), m.unit, bool(m.rising)) for m in shown]
-    switches = any(_switches(row) for row in study.rows)
+    pairs, runs = _pairs(study), _runs_of_each(study)
     columns = [
         Column("ranks", "ranks"),
         Column("global_batch", "global batch", "samples"),
         Column("completed", "seeds completed", rising=True),
-        *measured,
-        *([Column("switched_at_step", "switched", "step")] if switches else []),
+        *(Column(m.key, _title(m), m.unit, bool(m.rising)) for m in shown),
+        Column("switched_at_step", "switched", "step"),
     ]
-    lines = []
     steps = len({row.steps for row in study.ranked if row.completed}) > 1
+    lines = []
     for row in study.ranked:
         cells = [_ranks(row), _batch(row, steps), _completed(row)]
         cells += [_measured(study, row, measure, decimals[measure.key], pairs) for measure in shown]
-        lines.append(Line(row, [*cells, *([_switched(row)] if switches else [])]))
-    return Table(columns, lines, _beside(study), pairs)
+        lines.append([*cells, _switched(row)])
+    kept = [
+        place
+        for place, column in enumerate(columns)
+        if any(cells[place].text != NONE for cells in lines)
+        and not (column.key == "completed" and runs)
+    ]
+    return Table(
+        [columns[place] for place in kept],
+        [
+            Line(row, [cells[place] for place in kept])
+            for row, cells in zip(study.ranked, lines, strict=True)
+        ],
+        _beside(study),
+        pairs,
+        runs,
+    )
 
 
 def figures_of(study: Study, row: Row) -> dict[str, Any]:
@@ -118,6 +136,13 @@ def figures_of(study: Study, row: Row) -> dict[str, Any]:
             "difference": None if difference is None else vars(difference),
         }
     return figures
+
+
+def _runs_of_each(study: Study) -> int:
+    """How many runs each row has, where all have as many and completed them; else 0."""
+    counts = {len(row.runs) for row in study.rows}
+    whole = all(len(row.completed) == len(row.runs) for row in study.rows)
+    return counts.pop() if whole and len(counts) == 1 else 0
 
 
 def _title(measure: Measure) -> str:
@@ -151,7 +176,7 @@ def _measured(study: Study, row: Row, measure: Measure, places: int, pairs: int)
     if (known := known_to(row, measure)) is not None:
         text, places = uncertain(mean, known), max(0, places_of(known))
     elif spread is not None:
-        text += f" ± {fixed(spread, places)}"
+        text += f" ± {fixed(round(spread, places), places)}"
     difference = study.difference(row, measure) if measure in _compared(study) else None
     details = [*_notes(study, row, measure), *_difference(difference, places, pairs)]
     verdict = _verdict(measure, difference)

@@ -19,6 +19,9 @@ class Registry:
         group: entry points of this group add names of installed packages; ours win.
         makes: whether a function, or a class, says that it makes what is named; it may then stand
             behind a name. Otherwise only settings may: a file must not be able to call os:system.
+        arguments: name -> place of what stands only in the arguments of those; no message offers
+            all of them.
+        elsewhere: name -> notation here, of what users know by other names.
     """
 
     def __init__(
@@ -27,11 +30,15 @@ class Registry:
         known: Mapping[str, str],
         group: str | None = None,
         *,
+        arguments: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
         makes: Callable[[Any], bool] | None = None,
     ) -> None:
         self.kind = kind
         self.makes = makes
-        self._known = dict(known)
+        self._arguments = dict(arguments or {})
+        self._elsewhere = {key.lower(): notation for key, notation in (elsewhere or {}).items()}
+        self._known = {**known, **self._arguments}
         self._group = group
 
     @cached_property
@@ -56,9 +63,15 @@ class Registry:
             return name
         place = self._known.get(name) or self._all.get(name)
         if place is None:
-            hint = nearest(name, self._all)
-            raise InputError(f"{where}: unknown {self.kind} {name!r}; {hint}")
+            raise InputError(f"{where}: unknown {self.kind} {name!r}; {self._hint(name)}")
         return place
+
+    def _hint(self, name: str) -> str:
+        """What to write in place of an unknown name."""
+        if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
+            return f"write {notation}"
+        first = [known for known in self._all if known not in self._arguments]
+        return nearest(name, first, self._arguments)
 
     def resolve(self, name: str, *, where: str) -> Any:
         """What `name` stands for, imported.

@@ -1,4 +1,4 @@
-"""The names of strategies and of the rules that `Switch` waits for."""
+"""The names of strategies, and of what stands in their arguments."""
 
 from __future__ import annotations
 
@@ -7,37 +7,52 @@ from orchestra.settings import Registry
 STRATEGIES = Registry(
     "strategy",
     {
+        "AllReduce": "orchestra.strategies.all_reduce:AllReduce",
+        "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
+        "Gossip": "orchestra.strategies.gossip:Gossip",
+        "Hop": "orchestra.strategies.hop:Hop",
+        "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
+        "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
+        "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
+        "Pipeline": "orchestra.strategies.pipeline:Pipeline",
+        "Prague": "orchestra.strategies.prague:Prague",
+        "Single": "orchestra.strategies.single:Single",
+        "StochasticGradientPush": (
+            "orchestra.strategies.stochastic_gradient_push:StochasticGradientPush"
+        ),
+        "Switch": "orchestra.strategies.switch:Switch",
+    },
+    group="orchestra.strategies",
+    arguments={
         "AfterDecay": "orchestra.strategies.switch_rules:AfterDecay",
         "AfterFraction": "orchestra.strategies.switch_rules:AfterFraction",
         "AfterSteps": "orchestra.strategies.switch_rules:AfterSteps",
-        "AllReduce": "orchestra.strategies.all_reduce:AllReduce",
         "Average": "orchestra.strategies.outer:Average",
         "Both": "orchestra.strategies.switch_rules:Both",
         "Complete": "orchestra.topologies.graphs:Complete",
         "Either": "orchestra.strategies.switch_rules:Either",
         "Elastic": "orchestra.strategies.outer:Elastic",
-        "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
         "Exponential": "orchestra.topologies.graphs:Exponential",
-        "Gossip": "orchestra.strategies.gossip:Gossip",
-        "Hop": "orchestra.strategies.hop:Hop",
-        "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
         "LossStable": "orchestra.strategies.switch_rules:LossStable",
         "Nesterov": "orchestra.strategies.outer:Nesterov",
         "NoiseScale": "orchestra.strategies.switch_rules:NoiseScale",
-        "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
-        "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
-        "Pipeline": "orchestra.strategies.pipeline:Pipeline",
-        "Prague": "orchestra.strategies.prague:Prague",
         "RandomRegular": "orchestra.topologies.graphs:RandomRegular",
         "Ring": "orchestra.topologies.graphs:Ring",
-        "Single": "orchestra.strategies.single:Single",
         "SlowMo": "orchestra.strategies.outer:SlowMo",
         "Star": "orchestra.topologies.graphs:Star",
-        "StochasticGradientPush": (
-            "orchestra.strategies.stochastic_gradient_push:StochasticGradientPush"
-        ),
         "Straggler": "orchestra.strategies.switch_rules:Straggler",
-        "Switch": "orchestra.strategies.switch:Switch",
     },
-    group="orchestra.strategies",
+    elsewhere={
+        "ADPSGD": "PairwiseAveraging()",
+        "DDP": 'AllReduce("native")',
+        "DiLoCo": "LocalSGD(16, outer=Nesterov(0.7, 0.9))",
+        "DistributedDataParallel": 'AllReduce("native")',
+        "DPSGD": "Gossip()",
+        "EASGD": "ElasticAveraging()",
+        "Horovod": 'AllReduce("ring")',
+        "PS": "ParameterServer()",
+        "SGP": "StochasticGradientPush()",
+        "SSP": 'ParameterServer(consistency="bounded")',
+        "ZeRO1": 'AllReduce(shard="optimizer")',
+    },
 )

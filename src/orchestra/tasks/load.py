@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from orchestra.errors import InputError
-from orchestra.settings import parse
+from orchestra.settings import Settings, parse
 from orchestra.tasks.registry import TASKS
 from orchestra.tasks.task import Task
 
@@ -31,14 +33,20 @@ def load_task(given: object, *, where: str = "task") -> Task:
         raise InputError(f"{where}: {given}: {reason}") from error
     if not isinstance(made, Task):
         name = given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
+        model = "a model, " * isinstance(made, nn.Module)
         raise InputError(
-            f"{where}: {name} gives a {type(made).__name__}, not an orchestra.tasks.Task"
+            f"{where}: {name} gives {model}a {type(made).__name__}, not an orchestra.tasks.Task: "
+            "return Task(model=..., train=..., loss=...), in which model is a function that makes "
+            "the model"
         )
     return made
 
 
 def _made(given: object, where: str) -> Any:
-    made = parse(given, TASKS, where=where) if isinstance(given, str) else given
-    if isinstance(made, type) or (callable(made) and not hasattr(made, "build")):
-        made = made()
-    return made.build() if hasattr(made, "build") else made
+    if isinstance(given, str):
+        made = parse(given, TASKS, where=where)
+    elif callable(given) and not isinstance(given, nn.Module):
+        made = given()
+    else:
+        made = given
+    return made.build() if isinstance(made, Settings) and hasattr(made, "build") else made

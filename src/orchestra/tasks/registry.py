@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 from orchestra.errors import InputError
@@ -46,6 +48,8 @@ TASKS = Registry(
     makes=makes_task,
 )
 
+_OFFERS = 5  # functions of a module that a message names
+
 
 def task_text(text: str, *, where: str) -> str:
     """`text`, the notation of a task, in its normal form, checked without importing torch.
@@ -73,7 +77,10 @@ def replace_task_setting(text: str, path: str, value: str, *, where: str) -> str
 
 
 def _settings_or_call(text: str, where: str) -> Settings | Call:
-    call = read(text, where=where)
+    call = read(text.removesuffix(".py") if isinstance(text, str) else text, where=where)
+    if not TASKS.knows(call.name) and (functions := _functions_of(call.name)):
+        offers = " or ".join(f"{call.name}:{name}" for name in functions)
+        raise InputError(f"{where}: {call.name} is a module; name a function of it: {offers}")
     package = call.name.partition(":")[0].partition(".")[0]
     if ":" not in call.name:
         target = bound(call, TASKS, where=where)
@@ -86,3 +93,21 @@ def _settings_or_call(text: str, where: str) -> Settings | Call:
             f"{where}: there is no package or module {package!r} in this folder or installed"
         )
     return call
+
+
+def _functions_of(module: str) -> list[str]:
+    """The functions in a module that speak of tasks, else its public ones; it is not imported."""
+    spec = None if module in sys.stdlib_module_names else importlib.util.find_spec(module)
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        return []
+    try:
+        body = ast.parse(Path(spec.origin or "").read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    public = [it for it in body if isinstance(it, ast.FunctionDef) and it.name[0] != "_"]
+    tasks = [it for it in public if any(map(_names_task, ast.walk(it)))]
+    return [it.name for it in tasks or public][:_OFFERS]
+
+
+def _names_task(node: ast.AST) -> bool:
+    return "Task" in (getattr(node, "id", None), getattr(node, "attr", None))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+WIDE = 100  # columns of a terminal from which on bars and names need not be short
 BEHIND = 0.8  # a worker with less than this part of the leader's steps is named
 
 
@@ -189,7 +190,7 @@ class Display:
 
     def _text(self) -> str:
         samples = sum(self._samples.values())
-        parts = [self._phase]
+        parts = [] if samples and self._phase == "training" else [self._phase]
         if self._training_since is not None and samples:
             seconds = max(time.monotonic() - self._training_since, 1e-9)
             parts.append(f"{samples:,} samples, {samples / seconds:,.0f}/s")
@@ -217,6 +218,7 @@ class _Live:
             Task,
             TextColumn,
         )
+        from rich.table import Column
         from rich.text import Text
 
         class Words(ProgressColumn):
@@ -225,12 +227,18 @@ class _Live:
             def render(self, task: Task) -> Text:
                 return Text(task.fields["text"](), no_wrap=True, overflow="ellipsis")
 
+        console = Console(stderr=True)
+        bar, name = (24, 40) if console.width >= WIDE else (8, 14)
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=name),
+            ),
+            BarColumn(bar_width=bar),
             Words(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
         )
 

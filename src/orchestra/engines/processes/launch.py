@@ -99,12 +99,16 @@ def launch(
         if limit is not None:
             alarm.start()
         try:
+            server: Any = forkserver._forkserver
+            first = server._forkserver_pid is None
             for rank in range(ranks):
                 seat = Seat(
                     rank, ranks, rank, watcher.address, address, token, limits,
                     tls=tls, threads=threads,
                 )  # fmt: skip
                 _start(watcher, seat, errand)
+                if first and rank == 0:  # the fork server took it when its imports were done
+                    watcher.imported = watcher.age()
             watcher.join()
         except BaseException:
             watcher.abandon()
@@ -124,13 +128,16 @@ def outcome(watcher: Watcher, ranks: range, read: Callable[[bytes], Any]) -> Out
         raise InputError(verdicts.bad_input)
     if verdicts.cause is not None:
         raise RunFailed(verdicts.cause)
-    results = watcher.results
+    results, setup = watcher.results, dict(watcher.setup)
+    if watcher.imported and "processes" in setup:
+        setup = {"import": watcher.imported, **setup}
+        setup["processes"] -= watcher.imported
     return Outcome(
         results=tuple(read(results[r]) if r in results else None for r in ranks),
         left_out=verdicts.left_out,
         stopped=verdicts.stopped,
         notices=tuple(verdicts.notices),
-        setup=watcher.setup,
+        setup=setup,
     )
 
 

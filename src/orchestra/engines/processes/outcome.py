@@ -15,8 +15,9 @@ class Outcome:
         left_out: why, for each rank that the run went on without.
         stopped: whether the user asked for an orderly stop.
         notices: what the user was told on the way, one line each.
-        setup: seconds before the program began: `processes`, from the launch until every rank
-            was there, and `connections`, until all were connected to each other.
+        setup: seconds before the program began: `import`, only in the first launch of a process,
+            until the process that all ranks are forked from had imported torch; `processes`, from
+            there until every rank was there; `connections`, until all were connected to each other.
     """
 
     results: tuple[Any, ...]

@@ -101,6 +101,7 @@ class Watcher:
     ) -> None:
         self.results: dict[int, bytes] = {}
         self.setup: dict[str, float] = {}
+        self.imported = 0.0
         self._ranks = ranks
         self._token = token.encode()
         self._tls = None if tls is None else tls.context(server_side=True)
@@ -373,7 +374,7 @@ class Watcher:
         elif kind == "connected":
             self._connected.add(rank)
             if len(self._connected) == self._ranks:
-                self.setup["connections"] = self._age() - self.setup["processes"]
+                self.setup["connections"] = self.age() - self.setup["processes"]
         elif kind == "result":
             self.results[rank] = payload
             link.send({"kind": "dismissed"})
@@ -381,7 +382,8 @@ class Watcher:
         elif kind == "failure":
             self._observe(Failed(rank, Failure(**_named(Failure, message))))
 
-    def _age(self) -> float:
+    def age(self) -> float:
+        """Seconds since it was made."""
         return time.monotonic() - self._started_at
 
     def _admit(self, link: _Link, message: Message) -> None:
@@ -400,7 +402,7 @@ class Watcher:
             link.send({"kind": "abort", "cause": self.verdicts.cause})  # it came late for that
         if len(self._links) == self._ranks:
             addresses = [self._links[r].address for r in range(self._ranks)]
-            self.setup["processes"] = self._age()
+            self.setup["processes"] = self.age()
             threads = shares_of_cores([self._links[r].cores for r in range(self._ranks)])
             self._broadcast({"kind": "roster", "addresses": addresses, "threads": threads})
             if self.verdicts.stopped:

@@ -15,7 +15,6 @@ from orchestra.report.collect import RunData
 from orchestra.report.figures.figure import Figure
 from orchestra.report.figures.frame import (
     FAINT,
-    INK_NOW,
     Look,
     Values,
     along,
@@ -26,7 +25,7 @@ from orchestra.report.figures.frame import (
     spans_much,
     zoomable,
 )
-from orchestra.report.figures.nodes import caption, node_layers
+from orchestra.report.figures.nodes import caption, key, node_layers
 from orchestra.report.figures.subject import Subject
 from orchestra.report.measures import Target
 from orchestra.report.rows import Row
@@ -58,19 +57,19 @@ def _curve(subject: Subject, metric: str, axis: str) -> Figure:
         scale=height_scale(log),
         axis=alt.Axis(tickCount=6),
     )
-    x = along(axis)
     look = Look({row.name: subject.styles[row.name] for row in rows})
     rising = target.rising if target else None
     means = {row.name: _mean(row, metric, rising) for row in rows}
     every = [value for values in means.values() for value in values]
+    x = along(axis, [*_keys(target, bool(switches)), *key(every)])
     layers = [*node_layers(every, x, y, look), *_lines(each, means, x, y, look, metric)]
-    layers += _rule(target) if target else []
-    layers += _marked(switches, axis, y, look, metric) if switches else []
+    layers += [_rule(target)] if target else []
+    layers += [_marked(switches, x, y, look, metric)] if switches else []
     several = max(len(row.completed) for row in rows) > 1
     return figure(
         f"{metric}-against-{axis}",
         f"{metric[0].upper()}{metric[1:]} against {axis}",
-        " ".join([_caption(metric, axis, several, target, bool(switches)), caption(every, metric)]),
+        " ".join([_caption(axis, several, target, bool(switches)), caption(every)]),
         SECTION,
         layers,
     )
@@ -108,37 +107,23 @@ def _node_tooltips(values: Values) -> list[alt.Tooltip]:
     ]
 
 
-def _rule(target: Target) -> list[alt.Chart]:
+def _rule(target: Target) -> alt.Chart:
     """The target across the figure; it belongs to no strategy."""
     place = alt.Chart(alt.InlineData(values=[{"target": target.bound}]))
-    y = alt.Y("target:Q")
-    label = f"target {target.bound:g}"
-    return [
-        place.mark_rule(color=FAINT, strokeDash=[3, 3]).encode(y),
-        place.mark_text(
-            text=label, align="left", baseline="bottom", dx=4, dy=-3, fontSize=11, color=INK_NOW
-        ).encode(y, x=alt.value(0)),
-    ]
+    rule: alt.Chart = place.mark_rule(color=FAINT, strokeDash=[3, 3])
+    return rule.encode(alt.Y("target:Q"))
 
 
-def _marked(switches: Values, axis: str, y: alt.Y, look: Look, metric: str) -> list[alt.Chart]:
-    """Where each seed's switch happened, on its own line; the first is named."""
-    base = marks(switches).encode(along(axis), y)
-    rings = base.mark_point(size=130, strokeWidth=2, shape="circle", filled=False, opacity=1)
-    left = f"scale('x', datum.{axis}) < width / 2"  # there the label goes to the right
-    label = base.transform_filter("datum.first").mark_text(
-        text="switch",
-        align=alt.ExprRef(f"{left} ? 'left' : 'right'"),
-        dx=alt.ExprRef(f"{left} ? 11 : -11"),
-        dy=-8,
-        fontSize=11,
-        color=INK_NOW,
+def _marked(switches: Values, x: alt.X, y: alt.Y, look: Look, metric: str) -> alt.Chart:
+    """Where each seed's switch happened, on its own line."""
+    rings: alt.Chart = marks(switches).mark_point(
+        size=130, strokeWidth=2, shape="circle", filled=False, opacity=1
     )
     fields = [
         alt.Tooltip("step:Q", title="switched after step"),
         *_tooltip(metric, "seed"),
     ]
-    return [rings.encode(look.colour(), tooltip=fields), label]
+    return rings.encode(x, y, look.colour(), tooltip=fields)
 
 
 def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
@@ -227,8 +212,6 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Values:
                 "value": numbers(value),
             }
         )
-    if values:
-        min(values, key=lambda value: value[axis])["first"] = True
     return values
 
 
@@ -253,9 +236,16 @@ def _between(at: float, places: Sequence[float], heights: Sequence[float], log: 
     return heights[0] if at < places[0] else heights[-1]
 
 
-def _caption(metric: str, axis: str, several: bool, target: Target | None, switch: bool) -> str:
+def _keys(target: Target | None, switch: bool) -> list[str]:
+    """What is what, below the figure, where no line is in the way."""
+    keys = [f"grey rule: target {target.bound:g}"] if target else []
+    keys += ["rings: switches"] if switch else []
+    return [", ".join(keys)] if keys else []
+
+
+def _caption(axis: str, several: bool, target: Target | None, switch: bool) -> str:
     parts = [
-        f"The {metric} of copies of the model, taken in passing and evaluated after the run"
+        "Copies of the model were taken in passing, and evaluated after the run"
         + (" (thick: mean over the seeds; thin: each seed)." if several else ".")
     ]
     if axis == "seconds":
@@ -266,7 +256,7 @@ def _caption(metric: str, axis: str, several: bool, target: Target | None, switc
             "took; strategies with the same arithmetic lie on one another."
         )
     if target:
-        parts.append("The dashed rule is the target.")
+        parts.append("The grey rule is the target.")
     if switch:
         parts.append("Rings mark where a switch happened.")
     return " ".join(parts)

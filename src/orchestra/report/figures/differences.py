@@ -75,9 +75,10 @@ def _marks(subject: Subject, known: dict[str, Difference], title: str) -> list[a
         alt.Tooltip("high:Q", title="to", format="+.4~g"),
         alt.Tooltip("pairs:Q", title="pairs of runs"),
     ]
-    zero = alt.Chart(alt.InlineData(values=[{"mean": 0}])).mark_rule(color=FAINT, strokeWidth=1.5)
+    zeros = alt.Chart(alt.InlineData(values=[{"strategy": name, "mean": 0} for name in known]))
+    zero = zeros.mark_tick(**POINT, color=FAINT, thickness=1.5, size=LANE / 2, opacity=1)
     interval = marks(values).mark_rule(**POINT, strokeWidth=2.5)
-    layers = [zero.encode(x), interval.encode(alt.X("low:Q"), alt.X2("high:Q"), y, colour)]
+    layers = [zero.encode(x, y), interval.encode(alt.X("low:Q"), alt.X2("high:Q"), y, colour)]
     for certain in (True, False):
         alike = [value for value in values if value["certain"] is certain]
         hollow: dict[str, Any] = (

@@ -73,6 +73,28 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
     }
 
 
+def for_page(figure: Figure) -> dict[str, Any]:
+    """The specification without a legend of the strategies: a page has one for all its figures."""
+    spec: dict[str, Any] = _without_legend(figure.spec)
+    return spec
+
+
+def _without_legend(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_without_legend(item) for item in part]
+    if not isinstance(part, Mapping):
+        return part
+    legend = {"legend": None} if _tells_strategies_apart(part) else {}
+    inside = {
+        key: item if key == "datasets" else _without_legend(item) for key, item in part.items()
+    }
+    return inside | legend
+
+
+def _tells_strategies_apart(channel: Mapping[str, Any]) -> bool:
+    return "legend" in channel and channel.get("field") in ("strategy", "line")
+
+
 def _write(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole, or as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)

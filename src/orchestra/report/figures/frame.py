@@ -98,12 +98,12 @@ def height_scale(log: bool = False) -> alt.Scale:
     return alt.Scale(zero=False, nice=False, padding=9)
 
 
-def along(axis: str) -> alt.X:
-    """The horizontal axis of a run's course: "seconds" or "samples"."""
+def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
+    """The horizontal axis of a run's course: "seconds" or "samples"; `keys` are lines below."""
     titles = {"seconds": "seconds of training", "samples": "samples seen by all workers"}
     return alt.X(
         f"{axis}:Q",
-        title=titles[axis],
+        title=[titles[axis], *keys] if keys else titles[axis],
         axis=alt.Axis(grid=False, labelExpr=SI) if axis == "samples" else alt.Axis(grid=False),
         scale=alt.Scale(nice=False, zero=True, padding=7),
     )

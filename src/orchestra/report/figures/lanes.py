@@ -15,6 +15,8 @@ BAR: dict[str, Any] = {"height": 15, "yOffset": 8}
 """A bar, or a point, in the lower part of its lane; the upper is that of the text."""
 SEPARATOR = "\u2063"
 """Between the parts of a lane's key: that of Unicode which nobody sees, and nobody types."""
+HALO: dict[str, Any] = {"stroke": alt.ExprRef("ground"), "strokeWidth": 4}
+"""Of a text that is drawn first, so that no line runs through the one over it."""
 POINT: dict[str, Any] = {"yOffset": BAR["yOffset"]}
 
 
@@ -34,10 +36,14 @@ def words(texts: Mapping[str, str]) -> list[alt.Chart]:
     base = marks(values).encode(lane(list(texts)))
     longest = max(len(text) for text in texts.values())
     room = alt.ExprRef(f"max(60, width - {round(6.4 * longest) + 12})")
-    shared: dict[str, Any] = {"baseline": "middle", "dy": -9, "fontSize": 11.5, "color": INK_NOW}
+    shared: dict[str, Any] = {"baseline": "middle", "dy": -9, "fontSize": 11.5}
+    left = base.encode(x=alt.value(1), text="strategy:N")
+    right = base.encode(x=alt.value("width"), text="text:N")
     return [
-        base.mark_text(align="left", limit=room, **shared).encode(
-            x=alt.value(1), text="strategy:N"
-        ),
-        base.mark_text(align="right", **shared).encode(x=alt.value("width"), text="text:N"),
+        layer
+        for look in (HALO, {"color": INK_NOW})
+        for layer in (
+            left.mark_text(align="left", limit=room, **shared, **look),
+            right.mark_text(align="right", **shared, **look),
+        )
     ]

@@ -50,18 +50,15 @@ def seconds(subject: Subject) -> list[Figure]:
         *_by_rank(subject),
         *_stacked(
             subject.rows,
-            {
-                row.name: _mean_parts([run.record.setup for run in row.completed])
-                for row in subject.rows
-            },
+            {row.name: _setup(row) for row in subject.rows},
             SETUP,
             name="setup-seconds",
             title="Set-up before the first step",
             caption=(
                 "Seconds from the launch to the first step, as the mean of the seeds: starting "
                 "processes, connecting them, data and model (task), the strategy's start (group), "
-                "and a warm-up step. The first run of a command starts the process that all others "
-                "are forked from, too. These seconds are in no other figure."
+                "and a warm-up step. What the first run of a command waits for, the import of "
+                "torch in the process that all others are forked from, is not in it."
             ),
         ),
     ]
@@ -121,7 +118,8 @@ def _training(row: Row) -> dict[str, float]:
 
 
 def _setup(row: Row) -> dict[str, float]:
-    return _mean_parts([run.record.setup for run in row.completed])
+    parts = _mean_parts([run.record.setup for run in row.completed])
+    return {name: parts[name] for name in parts if name in SETUP}
 
 
 def _mean_parts(of_runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

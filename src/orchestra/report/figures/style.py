@@ -11,16 +11,18 @@ from orchestra.report.rows import Row
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too pale for a line on
 # white, and without black, which is for one process.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-SHAPES = (
-    "circle",
-    "square",
-    "triangle-up",
-    "diamond",
-    "cross",
-    "triangle-down",
-    "triangle-right",
-    "triangle-left",
-)
+SIGNS = {
+    "circle": "●",
+    "square": "■",
+    "triangle-up": "▲",
+    "diamond": "◆",
+    "cross": "✚",
+    "triangle-down": "▼",
+    "triangle-right": "▶\N{VARIATION SELECTOR-15}",
+    "triangle-left": "◀\N{VARIATION SELECTOR-15}",
+}
+"""Vega's shapes, and what stands for them in a text."""
+SHAPES = tuple(SIGNS)
 _STAR = (
     "M0.00,-1.00L0.26,-0.36L0.95,-0.31L0.43,0.14L0.59,0"
     ".81L0.00,0.45L-0.59,0.81L-0.43,0.14L-0.95,-0.31L-0.26,-0.36Z"

@@ -10,7 +10,6 @@ import altair as alt
 from orchestra.records.record import RunRecord
 from orchestra.report.figures.figure import Figure
 from orchestra.report.figures.frame import (
-    INK_NOW,
     Look,
     Values,
     figure,
@@ -62,12 +61,7 @@ def _layers(subject: Subject, metric: str) -> list[alt.Chart]:
     channels: dict[str, Any] = {"color": look.colour(), "shape": look.shape(), "tooltip": tooltip}
     small = marks(values).mark_point(filled=True, size=45, opacity=0.5)
     large = marks(means).mark_point(filled=True, size=170, opacity=1)
-    layers = [zoomable(small.encode(x, y, **channels)), large.encode(x, y, **channels)]
-    singles = [value for value in means if value["single"]]
-    if singles:
-        label = marks(singles).mark_text(dx=9, dy=-11, align="left", fontSize=11, color=INK_NOW)
-        layers.append(label.encode(x, y, text="strategy:N"))
-    return layers
+    return [zoomable(small.encode(x, y, **channels)), large.encode(x, y, **channels)]
 
 
 def _seeds(row: Row, metric: str) -> Values:
@@ -89,7 +83,7 @@ def _mean(row: Row, metric: str) -> Values:
     values = _seeds(row, metric)
     if not values:
         return []
-    about = {"strategy": row.name, "seed": f"mean of {len(values)}", "single": row.single}
+    about = {"strategy": row.name, "seed": f"mean of {len(values)}"}
     means = {name: numbers(fmean(v[name] for v in values)) for name in ("seconds", "value")}
     return [{**about, **means}]
 
