@@ -120,7 +120,9 @@ class Training(Settings):
         low=0,
     )
     target: Target | None = setting(None, "a metric and its at_least or at_most")
-    checkpoint_every: int | None = setting(None, "steps between two checkpoints", low=1)
+    checkpoint_every: int | None = setting(
+        None, "steps between two checkpoints; each phase of a Switch begins with one", low=1
+    )
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
     patience: float = setting(60.0, "seconds without progress until a rank counts as hung", above=0)
     bucket_megabytes: float = setting(25.0, "gradients exchanged at a time", above=0)
