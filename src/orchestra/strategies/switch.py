@@ -206,6 +206,8 @@ class Switch(Strategy[SwitchState]):
         workers = worker.workers.ranks
         if worker.rank in workers and not self.when.counts:
             state.fired = self._is_over(worker, state, square=0.0)
+            if state.leaving is not None:
+                state.leaving.settle()
         counted = (state.steps, state.fired, optimizers.capture(state.rule))
         there = next(rank for rank in worker.everyone.ranks if rank in workers)
         state.steps, state.fired, rule = exchange.agree_on_data(worker, counted, there)
