@@ -111,8 +111,8 @@ def _entries(folder: Path) -> list[Path]:
 
 def _is_checkpoint(path: Path) -> bool:
     """By its name, as `commit` gives it."""
-    number = path.name if path.name.isascii() and path.name.isdigit() else None
-    return number is not None and path.is_dir() and f"{int(number):04d}" == number
+    name = path.name
+    return name.isascii() and name.isdigit() and name == f"{int(name):04d}" and path.is_dir()
 
 
 def verify(folder: Path, index: int, ranks: int) -> None:
