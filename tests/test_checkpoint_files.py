@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.simulated import run_ranks
+from tests.training import settings
 
+from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer import checkpoints
 from orchestra.trainer.checkpoints import DamagedCheckpoint
+from orchestra.trainer.program import train
 
 RANKS = 2
 
@@ -114,7 +118,9 @@ def test_a_rank_that_the_manifest_does_not_know_is_named(tmp_path: Path) -> None
         checkpoints.verify(tmp_path, 1, RANKS + 1)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"files": 5}', "\xff"])
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[]", "{}", '{"files": 5}', "\xff", "[" * 100_000]
+)
 def test_a_manifest_that_is_missing_or_damaged_is_named(
     tmp_path: Path, content: str | None
 ) -> None:
@@ -188,3 +194,45 @@ def test_what_a_killed_run_left_half_deleted_is_in_nobodys_way(tmp_path: Path) -
     for index in (2, 3):
         write(tmp_path, index)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0002", "0003"]
+
+
+def test_what_has_not_the_name_of_one_is_none_and_is_written_over(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    for name in ("\u00b2", "2", "00003", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "0002").write_text("a file")
+    assert list(checkpoints.complete(tmp_path)) == [1]
+    assert {path.name for path in checkpoints.others(tmp_path)} == {
+        "\u00b2", "2", "00003", "notes", "0002"
+    }  # fmt: skip
+    write(tmp_path, 2)
+    assert sorted(checkpoints.complete(tmp_path)) == [1, 2]
+    checkpoints.verify(tmp_path, 2, RANKS)
+
+
+def test_a_run_that_goes_on_names_what_is_odd_and_removes_what_is_unfinished(
+    tmp_path: Path,
+) -> None:
+    run = settings(AllReduce(), 2, "images(samples=64)", checkpoint_every=1)
+
+    def notices() -> tuple[str, ...]:
+        outcome = run_ranks(2, lambda runtime: train(runtime, (run, tmp_path)))
+        assert (outcome.failure, outcome.bad_input) == (None, None)
+        return outcome.notices
+
+    assert notices() == ()
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["0003", "0004"]
+    (folder / "0005").write_text("a file")
+    (folder / "\u00b2").mkdir()
+    (folder / ".0001").mkdir()
+    (folder / ".0002.deleted").mkdir()
+    (folder / "0004" / checkpoints.MANIFEST).write_text("[" * 100_000)
+    found = notices()
+    refused = [notice.split(": ")[1] for notice in found[:3]]
+    assert refused == [
+        str(folder / "0005"), str(folder / "\u00b2"), str(folder / "0004" / checkpoints.MANIFEST)
+    ]  # fmt: skip
+    assert found[3:] == ("resumed from checkpoint 3, step 3",)
+    assert not list(folder.glob(".*"))
+    checkpoints.verify(folder, 4, 2)

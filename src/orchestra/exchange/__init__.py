@@ -10,6 +10,7 @@ from orchestra.settings.lazy import lazy_names
 if TYPE_CHECKING:
     from orchestra.exchange.average import (
         GradientAverage,
+        agree_on_data,
         agree_on_parameters,
         agree_on_position,
         agree_within,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from orchestra.exchange.watching import Judge, counted, own_seconds, step_of_round
 
     __all__ = [
+        "agree_on_data",
         "agree_on_loss",
         "agree_on_parameters",
         "agree_on_position",
@@ -115,6 +117,7 @@ else:
         {
             "agree_on_loss": "pipeline",
             "agree_on_parameters": "average",
+            "agree_on_data": "average",
             "agree_on_position": "average",
             "agree_within": "average",
             "CommonStep": "common_step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -206,6 +206,17 @@ def agree_on_position(worker: Worker, position: int, first: int) -> int:
     samples = torch.tensor([position])
     broadcast(worker.transport, samples, first, worker.everyone, Tag.AGREE)
     return int(samples)
+
+
+def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
+    """Collective over all ranks: the plain JSON data that the rank `first` has."""
+    transport, own = worker.transport, worker.rank
+    if own != first:
+        return gather_objects(transport, None, Group((first, own)), own)[0]
+    for rank in worker.everyone.ranks:
+        if rank != own:
+            gather_objects(transport, data, Group((own, rank)), rank)
+    return data
 
 
 def start_together(worker: Worker, chief: int) -> None:

@@ -204,7 +204,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return Footprint(batches=roles.shares[roles.part(rank)])
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
-        """The roles now: they change where a strategy changes phase."""
+        """The roles now: they change where a strategy calls `worker.begin_phase` on all ranks."""
         return roles_of(self, worker.budget_ranks)
 
     @abstractmethod

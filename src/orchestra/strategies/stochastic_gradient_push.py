@@ -74,6 +74,12 @@ class StochasticGradientPush(Strategy[PushState]):
     and at most tau of its messages are under way. In the mean, sum x / sum w, all gradients count
     alike.
 
+    With `overlap` two runs differ in their bits: a message is added in the step in which it has
+    come, as in the paper and in the authors' code. To add it only in the step in which it is due
+    would make every message as late as tau allows; and where batches come from a queue, workers do
+    unlike numbers of steps, so that no step is known in which it is due. `record_order` writes down
+    what came when, and `orchestra replay` repeats that run to the bit.
+
     More peers first and fewer later: Switch(StochasticGradientPush(Exponential(peers=2)),
     StochasticGradientPush(), when=AfterFraction(0.3), moments="averaged").
     """

@@ -168,8 +168,14 @@ class Switch(Strategy[SwitchState]):
         state = SwitchState(None, self.when.begin())
         state.limit_queues(worker, self.when, self.nesting)
         state.inner = self.first.start(worker)
-        self._watch(worker, state)
+        self._begin_first(worker, state)
         return state
+
+    def _begin_first(self, worker: Worker, state: SwitchState) -> None:
+        """Watch the steps, and be there where a phase inside the first one ends."""
+        if isinstance(self.first, Switch):
+            worker.before_phase.append(functools.partial(self._share_count, worker, state))
+        self._watch(worker, state)
 
     def _takes(self, worker: Worker, state: SwitchState) -> bool:
         """Whether workers take batches from a queue in the phase under way."""
@@ -189,20 +195,39 @@ class Switch(Strategy[SwitchState]):
         self._phase(state).end_phase(worker, state.inner, level)
         self._follow(worker, state, before)
 
+    def _share_count(self, worker: Worker, state: SwitchState) -> None:
+        """Collective over all ranks, where a phase inside the first one ends after a step.
+
+        Its workers have counted their steps, and judge this one. Other ranks have not, but may
+        have to in the phase that begins. Of batches from a queue all know the number.
+        """
+        if state.switched or self._takes(worker, state):
+            return
+        workers = worker.workers.ranks
+        if worker.rank in workers and not self.when.counts:
+            state.fired = self._is_over(worker, state, square=0.0)
+            if state.leaving is not None:
+                state.leaving.settle()
+        counted = (state.steps, state.fired, optimizers.capture(state.rule))
+        there = next(rank for rank in worker.everyone.ranks if rank in workers)
+        state.steps, state.fired, rule = exchange.agree_on_data(worker, counted, there)
+        optimizers.restore(state.rule, rule)
+
     def _follow(self, worker: Worker, state: SwitchState, before: Strategy[Any]) -> None:
-        """Where the first phase has gone on from the phase `before` inside it, watch the next."""
+        """Where the first phase has gone on from the phase `before` inside it, go on from there."""
         if state.switched or self._innermost(state) is before:
             return
-        takes = self._takes(worker, state)
-        if not (takes or (worker.queue_of is not None and before.self_paced)):
-            return  # steps go on as they were
         if state.leaving is not None:
             state.leaving.close()
             state.leaving = None
-        state.count_rounds(self.when, worker.step.consumed)
-        if not takes:
+        if worker.queue_of is not None and before.self_paced:
+            state.count_rounds(self.when, worker.step.consumed)
+        if not self._takes(worker, state):
             state.begun = None
-        self._watch(worker, state)
+        if state.fired:
+            self._switch(worker, state)
+        else:
+            self._watch(worker, state)
 
     # Where they take steps
 
@@ -270,13 +295,17 @@ class Switch(Strategy[SwitchState]):
             square = float(worker.gradients.vector.double().square().sum())
         state.steps += 1
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
-        over = self.when.counts and self.when.observe(state.rule, worker.step)
+        if self.when.counts:
+            state.fired = self.when.observe(state.rule, worker.step)
         before = self._innermost(state)
         self.first.update(worker, state.inner)
-        if over or (not self.when.counts and self._is_over(worker, state, square)):
-            self._switch(worker, state)
-        else:
+        if self._innermost(state) is not before:
             self._follow(worker, state, before)
+            return
+        if not self.when.counts:
+            state.fired = self._is_over(worker, state, square)
+        if state.fired:
+            self._switch(worker, state)
 
     def _report(self, worker: Worker, state: SwitchState) -> tuple[float, ...]:
         """What `Report` says of the step, from its loss on."""
@@ -332,7 +361,7 @@ class Switch(Strategy[SwitchState]):
     def _begin_second(self, worker: Worker, state: SwitchState) -> None:
         first = len(worker.workers)
         roles = self.then.roles(worker.budget_ranks)
-        worker.set_workers(roles.workers)
+        worker.begin_phase(roles.workers)
         worker.snapshots.skip(worker.step.consumed)
         worker.queue_of = state.queue_of
         if self.learning_rate == "divided":
@@ -353,7 +382,7 @@ class Switch(Strategy[SwitchState]):
             state.begun, state.fired = saved["begun"], saved["fired"]
             state.limit_queues(worker, self.when, self.nesting)
             state.inner = self.first.resume(worker, saved["inner"])
-            self._watch(worker, state)
+            self._begin_first(worker, state)
         return state
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:

@@ -64,8 +64,7 @@ def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
         _sync(manifest)
         _sync(pending)
         final = folder / f"{index:04d}"
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         pending.rename(final)
         _sync(folder)
         _sweep(folder)  # a run that was killed in the midst of it left something
@@ -77,13 +76,43 @@ def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
 def _sweep(folder: Path) -> None:
     """Delete what is doomed; it was renamed first, since one half deleted would seem damaged."""
     for doomed in folder.glob(f".*{DOOMED}"):
-        shutil.rmtree(doomed)
+        _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Before a run goes on: delete what one that was killed began to write, or to delete."""
+    with writing(folder):
+        for path in folder.glob(".[0-9]*"):
+            _remove(path)
 
 
 def complete(folder: Path) -> Iterator[int]:
     """The numbers of the checkpoints in `folder`, whole or damaged."""
-    if folder.is_dir():
-        yield from (int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    yield from (int(path.name) for path in _entries(folder) if _is_checkpoint(path))
+
+
+def others(folder: Path) -> list[Path]:
+    """What lies in `folder` without being a checkpoint."""
+    return [path for path in _entries(folder) if not _is_checkpoint(path)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """By its name, as `commit` gives it."""
+    name = path.name
+    return name.isascii() and name.isdigit() and name == f"{int(name):04d}" and path.is_dir()
 
 
 def verify(folder: Path, index: int, ranks: int) -> None:
@@ -91,7 +120,7 @@ def verify(folder: Path, index: int, ranks: int) -> None:
     place = folder / f"{index:04d}"
     try:
         files = dict(json.loads((place / MANIFEST).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{place / MANIFEST}: {error}") from error
     for name in (rank_file(rank) for rank in range(ranks)):
         path = place / name

@@ -47,6 +47,9 @@ class CollectiveCheckpoints:
             self.index = index
 
     def _newest_whole(self) -> int:
+        checkpoints.remove_unfinished(self._folder)
+        for path in checkpoints.others(self._folder):
+            self._worker.reporter.notice(f"checkpoint refused: {path}: not the folder of one")
         for index in sorted(checkpoints.complete(self._folder), reverse=True):
             try:
                 checkpoints.verify(self._folder, index, len(self._ranks))

@@ -102,7 +102,7 @@ class Loop:
         self._measured = measured
         self._base_rates = worker.optimizer.base_rates
         self._roles = strategy.current_roles(worker, state)
-        self._switched_at = worker.measures.switched_at_step
+        self._phase = worker.phase
         self._feed = self._feed_for(self._roles)
         self._leaving: CommonStep | None = None
         self._moved = mover(worker.layout.device)
@@ -140,20 +140,26 @@ class Loop:
                 self._step()
 
     def _follow_phase(self) -> None:
-        """Where the strategy has changed its roles, share out what is left of the data."""
-        roles = self._strategy.current_roles(self._worker, self._state)
-        switched_at = self._worker.measures.switched_at_step
-        if switched_at != self._switched_at and self._worker.rank == self._roles.workers[0]:
-            self._tracer.happened(f"switch, after step {switched_at}")
-        self._switched_at = switched_at
-        if roles != self._roles or self._strategy.work(self._state) is not self._queue:
-            self.close()
-            self.position.plan_start = self.position.consumed
-            self.position.plan_step = 0
-            self.position.own = None
-            self._roles = roles
-            self._feed = self._feed_for(roles)
-            self._trace_phase()
+        """Where the strategy has begun another phase, share out what is left of the data.
+
+        All ranks come here, whatever they were, with nothing in flight: a checkpoint, if there are
+        any, and the point from which on all count the steps of the phase.
+        """
+        if self._worker.phase == self._phase:
+            return
+        if self._worker.rank == self._roles.workers[0]:
+            step = self._worker.measures.switched_at_step
+            self._tracer.happened(f"switch, after step {step}")
+        self.close()
+        self._phase = self._worker.phase
+        self.position.plan_start = self.position.consumed
+        self.position.plan_step = 0
+        self.position.own = None
+        self._roles = self._strategy.current_roles(self._worker, self._state)
+        self._feed = self._feed_for(self._roles)
+        self._trace_phase()
+        if self._training.checkpoint_every is not None:
+            self._take_checkpoint()
 
     def _trace_phase(self) -> None:
         """Write down the beginning of what this rank does in the phase under way."""
@@ -231,9 +237,10 @@ class Loop:
             done=position.consumed,
         )
         self._finish_step()
+        if self._worker.phase != self._phase:
+            return  # what is due now is due for all ranks, also for those that do not count steps
         self.stopped = self._all_stop()
         every = self._training.checkpoint_every
-        # Workers may have taken unlike numbers of steps in the phases before.
         if self.stopped or (every is not None and position.plan_step % every == 0):
             self._checkpoint_together()
 

@@ -346,6 +346,7 @@ class Session:
         self.worker.snapshots.skip(self.position.consumed)
         self.shares = tuple(saved.get("shares", ()))
         self.worker.step.consumed = self.position.consumed
+        self.worker.step.rates = tuple(saved.get("rates", ()))
         state = self.strategy.resume(self.worker, saved["strategy"])
         self.worker.rate_scale = saved["rate_scale"]
         restore_random_state(saved["random"])
@@ -373,6 +374,7 @@ class Session:
             "snapshots": worker.snapshots.parts,
             "strategy": self.state,
             "rate_scale": worker.rate_scale,
+            "rates": worker.step.rates,
             "shares": self.shares,
             "random": random_state(),
         }

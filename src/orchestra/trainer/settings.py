@@ -134,7 +134,10 @@ class Training(Settings):
     )
     target: Target | None = setting(None, "a metric and its at_least or at_most")
     checkpoint_every: int | None = setting(
-        None, "steps between two checkpoints", low=1, high=MOST_STEPS
+        None,
+        "steps between two checkpoints; each phase of a Switch begins with one",
+        low=1,
+        high=MOST_STEPS,
     )
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
     patience: float = setting(

@@ -154,6 +154,8 @@ class Worker(FlatModel):
         self.queue_of: QueueOf | None = None
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
         self.workers = Group(tuple(range(runtime.ranks)))
+        self.phase = 0  # how many have ended so far; the same on all ranks
+        self.before_phase: list[Callable[[], None]] = []
         self._loss = loss
         self.accumulation = accumulation
         self._precision = precision
@@ -214,6 +216,17 @@ class Worker(FlatModel):
     def set_workers(self, ranks: Sequence[int]) -> None:
         """The ranks that have data from now on."""
         self.workers = Group(tuple(ranks))
+
+    def begin_phase(self, workers: Sequence[int]) -> None:
+        """Collective over all ranks, with nothing in flight: from now on `workers` have data.
+
+        First every rank calls all of `before_phase`, in which those that have had data may tell
+        the others what only they could count.
+        """
+        for tell in self.before_phase:
+            tell()
+        self.set_workers(workers)
+        self.phase += 1
 
     def begin_step(self, step: Step) -> None:
         """Take over what the trainer knows of the step that begins."""
