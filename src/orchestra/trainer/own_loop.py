@@ -339,7 +339,7 @@ class Batches:
             loop.strategy.quiesce(loop.worker, loop.state, self.epoch)
         else:
             self._serve()
-        loop.strategy.agree(loop.worker, loop.state)
+        self._take_part_in_agreement()
         if self.ended:
             self.end(goes_on=False)
         self._in_epoch = False
@@ -367,7 +367,10 @@ class Batches:
                 "work='equal' in distribute, or go on to the end of the epoch"
             )
         loop.strategy.quiesce(loop.worker, loop.state, MID_EPOCH)
-        loop.strategy.agree(loop.worker, loop.state)
+        self._take_part_in_agreement()
+
+    def _take_part_in_agreement(self) -> None:
+        self._loop.strategy.agree(self._loop.worker, self._loop.state)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -472,7 +475,7 @@ class Batches:
             if paused is None or paused.step >= 0:
                 break
             if paused.step == MID_EPOCH:
-                loop.strategy.agree(loop.worker, loop.state)
+                self._take_part_in_agreement()
         loop.worker.reporter.phase("training")
 
     def _is_worker(self) -> bool:
