@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.commands import Started, torchrun
+from tests.commands import torchrun
 from tests.comparisons import experiment
+from tests.scripts import several_loops
 from tests.threads import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -33,7 +34,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SEVERAL = SCRIPTS / "several_loops.py"
 
 
-def vectors(folder: Path, rank: int = 0) -> list[list[float]]:
+def vectors(folder: Path, rank: int) -> list[list[float]]:
     found: list[list[float]] = json.loads((folder / f"rank-{rank}.json").read_text())
     return found
 
@@ -52,16 +53,13 @@ def test_several_loops_in_one_script(
     """Two workers come to what one process with the batch of both comes to; with servers that
     come back for the next loop, and at last leave a loop that no `for` drives. Under all-reduce
     beside the script's own process group."""
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    with Started([sys.executable, str(SEVERAL), strategy, *parts], plain) as process:
-        assert process.end().status == 0
+    plain = several_loops.trained(strategy, parts)
     with torchrun(SEVERAL, ranks, [strategy, *parts], tmp_path) as process:
         ended = process.end()
     assert ended.status == 0, ended.err
     assert len(list(tmp_path.glob("*.json"))) == 2
     for rank in range(2):
-        for ours, theirs in zip(vectors(tmp_path, rank), vectors(plain), strict=True):
+        for ours, theirs in zip(vectors(tmp_path, rank), plain, strict=True):
             torch.testing.assert_close(
                 torch.tensor(ours), torch.tensor(theirs), rtol=1e-6, atol=1e-6
             )

@@ -1,4 +1,4 @@
-"""Several loops in one script. Without a launcher it is plain PyTorch, with the batch of both
+"""Several loops in one script. Without a launcher they are plain PyTorch, with the batch of both
 workers: what the distributed script has to come to."""
 
 import json
@@ -105,12 +105,18 @@ PARTS: dict[str, Callable[[str], Iterator[nn.Module]]] = {
 }
 
 
+def trained(strategy: str, parts: list[str]) -> list[list[float]]:
+    """The parameters of each model."""
+    models = [model for part in parts for model in PARTS[part](strategy)]
+    return [nn.utils.parameters_to_vector(model.parameters()).tolist() for model in models]
+
+
 def main(strategy: str, parts: list[str]) -> None:
     torch.set_num_threads(1)
     before = (orchestra.rank(), orchestra.world_size())
     if LAUNCHED and "ring" in strategy:
         dist.init_process_group("gloo")
-    models = [model for part in parts for model in PARTS[part](strategy)]
+    vectors = trained(strategy, parts)
     assert (orchestra.rank(), orchestra.world_size()) == before
     assert orchestra.is_first() == (before[0] == 0)
     if dist.is_initialized():
@@ -118,8 +124,8 @@ def main(strategy: str, parts: list[str]) -> None:
         dist.all_reduce(total)
         assert int(total) == before[1]
         dist.destroy_process_group()
-    vectors = [nn.utils.parameters_to_vector(model.parameters()).tolist() for model in models]
     Path(f"rank-{before[0]}.json").write_text(json.dumps(vectors))
 
 
-main(sys.argv[1], sys.argv[2:])
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
