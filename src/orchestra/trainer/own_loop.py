@@ -376,7 +376,8 @@ class Batches:
     def pause(self) -> Iterator[None]:
         """While inside, this rank may take as long as it likes; the others wait when they need it.
 
-        For what takes longer than `patience` without a forward pass of the model.
+        For what takes longer than `patience` without a forward pass of the model. Under
+        `AllReduce("native")` the collectives of the others give up after four times `patience`.
         """
         reporter = self._loop.worker.reporter
         reporter.phase("paused")
