@@ -4,6 +4,8 @@ the second; `batches` deals out the data, and serves on a rank without any.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -15,20 +17,25 @@ from torch.utils.data import DataLoader
 
 from orchestra.collectives import all_reduce
 from orchestra.data.own_loop import Part, QueuedLoader, ShardedLoader, shard_loader
-from orchestra.errors import InputError
+from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
 from orchestra.schedules.work_queue import Kind, WorkItem
-from orchestra.strategies.base import CHANGED, Strategy, WorkSource
+from orchestra.strategies.base import Strategy, WorkSource
+from orchestra.strategies.switch import Switch
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
+
+MID_EPOCH = -(1 << 20)
+"""In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
 
 
 class OwnLoop:
     """Ties a strategy to a model, an optimizer and a loader that a user drives.
 
     `accumulation` is how many times the user calls `backward` for one `step`: only the last one
-    exchanges. Where an epoch ends with fewer, `step` does.
+    exchanges. Where an epoch ends with fewer, `step` does. `loader` may be the batches of another
+    loop, whose models are trained by turns on each of them.
     """
 
     def __init__(
@@ -36,7 +43,7 @@ class OwnLoop:
         runtime: Runtime,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any],
+        loader: DataLoader[Any] | Batches,
         strategy: Strategy[Any],
         *,
         accumulation: int = 1,
@@ -52,6 +59,7 @@ class OwnLoop:
                 f"{strategy!r} runs on {len(roles.shares)} process(es), but {runtime.ranks} were "
                 "started: start as many, or name another strategy"
             )
+        _refuse_late_workers(strategy, runtime.ranks)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         spec = OptimizerSpec.from_instance(optimizer, names)
         self.worker = Worker(
@@ -66,11 +74,14 @@ class OwnLoop:
         self.optimizer = optimizer
         self.accumulation = accumulation
         queued = None
-        if work == "shared" and accumulation == 1 and QueuedLoader.fits(loader):
-            queued = QueuedLoader(loader, seed)
+        source = loader if isinstance(loader, Batches) and not loader.ended else None
+        own = loader.loader if isinstance(loader, Batches) else loader
+        if work == "shared" and accumulation == 1 and source is None and QueuedLoader.fits(own):
+            queued = QueuedLoader(own, seed)
             self.worker.queue_of = queued.queue
         self.state = strategy.start(self.worker)
-        self.batches = Batches(self, loader, seed, queued)
+        self.batches = Batches(self, own, seed, queued, source)
+        self._handed_over = False
         self._backwards = 0  # in this epoch
         self._pending = False  # a gradient that was not exchanged yet
         self._stepping = False
@@ -79,13 +90,23 @@ class OwnLoop:
         self._take_over_backward(model)
         self._take_over_step()
 
+    @property
+    def begun(self) -> bool:
+        """Whether training has begun."""
+        return self.batches.begun or self._steps > 0
+
+    def trains(self, parameters: set[nn.Parameter]) -> bool:
+        """Whether one of `parameters` is trained here."""
+        return not parameters.isdisjoint(self.worker.gradients.parameters)
+
     def _take_over_forward(self, model: nn.Module) -> None:
         def before(module: nn.Module, _: Any) -> None:
             first = self._backwards % self.accumulation == 0
             if module.training and torch.is_grad_enabled() and first:
                 self.strategy.before_forward(self.worker, self.state)
+            self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
 
-        model.register_forward_pre_hook(before)
+        self._forward_hook = model.register_forward_pre_hook(before)
 
     def begin_epoch(self) -> None:
         """Count the backward passes from here."""
@@ -146,6 +167,10 @@ class OwnLoop:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if loop._stepping:
                 return original()
+            if loop.batches.ended:
+                if loop._handed_over:
+                    return original(closure)
+                raise InputError(f"optimizer.step(): {ENDED}")
             if closure is not None:
                 raise InputError("optimizer.step(closure) cannot be distributed: call step() alone")
             return loop._update()
@@ -175,58 +200,191 @@ class OwnLoop:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         self.worker.reporter.progress(step=self._steps, samples=self.worker.step.consumed)
 
-    def finish(self) -> None:
-        """The script is over: leave in order, whatever the others still do."""
-        self.worker.reporter.phase("leaving")
-        if not self.batches.ended:
-            self.strategy.stop(self.worker, self.state)
+    def finish(self, *, goes_on: bool = False) -> None:
+        """This loop is over: leave in order, whatever the others still do.
+
+        Ranks that serve are told whether the script `goes_on` with another loop.
+        """
+        self.worker.reporter.phase("training" if goes_on else "leaving")
+        if self.batches.ended:
+            return
+        self.strategy.stop(self.worker, self.state)
+        self.batches.end(goes_on=goes_on)
+
+    def close(self, *, handed_over: bool) -> None:
+        """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""
+        self._handed_over = handed_over
+        self._forward_hook.remove()
+        self.worker.gradients.close()
+        self.worker.reporter.expendable(False)
+
+
+ENDED = (
+    "this loop ended when another model was distributed; models that are trained by turns are all "
+    "distributed before the first step"
+)
+
+
+def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
+    """Whether a rank has no data in some phase of `strategy`."""
+    return any(len(phase.roles(ranks).workers) < ranks for phase in _phases(strategy))
+
+
+def _refuse_late_workers(strategy: Strategy[Any], ranks: int) -> None:
+    """A rank that serves does not run the loop, and could not come into it later."""
+    for first, then in itertools.pairwise(_phases(strategy)):
+        late = set(then.roles(ranks).workers) - set(first.roles(ranks).workers)
+        if late:
+            raise InputError(
+                f"{strategy!r}: rank {min(late)} serves first, and could not come into a loop of "
+                "your own in mid-epoch: set placement='beside' in the first phase"
+            )
+
+
+def _phases(strategy: Strategy[Any]) -> Iterator[Strategy[Any]]:
+    """Those of a switch, and of the switches in it, in their order; else `strategy` itself."""
+    if isinstance(strategy, Switch):
+        yield from _phases(strategy.first)
+        yield from _phases(strategy.then)
+    else:
+        yield strategy
 
 
 class Batches:
     """The user's loader, dealt out to the workers; iterate it as before, once an epoch.
 
-    When an iteration ends, every rank's model holds the agreed parameters. On a rank without
-    data an iteration yields nothing: it serves until the workers' epoch is over. Where workers take
-    batches from a queue, which `queued` loads, they get unlike numbers of them.
+    When an iteration ends, every worker's model holds the agreed parameters. A rank that has become
+    a server gets nothing more: its iterations serve until the workers' epoch is over, and the one
+    after the workers have left ends its script, with status 0. Where workers take batches from a
+    queue, which `queued` loads, they get unlike numbers of them.
 
     Attributes:
         item: what this worker took from the queue and has not made a step with.
+        ended: all workers have left.
+        begun: an epoch was begun, or served.
     """
 
     def __init__(
-        self, loop: OwnLoop, loader: DataLoader[Any], seed: int, queued: QueuedLoader | None
+        self,
+        loop: OwnLoop,
+        loader: DataLoader[Any],
+        seed: int,
+        queued: QueuedLoader | None,
+        source: Batches | None = None,
     ) -> None:
         self.item: WorkItem | None = None
         self._queued = queued
         self.loss = float("nan")
-        self.ended = False  # all workers have left: nothing is to be served any more
+        self.ended = self.begun = self._goes_on = self._in_epoch = False
         self._loop = loop
-        self._loader = loader
+        self.loader = loader
         self._seed = seed
         self._samples = 0
         self._total = 0
         self.epoch = 0
         self._roles = loop.strategy.current_roles(loop.worker, loop.state)
         self._sharded = self._shard()
+        self._source = source
+        self._together = [self]  # this one and those that are iterated with it
+        if source is not None:
+            source.add(self)
 
     def __len__(self) -> int:
-        return len(self._sharded) if self._sharded is not None else 0
+        sharded, workers = self._sharded, len(self._roles.workers)
+        if sharded is None:  # on a server: that of a worker
+            sharded = shard_loader(self.loader, workers, 0, self._seed)
+        return len(sharded)
+
+    def add(self, other: Batches) -> None:
+        """From now on an iteration counts for `other`, too."""
+        if self._queued is not None and self._loop.strategy.self_paced:
+            raise InputError(
+                "models that are trained by turns need as many batches on every worker: set "
+                "work='equal' in the first distribute"
+            )
+        self._together.append(other)
 
     def __iter__(self) -> Iterator[Any]:
-        loop = self._loop
-        if self.ended:
+        if self._source is not None:
+            yield from self._source
             return
-        loop.worker.reporter.phase("training")
-        loop.begin_epoch()
-        self._follow_phase()
+        if self._is_over():
+            return
+        for each in self._together:
+            each._begin_epoch()
         if self._sharded is not None:
             yield from self._work(self._sharded)
+        for each in self._together:
+            each._end_epoch()
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing to iterate over, where that is no mistake."""
+        if not self.ended:
+            return False
+        if self._is_worker():
+            raise InputError(f"batches: {ENDED}")
+        if not self._goes_on:
+            raise SystemExit(0)
+        return True
+
+    def _begin_epoch(self) -> None:
+        self.begun = self._in_epoch = True
+        self._loop.worker.reporter.phase("training")
+        self._loop.begin_epoch()
+        self._follow_phase()
+
+    def _end_epoch(self) -> None:
+        loop = self._loop
         if self._is_worker():
             loop.strategy.quiesce(loop.worker, loop.state, self.epoch)
         else:
             self._serve()
-        loop.strategy.agree(loop.worker, loop.state)
+        self._take_part_in_agreement()
+        if self.ended:
+            self.end(goes_on=False)
+        self._in_epoch = False
         self.epoch += 1
+
+    def agree(self) -> None:
+        """In mid-epoch, let every worker's model hold the agreed parameters; training can go on.
+
+        For instance after `break`, before saving: every worker calls it, after equally many steps.
+        Where an epoch has ended it changes nothing.
+
+        Raises:
+            InputError: workers take unlike numbers of batches.
+        """
+        for each in self._together if self._source is None else self._source._together:
+            each._agree()
+
+    def _agree(self) -> None:
+        loop = self._loop
+        if not self._in_epoch or self.ended or not self._is_worker():
+            return
+        if loop.strategy.work(loop.state) is not None:
+            raise InputError(
+                "batches.agree() in mid-epoch needs equally many batches on every worker: set "
+                "work='equal' in distribute, or go on to the end of the epoch"
+            )
+        loop.strategy.quiesce(loop.worker, loop.state, MID_EPOCH)
+        self._take_part_in_agreement()
+
+    def _take_part_in_agreement(self) -> None:
+        self._loop.strategy.agree(self._loop.worker, self._loop.state)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """While inside, this rank may take as long as it likes; the others wait when they need it.
+
+        For what takes longer than `patience` without a forward pass of the model. Under
+        `AllReduce("native")` the collectives of the others give up after four times `patience`.
+        """
+        reporter = self._loop.worker.reporter
+        reporter.phase("paused")
+        try:
+            yield
+        finally:
+            reporter.phase("training")
 
     def report(self, loss: float) -> None:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
@@ -277,8 +435,36 @@ class Batches:
                 counts = torch.tensor([float(total)], dtype=torch.float64)
                 all_reduce(worker.transport, counts, "ring", worker.workers, Tag.COUNT)
                 total = int(counts)
-        self._samples += part.samples
-        self._total += total
+        for each in self._together:
+            each._samples += part.samples
+            each._total += total
+
+    def serve_to_the_end(self) -> None:
+        """On a rank without data: serve until the workers have left this loop.
+
+        Raises SystemExit where their scripts are over.
+        """
+        while not self._is_worker() and not self.ended:
+            self._end_epoch()
+        if self.ended and not self._goes_on:
+            raise SystemExit(0)
+
+    def end(self, *, goes_on: bool) -> None:
+        """The loop is over; a worker tells those that serve whether the script `goes_on`."""
+        self.begun = self.ended = True
+        self._goes_on = goes_on
+        worker = self._loop.worker
+        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
+        everyone = worker.everyone.ranks
+        first = next(rank for rank in workers if rank in everyone)
+        with contextlib.suppress(PeerLost):
+            if worker.rank not in workers:
+                self._goes_on = bool(worker.transport.receive(first, Tag.GOES_ON).wait())
+            elif worker.rank == first:
+                word = torch.tensor([float(goes_on)])
+                for rank in everyone:
+                    if rank not in workers:
+                        worker.transport.send(word, rank, Tag.GOES_ON).wait()
 
     def _serve(self) -> None:
         loop = self._loop
@@ -287,8 +473,10 @@ class Batches:
         while not self._is_worker():
             paused = loop.strategy.serve(loop.worker, loop.state)
             self.ended = paused is None
-            if paused is None or paused.step != CHANGED:
+            if paused is None or paused.step >= 0:
                 break
+            if paused.step == MID_EPOCH:
+                self._take_part_in_agreement()
         loop.worker.reporter.phase("training")
 
     def _is_worker(self) -> bool:
@@ -307,7 +495,7 @@ class Batches:
         rank = self._loop.worker.rank
         if rank not in workers:
             return None
-        sharded = shard_loader(self._loader, len(workers), workers.index(rank), self._seed)
+        sharded = shard_loader(self.loader, len(workers), workers.index(rank), self._seed)
         if hasattr(sharded, "epoch"):
             sharded.epoch = self.epoch
         return sharded
