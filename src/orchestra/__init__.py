@@ -15,6 +15,7 @@ from orchestra.settings.lazy import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from orchestra.engines.processes.environment import is_first, rank, world_size
     from orchestra.engines.processes.own_loop import distribute
     from orchestra.errors import InputError, OrchestraError, RunFailed
     from orchestra.experiments.api import compare, train
@@ -80,8 +81,11 @@ if TYPE_CHECKING:
         "Task",
         "compare",
         "distribute",
+        "is_first",
+        "rank",
         "replay",
         "train",
+        "world_size",
     ]
 else:
     PLACES = {
@@ -120,8 +124,11 @@ else:
         "Task": "tasks.task",
         "compare": "experiments.api",
         "distribute": "engines.processes.own_loop",
+        "is_first": "engines.processes.environment",
+        "rank": "engines.processes.environment",
         "replay": "experiments.replay",
         "train": "experiments.api",
+        "world_size": "engines.processes.environment",
     }
     __all__ = list(PLACES)
     __getattr__ = lazy_names(__name__, PLACES)

@@ -55,6 +55,7 @@ class Limits:
     status: float = 2.0  # from the end of a connection until the exit status is known
     unwinding: float = 3.0  # for a program to end once its rank was told to leave
     leaving: float = 5.0  # for the process of such a rank, or of one that delivered its result
+    advice: str = ""  # for the user of a program that had more to do than `patience` allows
 
 
 class State(enum.Enum):
@@ -325,17 +326,20 @@ class Verdicts:
         return f"{lost.name} {self.left_out[lost.rank]}; {consequence}"
 
     def _is_awaited(self, member: Member) -> bool:
-        """A rank that leaves may well wait for the slowest: it hangs once all are leaving."""
+        """A rank that leaves may well wait for the slowest: it hangs once all are leaving. One that
+        is paused has said that it may take long."""
+        if member.pulse.phase == "paused":
+            return False
         return member.pulse.phase != "leaving" or all(m.leaving for m in self._members.values())
 
     def _idle_text(self, member: Member, idle: float) -> str:
         pulse = member.pulse
         waiters = [m.rank for m in self._members.values() if member.rank in m.pulse.waits_for]
         text = f"hangs: no progress for {idle:.0f} s (step {pulse.step}, {pulse.phase})"
-        if not waiters:
-            return text
-        who = "rank " + str(waiters[0]) if len(waiters) == 1 else f"ranks {waiters}"
-        return f"{text}; {who} waiting for it"
+        if waiters:
+            who = "rank " + str(waiters[0]) if len(waiters) == 1 else f"ranks {waiters}"
+            text = f"{text}; {who} waiting for it"
+        return f"{text}; {self.limits.advice}" if self.limits.advice else text
 
     def _only_stopped_missing(self, now: float) -> Iterable[Instruction]:
         held = [m for m in self._members.values() if m.state is State.STOPPED]

@@ -4,6 +4,8 @@ the second; `batches` deals out the data, and serves on a rank without any.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -16,15 +18,26 @@ from torch.utils.data import DataLoader
 from orchestra import exchange
 from orchestra.collectives import all_reduce
 from orchestra.data.own_loop import Loader, Part, QueuedLoader, ShardedLoader, shard_loader
-from orchestra.errors import InputError
+from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
 from orchestra.schedules.work_queue import Kind, WorkItem
-from orchestra.strategies.base import CHANGED, Strategy, WorkSource
-from orchestra.trainer.own_loop_checks import Audit, check_model
+from orchestra.strategies.base import Strategy, WorkSource
+from orchestra.strategies.switch import Switch
+from orchestra.trainer.own_model import (
+    FORWARD,
+    STATE_DICT,
+    Audit,
+    Hook,
+    check_model,
+    part_storages,
+)
 from orchestra.trainer.sample_counts import SampleCounts
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
+
+MID_EPOCH = -(1 << 20)
+"""In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
 
 
 class OwnLoop:
@@ -33,6 +46,7 @@ class OwnLoop:
     `accumulation` is how many times the user calls `backward` for one `step`: only the last one
     exchanges. Where an epoch ends with fewer, `step` does. Where there are more, each one that is
     complete is exchanged again, together with the average of those before, which stays what it is.
+    `loader` may be the batches of another loop, whose models are trained by turns on each of them.
     """
 
     def __init__(
@@ -40,7 +54,7 @@ class OwnLoop:
         runtime: Runtime,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: Loader,
+        loader: Loader | Batches,
         strategy: Strategy[Any],
         *,
         accumulation: int = 1,
@@ -57,6 +71,7 @@ class OwnLoop:
                 "started: start as many, or name another strategy"
             )
         check_model(model, optimizer, len(roles.workers))
+        _refuse_late_workers(strategy, runtime.ranks)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         spec = OptimizerSpec.from_instance(optimizer, names)
         self.worker = Worker(
@@ -68,18 +83,21 @@ class OwnLoop:
             overlap=overlap,
         )
         self.worker.set_workers(roles.workers)
-        _part_storages(self.worker)
+        part_storages(self.worker)
         self.optimizer = optimizer
         self.accumulation = accumulation
         queued = None
-        if work == "shared" and accumulation == 1 and QueuedLoader.fits(loader):
-            assert isinstance(loader, DataLoader)
-            queued = QueuedLoader(loader, seed)
+        source = loader if isinstance(loader, Batches) and not loader.ended else None
+        own: Loader = loader.loader if isinstance(loader, Batches) else loader
+        if work == "shared" and accumulation == 1 and source is None and QueuedLoader.fits(own):
+            assert isinstance(own, DataLoader)
+            queued = QueuedLoader(own, seed)
             self.worker.queue_of = queued.queue
         self.state = strategy.start(self.worker)
         self.counts = SampleCounts(copied=self.worker.layout.device.type != "cpu")
-        self.batches = Batches(self, loader, seed, queued)
+        self.batches = Batches(self, own, seed, queued, source)
         self._audit = Audit(self.worker)
+        self._handed_over = False
         self._backwards = 0  # in this epoch
         self._entered = False  # a forward pass of this step has begun
         self._in_backward = False
@@ -92,17 +110,40 @@ class OwnLoop:
         self._take_over_backward(model)
         self._take_over_step()
 
-    def _take_over_forward(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(_Entrance(self))
+    @property
+    def begun(self) -> bool:
+        """Whether training has begun."""
+        return self.batches.begun or self._steps > 0
 
-    def enter(self, module: nn.Module) -> None:
+    def trains(self, parameters: set[nn.Parameter]) -> bool:
+        """Whether one of `parameters` is trained here."""
+        return not parameters.isdisjoint(self.worker.gradients.parameters)
+
+    def _take_over_forward(self, model: nn.Module) -> None:
+        self._model_hooks = [
+            model.register_forward_pre_hook(Hook(self.enter, FORWARD)),
+            model.register_state_dict_pre_hook(Hook(self._may_be_saved, STATE_DICT)),
+        ]
+
+    def enter(self, module: nn.Module, _: Any) -> None:
         """Before a forward pass of `module`; the first one of a step may change the parameters."""
-        if module is not self.worker.module or not torch.is_grad_enabled():
+        self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
+        if not torch.is_grad_enabled():
             return
         self.counts.forward()
         if module.training and not self._entered:
             self._entered = True
             self.strategy.before_forward(self.worker, self.state)
+
+    def _may_be_saved(self, *_: Any) -> None:
+        """Before somebody reads the parameters by name."""
+        synchronous = self.strategy.currently_synchronous(self.state)
+        if self.batches.left and not synchronous and len(self.worker.workers) > 1:
+            raise InputError(
+                f"the loop was left before the epoch's end, and under {self.strategy!r} each "
+                "worker's model is another one: call batches.agree() on every worker before "
+                "state_dict(), or let the epoch end"
+            )
 
     def begin_epoch(self) -> None:
         """Count the backward passes from here."""
@@ -178,6 +219,10 @@ class OwnLoop:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if loop._stepping:
                 return original()
+            if loop.batches.ended:
+                if loop._handed_over:
+                    return original(closure)
+                raise InputError(f"optimizer.step(): {ENDED}")
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -249,80 +294,201 @@ class OwnLoop:
                 "a norm of its own: set returns='gradients', which averages it in backward()"
             )
 
-    def finish(self) -> None:
-        """The script is over: leave in order, whatever the others still do."""
-        self.worker.reporter.phase("leaving")
-        if not self.batches.ended:
-            self.strategy.stop(self.worker, self.state)
+    def finish(self, *, goes_on: bool = False) -> None:
+        """This loop is over: leave in order, whatever the others still do.
+
+        Ranks that serve are told whether the script `goes_on` with another loop.
+        """
+        self.worker.reporter.phase("training" if goes_on else "leaving")
+        if self.batches.ended:
+            return
+        self.strategy.stop(self.worker, self.state)
+        self.batches.end(goes_on=goes_on)
+
+    def close(self, *, handed_over: bool) -> None:
+        """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""
+        self._handed_over = handed_over
+        for hook in self._model_hooks:
+            hook.remove()
+        self.worker.gradients.close()
+        self.worker.reporter.expendable(False)
 
 
-def _part_storages(worker: Worker) -> None:
-    """Give each parameter a storage of its own in the flat vector: a file gets whole storages."""
-    if worker.layout.device.type != "meta":
-        for parameter in worker.gradients.parameters:
-            parameter.data = torch.from_dlpack(parameter.data)
+ENDED = (
+    "this loop ended when another model was distributed; models that are trained by turns are all "
+    "distributed before the first step"
+)
 
 
-class _Entrance:
-    """The forward hook of a model that is distributed; copies of the model, and its file, do
-    without: there it is a callable that hands the arguments through."""
+def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
+    """Whether a rank has no data in some phase of `strategy`."""
+    return any(len(phase.roles(ranks).workers) < ranks for phase in _phases(strategy))
 
-    def __init__(self, loop: OwnLoop) -> None:
-        self._loop = loop
 
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        self._loop.enter(module)
+def _refuse_late_workers(strategy: Strategy[Any], ranks: int) -> None:
+    """A rank that serves does not run the loop, and could not come into it later."""
+    for first, then in itertools.pairwise(_phases(strategy)):
+        late = set(then.roles(ranks).workers) - set(first.roles(ranks).workers)
+        if late:
+            raise InputError(
+                f"{strategy!r}: rank {min(late)} serves first, and could not come into a loop of "
+                "your own in mid-epoch: set placement='beside' in the first phase"
+            )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, ({}, "get")  # {}.get(module, arguments); no import is needed to load it
+
+def _phases(strategy: Strategy[Any]) -> Iterator[Strategy[Any]]:
+    """Those of a switch, and of the switches in it, in their order; else `strategy` itself."""
+    if isinstance(strategy, Switch):
+        yield from _phases(strategy.first)
+        yield from _phases(strategy.then)
+    else:
+        yield strategy
 
 
 class Batches:
     """The user's loader, dealt out to the workers; iterate it as before, once an epoch.
 
-    When an iteration ends, every rank's model holds the agreed parameters. On a rank without
-    data an iteration yields nothing: it serves until the workers' epoch is over. Where workers take
-    batches from a queue, which `queued` loads, they get unlike numbers of them.
+    When an iteration ends, every worker's model holds the agreed parameters. A rank that has become
+    a server gets nothing more: its iterations serve until the workers' epoch is over, and the one
+    after the workers have left ends its script, with status 0. Where workers take batches from a
+    queue, which `queued` loads, they get unlike numbers of them.
 
     Attributes:
         item: what this worker took from the queue and has not made a step with.
+        ended: all workers have left.
+        begun: an epoch was begun, or served.
     """
 
     def __init__(
-        self, loop: OwnLoop, loader: Loader, seed: int, queued: QueuedLoader | None
+        self,
+        loop: OwnLoop,
+        loader: Loader,
+        seed: int,
+        queued: QueuedLoader | None,
+        source: Batches | None = None,
     ) -> None:
         self.item: WorkItem | None = None
         self._queued = queued
         self.loss = float("nan")
-        self.ended = False  # all workers have left: nothing is to be served any more
+        self.ended = self.begun = self._goes_on = self._in_epoch = False
+        self.left = False
         self._loop = loop
-        self._loader = loader
+        self.loader = loader
         self._seed = seed
         self.epoch = 0
         self._roles = loop.strategy.current_roles(loop.worker, loop.state)
         self._sharded = self._shard()
+        self._source = source
+        self._together = [self]  # this one and those that are iterated with it
+        if source is not None:
+            source.add(self)
 
     def __len__(self) -> int:
-        return len(self._sharded) if self._sharded is not None else 0
+        sharded, workers = self._sharded, len(self._roles.workers)
+        if sharded is None:  # on a server: that of a worker
+            sharded = shard_loader(self.loader, workers, 0, self._seed)
+        return len(sharded)
+
+    def add(self, other: Batches) -> None:
+        """From now on an iteration counts for `other`, too."""
+        if self._queued is not None and self._loop.strategy.self_paced:
+            raise InputError(
+                "models that are trained by turns need as many batches on every worker: set "
+                "work='equal' in the first distribute"
+            )
+        self._together.append(other)
 
     def __iter__(self) -> Iterator[Any]:
-        loop = self._loop
-        if self.ended:
+        if self._source is not None:
+            yield from self._source
             return
-        loop.worker.reporter.phase("training")
-        loop.begin_epoch()
+        if self._is_over():
+            return
+        for each in self._together:
+            each._begin_epoch()
+        try:
+            if self._sharded is not None:
+                yield from self._work(self._sharded)
+        except GeneratorExit:
+            for each in self._together:
+                each.left = True
+            raise
+        for each in self._together:
+            each._end_epoch()
+
+    def _is_over(self) -> bool:
+        """Whether there is nothing to iterate over, where that is no mistake."""
+        if not self.ended:
+            return False
+        if self._is_worker():
+            raise InputError(f"batches: {ENDED}")
+        if not self._goes_on:
+            raise SystemExit(0)
+        return True
+
+    def _begin_epoch(self) -> None:
+        self.begun = self._in_epoch = True
+        self.left = False
+        self._loop.worker.reporter.phase("training")
+        self._loop.begin_epoch()
         self._follow_phase()
-        if self._sharded is not None:
-            yield from self._work(self._sharded)
+
+    def _end_epoch(self) -> None:
+        loop = self._loop
         loop.counts.end_epoch()
         if self._is_worker():
             loop.strategy.quiesce(loop.worker, loop.state, self.epoch)
         else:
             self._serve()
+        self._take_part_in_agreement()
+        if self.ended:
+            self.end(goes_on=False)
+        self._in_epoch = False
+        self.epoch += 1
+
+    def agree(self) -> None:
+        """In mid-epoch, let every worker's model hold the agreed parameters; training can go on.
+
+        For instance after `break`, before saving: every worker calls it, after equally many steps.
+        Where an epoch has ended it changes nothing.
+
+        Raises:
+            InputError: workers take unlike numbers of batches.
+        """
+        for each in self._together if self._source is None else self._source._together:
+            each._agree()
+
+    def _agree(self) -> None:
+        loop = self._loop
+        if not self._in_epoch or self.ended or not self._is_worker():
+            return
+        if loop.strategy.work(loop.state) is not None:
+            raise InputError(
+                "batches.agree() in mid-epoch needs equally many batches on every worker: set "
+                "work='equal' in distribute, or go on to the end of the epoch"
+            )
+        loop.strategy.quiesce(loop.worker, loop.state, MID_EPOCH)
+        self._take_part_in_agreement()
+
+    def _take_part_in_agreement(self) -> None:
+        loop = self._loop
         loop.strategy.agree(loop.worker, loop.state)
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
             exchange.broadcast_buffers(loop.worker, loop.worker.everyone)
-        self.epoch += 1
+        self.left = False
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """While inside, this rank may take as long as it likes; the others wait when they need it.
+
+        For what takes longer than `patience` without a forward pass of the model.
+        """
+        reporter = self._loop.worker.reporter
+        reporter.phase("paused")
+        try:
+            yield
+        finally:
+            reporter.phase("training")
 
     def report(self, loss: float) -> None:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
@@ -362,11 +528,13 @@ class Batches:
         total = part.total
         if total is None:
             total = part.samples
-            if self._loop.strategy.currently_synchronous(self._loop.state):
+            loops = [each._loop for each in self._together]
+            if any(loop.strategy.currently_synchronous(loop.state) for loop in loops):
                 counts = torch.tensor([float(total)], dtype=torch.float64)
                 all_reduce(worker.transport, counts, "ring", worker.workers, Tag.COUNT)
                 total = int(counts)
-        self._loop.counts.take(part.samples, total, part.batch)
+        for each in self._together:
+            each._loop.counts.take(part.samples, total, part.batch)
 
     def _alike(self, number: int) -> bool:
         """Collective over the workers: whether `number`, of 32 bits, is the same on all of them."""
@@ -376,6 +544,33 @@ class Batches:
         all_reduce(worker.transport, numbers, "ring", worker.workers, Tag.COUNT)
         return bool((numbers == number).all())
 
+    def serve_to_the_end(self) -> None:
+        """On a rank without data: serve until the workers have left this loop.
+
+        Raises SystemExit where their scripts are over.
+        """
+        while not self._is_worker() and not self.ended:
+            self._end_epoch()
+        if self.ended and not self._goes_on:
+            raise SystemExit(0)
+
+    def end(self, *, goes_on: bool) -> None:
+        """The loop is over; a worker tells those that serve whether the script `goes_on`."""
+        self.begun = self.ended = True
+        self._goes_on = goes_on
+        worker = self._loop.worker
+        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
+        everyone = worker.everyone.ranks
+        first = next(rank for rank in workers if rank in everyone)
+        with contextlib.suppress(PeerLost):
+            if worker.rank not in workers:
+                self._goes_on = bool(worker.transport.receive(first, Tag.GOES_ON).wait())
+            elif worker.rank == first:
+                word = torch.tensor([float(goes_on)])
+                for rank in everyone:
+                    if rank not in workers:
+                        worker.transport.send(word, rank, Tag.GOES_ON).wait()
+
     def _serve(self) -> None:
         loop = self._loop
         loop.worker.reporter.phase("serving")
@@ -383,8 +578,10 @@ class Batches:
         while not self._is_worker():
             paused = loop.strategy.serve(loop.worker, loop.state)
             self.ended = paused is None
-            if paused is None or paused.step != CHANGED:
+            if paused is None or paused.step >= 0:
                 break
+            if paused.step == MID_EPOCH:
+                self._take_part_in_agreement()
         loop.worker.reporter.phase("training")
 
     def _is_worker(self) -> bool:
@@ -404,7 +601,7 @@ class Batches:
         if rank not in workers:
             return None
         index = workers.index(rank)
-        sharded = shard_loader(self._loader, len(workers), index, self._seed, self._alike)
+        sharded = shard_loader(self.loader, len(workers), index, self._seed, self._alike)
         if hasattr(sharded, "epoch"):
             sharded.epoch = self.epoch
         return sharded

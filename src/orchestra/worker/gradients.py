@@ -40,8 +40,10 @@ class Gradients:
         self._own_tail = np.zeros(len(self.tail))
         self._on_ready: Callable[[int], None] | None = None
         self._on_backward: Callable[[], None] | None = None
-        for index, parameter in enumerate(self.parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
@@ -52,6 +54,11 @@ class Gradients:
                 self._on_ready(index)
 
         return mark
+
+    def close(self) -> None:
+        """Hear no more of the parameters' gradients."""
+        for hook in self._hooks:
+            hook.remove()
 
     def when_ready(self, callback: Callable[[int], None] | None) -> None:
         """Call `callback(slot)` in a step's last backward when that slot has its gradient."""

@@ -3,6 +3,7 @@ Kubernetes' PyTorchJob. Imports without torch."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,29 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
     if "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
         return _slurm(_Variables(environ, "Slurm"))
     return None
+
+
+def rank() -> int:
+    """The number of this process among those that the launcher started, from 0.
+
+    0 in a process that nobody launched. Known before `orchestra.distribute` and after it.
+    """
+    launched = detect(os.environ)
+    return 0 if launched is None else launched.rank
+
+
+def world_size() -> int:
+    """How many processes the launcher started, dedicated servers included; 1 without a launcher."""
+    launched = detect(os.environ)
+    return 1 if launched is None else launched.ranks
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, which is never a dedicated server: the one to log and save.
+
+    With one process, always.
+    """
+    return rank() == 0
 
 
 class _Variables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestra.engines.events import Event, Notice
@@ -46,6 +48,7 @@ def join(
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     quiet: bool = True,
+    advice: str = "",
 ) -> Outcome:
     """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
 
@@ -58,6 +61,7 @@ def join(
             `ORCHESTRA_TLS_AUTHORITY` name; unencrypted without them.
         patience: see `launch`, as `threads` and the other arguments. `on_event` and `quiet` matter
             on rank 0.
+        advice: what a user can do about a rank that is taken for hung.
 
     Returns:
         On rank 0 the outcome of the whole run, on every other rank one with its own result.
@@ -67,7 +71,7 @@ def join(
         RunFailed: on every rank, with the first cause. A rank whose program does not react to the
             end of the run prints the cause, and leaves its process with status 1.
     """
-    limits = Limits(patience=patience)
+    limits = Limits(patience=patience, advice=advice)
     tls = tls or from_environment(os.environ)
     chosen = host or os.environ.get(HOST_VARIABLE)
     address = numeric(chosen) if chosen else towards(launched.address, launched.port)
@@ -125,6 +129,7 @@ def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Stor
             is_master=opens,
             timeout=timedelta(seconds=limits.joining),
             wait_for_workers=False,
+            multi_tenant=True,  # a process group of the user's own may be in the same store
             # An own socket, since the store itself would listen on every interface.
             master_listen_fd=None if listener is None else listener.detach(),
         )
@@ -136,12 +141,15 @@ def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Stor
     return PrefixStore(f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _listen(launched: Launched, host: str | None) -> socket.socket:
+def _listen(launched: Launched, host: str | None) -> socket.socket | None:
+    """The port of the store; None where this process has a store there already."""
     address = numeric(host or launched.address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, launched.port), family=family)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and dist.is_initialized():
+            return None
         raise InputError(
             f"rank 0 cannot listen on {launched.address}:{launched.port}: {error.strerror}; the "
             f"master address has to be one of rank 0's machine (or name one in {HOST_VARIABLE}), "

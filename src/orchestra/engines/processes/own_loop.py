@@ -1,12 +1,14 @@
-"""Distribute a loop of the user's own, in processes that torchrun or another launcher started."""
+"""Distribute loops of the user's own, in processes that torchrun or another launcher started."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import queue
 import sys
 import threading
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +25,8 @@ from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer.own_loop import Batches, OwnLoop
+from orchestra.trainer.own_loop import Batches, OwnLoop, may_serve
+from orchestra.transports.channels import Channel
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
 from orchestra.worker.reporters import SilentReporter
@@ -32,11 +35,16 @@ from orchestra.worker.runtime import Runtime
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
+ADVICE = (
+    "put what takes longer, such as an evaluation or writing a file, into "
+    "`with batches.pause():`, or raise `patience` in orchestra.distribute"
+)
+
 
 def distribute(
     model: Model,
     optimizer: Optimizer,
-    batches: DataLoader[Any],
+    batches: DataLoader[Any] | Batches,
     strategy: Strategy[Any] | str,
     *,
     accumulation: int = 1,
@@ -55,10 +63,19 @@ def distribute(
     and `step()` pushes them, with the learning rates that stand in `optimizer.param_groups`.
 
     Iterate the returned batches once an epoch; the batch size of the loader is that of one
-    worker. When an epoch ends, every rank's model holds the agreed parameters.
+    worker. When an epoch ends, every worker's model holds the agreed parameters.
+
+    A dedicated server never comes back: it serves in here until the workers' scripts are over, and
+    then its process ends with status 0. Code behind this call runs on workers alone.
+
+    A script may distribute several times. A call ends every earlier loop that has begun to train,
+    or that trains the same parameters; its batches and its optimizer are then refused. Models that
+    are trained by turns, as in a GAN, are all distributed before the first step, each further one
+    with the batches that the first call returned.
 
     Args:
-        batches: the loader of the whole data set, as for a single machine; do not shard it.
+        batches: the loader of the whole data set, as for a single machine; do not shard it. Or the
+            batches of an earlier call, on which this model is trained as well.
         strategy: an object such as `AllReduce("ring")`, or its notation as text.
         accumulation: calls of `backward()` for one `step()`; only the last one exchanges.
         seed: of the order of the samples, where there are several workers.
@@ -68,8 +85,9 @@ def distribute(
             loader dealt out.
         bucket_megabytes: gradients exchanged at a time, by strategies that exchange them.
         overlap: exchange them while the backward pass goes on.
-        patience: seconds without progress until a rank counts as hung.
-        host: the local address that the other ranks are to use (default: found out).
+        patience: seconds without an exchange or a forward pass until a rank counts as hung, unless
+            it is inside `with batches.pause():`. The first call of a process decides.
+        host: the local address that the other ranks are to use (default: found out). As `patience`.
 
     Returns:
         The same model and optimizer, and the loader to iterate in place of `batches`.
@@ -82,14 +100,10 @@ def distribute(
         strategy = parse(strategy, STRATEGIES, where="strategy")
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
-    launched = detect(os.environ)
-    if launched is None:
-        runtime, host_thread = _alone(), None
-    else:
-        host_thread = _Host(launched, patience, host)
-        runtime = host_thread.runtime
+    place = _Place.of_this_process(patience, host)
+    place.end_loops_before(model, optimizer, strategy)
     loop = OwnLoop(
-        runtime,
+        place.channel(),
         model,
         optimizer,
         batches,
@@ -100,7 +114,8 @@ def distribute(
         bucket_megabytes=bucket_megabytes,
         overlap=overlap,
     )
-    _Ending(loop, host_thread).register()
+    place.loops.append(loop)
+    loop.batches.serve_to_the_end()
     return model, optimizer, loop.batches
 
 
@@ -143,7 +158,7 @@ class _Host:
         try:
             join(
                 self._lend, None, launched,
-                patience=patience, host=host, threads=self._threads, quiet=False,
+                patience=patience, host=host, threads=self._threads, quiet=False, advice=ADVICE,
             )  # fmt: skip
         except BaseException as error:
             self.failure = error
@@ -162,20 +177,58 @@ class _Host:
         self._thread.join()
 
 
-class _Ending:
-    """At the end of the script the run ends with it, in order or with the script's error."""
+class _Place:
+    """This process's place among those that were started. All loops in it share its connections.
 
-    def __init__(self, loop: OwnLoop, host: _Host | None) -> None:
-        self._loop = loop
-        self._host = host
+    At the end of the script the run ends with it, in order or with the script's error.
+    """
+
+    _taken: _Place | None = None
+
+    def __init__(self, patience: float, host: str | None) -> None:
+        launched = detect(os.environ)
+        self._host = None if launched is None else _Host(launched, patience, host)
+        self._runtime = _alone() if self._host is None else self._host.runtime
+        self._channels = itertools.count()
         self._error: BaseException | None = None
-
-    def register(self) -> None:
-        """From now on."""
+        self.loops: list[OwnLoop] = []  # that have not ended
         if self._host is not None:
             self._hook = sys.excepthook
             sys.excepthook = self._note
         atexit.register(self._end)
+
+    @classmethod
+    def of_this_process(cls, patience: float, host: str | None) -> _Place:
+        """Its place, taken at the first call."""
+        if cls._taken is None:
+            cls._taken = cls(patience, host)
+        return cls._taken
+
+    def channel(self) -> Runtime:
+        """The runtime of the next loop, whose messages no other loop sees."""
+        transport = Channel(self._runtime.transport, next(self._channels))
+        return replace(self._runtime, transport=transport)
+
+    def end_loops_before(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy[Any]
+    ) -> None:
+        """Collective: end the loops that are over once `model` is distributed.
+
+        Raises `InputError` where a loop that goes on, or the new one, has ranks that only serve:
+        they do so for one loop at a time.
+        """
+        parameters = set(model.parameters())
+        over = [loop for loop in self.loops if loop.begun or loop.trains(parameters)]
+        self.loops = [loop for loop in self.loops if loop not in over]
+        for each in (strategy, *(loop.strategy for loop in self.loops)):
+            if self.loops and may_serve(each, self._runtime.ranks):
+                raise InputError(
+                    f"{each!r} has ranks that only serve, which do so for one loop at a time: "
+                    "train models by turns with placement='beside', or under all-reduce"
+                )
+        for loop in over:
+            loop.finish(goes_on=True)
+            loop.close(handed_over=loop.optimizer is optimizer)
 
     def _note(
         self,
@@ -190,7 +243,8 @@ class _Ending:
     def _end(self) -> None:
         if self._error is None:
             try:
-                self._loop.finish()
+                for loop in self.loops:
+                    loop.finish()
             except BaseException as error:
                 self._error = error
         if self._host is None:

@@ -1,8 +1,10 @@
-"""What a loop of the user's own cannot do: found out before it trains, and at each of its steps."""
+"""The model in a loop of the user's own: what is refused, what is put into it, what is watched."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +40,34 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
                     "model does not have, so that no other worker would learn of it: put both into "
                     "one nn.Module (an nn.ModuleList) and distribute that"
                 )
+
+
+def part_storages(worker: Worker) -> None:
+    """Give each parameter a storage of its own in the flat vector: files get whole storages."""
+    if worker.layout.device.type != "meta":
+        for parameter in worker.gradients.parameters:
+            parameter.data = torch.from_dlpack(parameter.data)
+
+
+class Hook:
+    """Calls `function`, as a hook of a module; in copies of the module, and its file, `harmless`.
+
+    That is a method of a builtin object: such a file loads where Orchestra is missing, too.
+    """
+
+    def __init__(self, function: Callable[..., None], harmless: tuple[object, str]) -> None:
+        self._function = function
+        self._harmless = harmless
+
+    def __call__(self, *arguments: Any) -> None:
+        self._function(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._harmless
+
+
+FORWARD: tuple[object, str] = ({}, "get")  # {}.get(module, inputs): the inputs, as they are
+STATE_DICT = ("", "format")  # "".format(module, prefix, keep): nothing that anybody reads
 
 
 @dataclass(frozen=True)

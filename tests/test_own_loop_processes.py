@@ -1,0 +1,215 @@
+"""Loops of the user's own as guests of processes: several in one script, beside a process group,
+servers, evaluations that take long, and what a script may ask of its place."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.commands import Started, torchrun
+from tests.threads import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import orchestra
+from orchestra.errors import InputError
+from orchestra.settings import parse
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.own_loop import OwnLoop
+from orchestra.transports.channels import Channel
+from orchestra.worker.runtime import Runtime
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SEVERAL = SCRIPTS / "several_loops.py"
+
+
+def vectors(folder: Path, rank: int = 0) -> list[list[float]]:
+    found: list[list[float]] = json.loads((folder / f"rank-{rank}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "parts"),
+    [
+        ("AllReduce('ring')", 2, ["folds", "cell_run_twice", "by_turns", "get_batch"]),
+        ("ParameterServer(placement='beside')", 2, ["folds", "by_turns", "cell_run_twice"]),
+        ("ParameterServer", 3, ["folds", "cell_run_twice", "get_batch"]),
+    ],
+)
+def test_several_loops_in_one_script(
+    strategy: str, ranks: int, parts: list[str], tmp_path: Path
+) -> None:
+    """Two workers come to what one process with the batch of both comes to; with servers that
+    come back for the next loop, and at last leave a loop that no `for` drives. Under all-reduce
+    beside the script's own process group."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    with Started([sys.executable, str(SEVERAL), strategy, *parts], plain) as process:
+        assert process.end().status == 0
+    with torchrun(SEVERAL, ranks, [strategy, *parts], tmp_path) as process:
+        ended = process.end()
+    assert ended.status == 0, ended.err
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    for rank in range(2):
+        for ours, theirs in zip(vectors(tmp_path, rank), vectors(plain), strict=True):
+            torch.testing.assert_close(
+                torch.tensor(ours), torch.tensor(theirs), rtol=1e-6, atol=1e-6
+            )
+
+
+def test_an_evaluation_longer_than_patience(tmp_path: Path) -> None:
+    """On one rank, while the other one waits: inside `pause` all goes on; outside the run ends, and
+    the message says what to do."""
+    with torchrun(SCRIPTS / "long_evaluation.py", 2, [], tmp_path) as process:
+        ended = process.end()
+    assert ended.status != 0
+    assert (tmp_path / "paused").exists()
+    assert "rank 0 on " in ended.err
+    assert "hangs: no progress for" in ended.err
+    assert "put what takes longer, such as an evaluation" in ended.err
+    assert "`with batches.pause():`" in ended.err
+
+
+# On threads
+
+
+def regression(samples: int = 16) -> DataLoader[Any]:
+    features = torch.linspace(-1, 1, 3 * samples, dtype=torch.float64).view(samples, 3).sin()
+    return DataLoader(TensorDataset(features, features.sum(1, keepdim=True)), batch_size=2)
+
+
+def loop_of(
+    runtime: Runtime, strategy: str, batches: Any = None, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, OwnLoop]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parsed = parse(strategy, STRATEGIES, where="strategy")
+    loader = regression() if batches is None else batches
+    return model, optimizer, OwnLoop(runtime, model, optimizer, loader, parsed, **settings)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> None:
+    optimizer.zero_grad()
+    mse_loss(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "LocalSGD(100)",
+        "ParameterServer(consistency='asynchronous')",
+        "Gossip",
+        "Switch(AllReduce, ParameterServer(consistency='asynchronous'), when=AfterSteps(1))",
+    ],
+)
+def test_agree_in_mid_epoch_and_after_a_break(strategy: str) -> None:
+    """Workers agree after their first step, go on, break off, and agree again."""
+
+    def train(runtime: Runtime) -> list[Tensor]:
+        model, optimizer, loop = loop_of(runtime, strategy, work="equal")
+        found = []
+        for number, batch in enumerate(loop.batches):
+            step(model, optimizer, batch)
+            if number == 1:
+                break
+            before = nn.utils.parameters_to_vector(model.parameters()).clone()
+            loop.batches.agree()
+            found += [before, nn.utils.parameters_to_vector(model.parameters()).clone()]
+        loop.batches.agree()
+        found.append(nn.utils.parameters_to_vector(model.parameters()).clone())
+        loop.finish()
+        return found
+
+    (one, agreed, last), (other, agreed_too, last_too) = run_ranks(3, train)[:2]
+    assert torch.equal(agreed, agreed_too)
+    assert torch.equal(last, last_too)
+    assert not torch.equal(agreed, last)
+    assert torch.equal(one, other) == ("Switch" in strategy)
+
+
+def test_agree_with_a_queue_is_refused_with_the_way_round() -> None:
+    def train(runtime: Runtime) -> None:
+        model, optimizer, loop = loop_of(runtime, "PairwiseAveraging")
+        for batch in loop.batches:
+            step(model, optimizer, batch)
+            loop.batches.agree()
+
+    with pytest.raises(InputError, match="work='equal'"):
+        run_ranks(2, train)
+
+
+def test_a_server_knows_the_length_of_the_workers() -> None:
+    def length(runtime: Runtime) -> int:
+        _, _, loop = loop_of(runtime, "ParameterServer")
+        return len(loop.batches)
+
+    assert run_ranks(3, length) == [4, 4, 4]
+
+
+def test_models_by_turns_need_as_many_batches_everywhere() -> None:
+    def train(runtime: Runtime) -> None:
+        channel = Channel(runtime.transport, 1)
+        _, _, first = loop_of(runtime, "PairwiseAveraging")
+        loop_of(Runtime(**{**vars(runtime), "transport": channel}), "Gossip", first.batches)
+
+    with pytest.raises(InputError, match="work='equal'"):
+        run_ranks(2, train)
+
+
+def test_a_server_that_is_to_work_later_is_refused() -> None:
+    strategy = "Switch(ParameterServer, AllReduce, when=AfterSteps(3), moments='reset')"
+    with pytest.raises(InputError, match=r"rank 2 serves first.*placement='beside'"):
+        run_ranks(3, lambda runtime: loop_of(runtime, strategy))
+
+
+def test_a_loop_that_ended_refuses_to_train() -> None:
+    def train(runtime: Runtime) -> None:
+        model, optimizer, loop = loop_of(runtime, "AllReduce")
+        batch = next(iter(loop.batches))
+        step(model, optimizer, batch)
+        loop.finish(goes_on=True)
+        loop.close(handed_over=False)
+        with pytest.raises(InputError, match="ended when another model"):
+            next(iter(loop.batches))
+        with pytest.raises(InputError, match="ended when another model"):
+            step(model, optimizer, batch)
+
+    run_ranks(2, train)
+
+
+def test_a_forward_pass_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an evaluation, too: it is no exchange, but what the watcher sees has moved."""
+    from orchestra.engines.processes import own_loop
+
+    runtime = own_loop._alone()
+    model, _, _ = loop_of(runtime, "AllReduce")
+    calls = runtime.compute.calls  # type: ignore[attr-defined]
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3, dtype=torch.float64))
+    assert runtime.compute.calls == calls + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1, True)),
+        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2"}, (2, 3, False)),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, (0, 2, True)),
+    ],
+)
+def test_a_script_can_ask_for_its_place(
+    variables: dict[str, str], expected: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in {**variables, **common}.items():
+        monkeypatch.setenv(name, value)
+    assert (orchestra.rank(), orchestra.world_size(), orchestra.is_first()) == expected
