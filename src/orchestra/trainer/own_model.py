@@ -31,6 +31,12 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
                 f"{name!r} has sparse gradients, which do not travel here: make the "
                 f"{type(module).__name__} with sparse=False"
             )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise InputError(
+                f"parameter {name!r} is complex, and such numbers do not travel here: keep it as "
+                "torch.view_as_real(...) of them"
+            )
     known = set(model.parameters())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
