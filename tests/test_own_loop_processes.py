@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.commands import Started, torchrun
+from tests.comparisons import experiment
 from tests.threads import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import orchestra
+from orchestra.engines.processes.launch import launch
 from orchestra.errors import InputError
+from orchestra.experiments.comparison import idle_nodes
+from orchestra.experiments.experiment import runs
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
@@ -213,3 +218,34 @@ def test_a_script_can_ask_for_its_place(
     for name, value in {**variables, **common}.items():
         monkeypatch.setenv(name, value)
     assert (orchestra.rank(), orchestra.world_size(), orchestra.is_first()) == expected
+
+
+# Where things are defined and where they run
+
+
+class Own:
+    """Stands for a task or a strategy of a notebook's cell."""
+
+
+def test_what_a_notebooks_cell_defines_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the main module is no file that a rank could import."""
+    cell = types.ModuleType("__main__")
+    cell.Own = Own  # type: ignore[attr-defined]
+    monkeypatch.setattr(Own, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    with pytest.raises(InputError, match=r"notebook's cell .*%%writefile own\.py"):
+        launch(print, Own(), 1)
+
+
+def test_idle_nodes_of_a_cluster_are_told() -> None:
+    def told(**changes: Any) -> list[str]:
+        return idle_nodes(runs(experiment(engine="simulation", **changes)))
+
+    (line,) = told(ranks=[1, 2], cluster="lan_1gbit(nodes=5)")
+    assert line == (
+        "cluster lan_1gbit(nodes=5) has 5 nodes, but ranks is 2: 3 of them stand idle; "
+        "set ranks=5 to use all"
+    )
+    assert told(ranks=[1, 5], cluster="lan_1gbit(nodes=5)") == []

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from orchestra.cluster.registry import load_cluster
 from orchestra.engines.processes import devices, training
 from orchestra.engines.processes.display import Progress
 from orchestra.errors import InputError, RunFailed, nearest
@@ -108,6 +109,22 @@ def _lacking(experiment: Experiment) -> list[dict[str, Any]]:
     ]
 
 
+def idle_nodes(planned: Sequence[Run]) -> list[str]:
+    """A line for each cluster that has more nodes than the largest run has ranks to spread."""
+    most = max((run.training.ranks for run in planned), default=0)
+    simulated = [run.training for run in planned if run.training.engine == "simulation"]
+    lines = []
+    for name in dict.fromkeys(each.cluster for each in simulated):
+        cluster = load_cluster(name, where="cluster", folder=Path())
+        nodes = len(cluster.nodes)
+        if cluster.placement == "spread" and nodes > most:
+            lines.append(
+                f"cluster {name} has {nodes} nodes, but ranks is {most}: {nodes - most} of them "
+                f"stand idle; set ranks={nodes} to use all"
+            )
+    return lines
+
+
 class _Course:
     """The way from what is done already to the end, or to Ctrl-C."""
 
@@ -131,6 +148,8 @@ class _Course:
             for row in self.not_run:
                 what = f"{row['name']}, {ranks_text(row['ranks'])}"
                 self._progress.tell(f"{what}: left out: {row['reason']}")
+            for line in idle_nodes(self.runs):
+                self._progress.tell(line)
             try:
                 if self._experiment.tune is not None:
                     self._choices = self._tuned(self._experiment.tune)

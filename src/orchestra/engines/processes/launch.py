@@ -77,6 +77,7 @@ def launch(
     if ranks < 1:
         raise InputError(f"ranks is {ranks}: a run needs at least one")
     payload = _pickled(program, argument)
+    main = _main_module(payload)
     token = secrets.token_hex(32)
     limits = Limits(patience=patience)
     address = numeric(host)
@@ -90,7 +91,7 @@ def launch(
         on_event=on_event if quiet else printing(on_event),
     )
     with _store_path() as store_path, _interrupts_to(watcher.interrupt):
-        errand = Errand(payload, _main_module(payload), dict(os.environ), store_path)
+        errand = Errand(payload, main, dict(os.environ), store_path)
         watcher.start()
         alarm = threading.Timer(limit or 0.0, watcher.abandon)
         if limit is not None:
@@ -144,7 +145,14 @@ def _main_module(payload: bytes) -> dict[str, str]:
     if b"__main__" not in payload:
         return {}
     data = spawn.get_preparation_data("rank")
-    return {key: value for key, value in data.items() if key.startswith("init_main_from")}
+    found = {key: value for key, value in data.items() if key.startswith("init_main_from")}
+    if not found:
+        raise InputError(
+            "what a notebook's cell or an interactive session defines cannot be imported by the "
+            "ranks: write the task or strategy into a file (%%writefile own.py in a notebook), and "
+            "import it from there"
+        )
+    return found
 
 
 def _start(watcher: Watcher, seat: Seat, errand: Errand) -> None:
