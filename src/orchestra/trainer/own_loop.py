@@ -303,6 +303,7 @@ class OwnLoop:
         if self.batches.ended:
             return
         self.strategy.stop(self.worker, self.state)
+        self.batches.left = False
         self.batches.end(goes_on=goes_on)
 
     def close(self, *, handed_over: bool) -> None:
