@@ -219,7 +219,8 @@ REPEATABLE: list[tuple[str, int, Callable[[ByHand, list[list[Taken]]], Vector]]]
 def test_parameters_are_those_worked_out_by_hand(
     strategy: str, ranks: int, by_hand: Callable[[ByHand, list[list[Taken]]], Vector]
 ) -> None:
-    for kind, loader in (LOADERS | LOADING).items():
+    loaders = LOADERS | (LOADING if strategy in (REPEATABLE[0][0], "LocalSGD(2)") else {})
+    for kind, loader in loaders.items():
         vectors, workers = run(strategy, loader, COUNT, ranks=ranks)
         assert len(workers) == RANKS
         for epoch in range(EPOCHS):
