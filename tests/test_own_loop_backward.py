@@ -161,7 +161,7 @@ def partly_without_gradient(model: nn.Module, optimizer: Optimizer, batches: Ite
             optimizer.zero_grad()
             mean_square(model, batch).backward()
             if number == 1:
-                model.bias.grad = None
+                model.get_parameter("bias").grad = None
             optimizer.step()
 
 

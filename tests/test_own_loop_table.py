@@ -126,16 +126,16 @@ def clipping() -> None:
 def unfrozen() -> None:
     def frozen() -> nn.Module:
         model = small_model()
-        model.bias.requires_grad_(False)
+        model.get_parameter("bias").requires_grad_(False)
         return model
 
     def unfreeze(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
-        model.bias.requires_grad_(True)
+        model.get_parameter("bias").requires_grad_(True)
         plain(model, optimizer, batches)
 
     def freeze_for_a_time(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
         for epoch in range(3):
-            model.bias.requires_grad_(epoch == 1)
+            model.get_parameter("bias").requires_grad_(epoch == 1)
             plain(model, optimizer, batches)
 
     refused("'bias' needs a gradient now", unfreeze, model=frozen)
@@ -158,7 +158,8 @@ def foreign_parameters() -> None:
 @row("`parameter.data = ...`, `model.to(...)`, or another parameter in its place")
 def other_memory() -> None:
     def moved(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
-        model.weight.data = model.weight.data.clone()
+        weight = model.get_parameter("weight")
+        weight.data = weight.data.clone()
         plain(model, optimizer, batches)
 
     def replaced(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
@@ -167,7 +168,7 @@ def other_memory() -> None:
 
     def copied(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
         with torch.no_grad():
-            model.weight.copy_(torch.ones(1, 3))
+            model.get_parameter("weight").copy_(torch.ones(1, 3))
         model.load_state_dict(model.state_dict())
         model.to("cpu")
         plain(model, optimizer, batches)

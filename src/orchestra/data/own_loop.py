@@ -200,8 +200,9 @@ class QueuedLoader:
     @staticmethod
     def fits(loader: Loader) -> bool:
         """Whether each sample of `loader` has a place in an epoch, and no batch is loaded early."""
-        standard = isinstance(loader, DataLoader) and _is_standard(loader)
-        return standard and loader.num_workers == 0 and not loader.drop_last
+        if not isinstance(loader, DataLoader) or not _is_standard(loader):
+            return False
+        return loader.num_workers == 0 and not loader.drop_last
 
     def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
         """The samples from `start` on, with a pause at the end of each epoch; None for a worker

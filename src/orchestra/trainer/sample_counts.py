@@ -64,7 +64,7 @@ class SampleCounts:
     def take(self, samples: int, total: int, batch: Any) -> None:
         """A batch is handed out."""
         first = next(tensors_of(batch), None)
-        held = (lambda: None) if first is None else weakref.ref(first)
+        held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
         self._taken.append(_Taken(Count(samples, total), held))
         self._fresh, self._entered = True, 0
 
