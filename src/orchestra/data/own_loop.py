@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
+from orchestra.data.alike import AlikeStreams, digest
 from orchestra.data.order import GlobalOrder
 from orchestra.data.plan import Plan
 from orchestra.errors import InputError
@@ -31,6 +33,13 @@ class Part(NamedTuple):
     total: int | None  # of all workers in this step; None: each worker knows only its own
 
 
+Loader = DataLoader[Any] | Iterable[Any]
+"""A loader, or anything else that gives batches."""
+
+Alike = Callable[[int], bool]
+"""Collective over the workers: whether a number is the same on all of them."""
+
+
 class ShardedLoader(Protocol):
     """The parts of one worker, epoch by epoch."""
 
@@ -39,16 +48,20 @@ class ShardedLoader(Protocol):
     def __len__(self) -> int: ...
 
 
-def shard_loader(loader: DataLoader[Any], workers: int, index: int, seed: int) -> ShardedLoader:
+def shard_loader(
+    loader: Loader, workers: int, index: int, seed: int, alike: Alike | None = None
+) -> ShardedLoader:
     """Worker `index`'s part of each epoch of `loader`, whose batch size is that of one worker.
 
     - One worker: `loader` itself, the random numbers that it draws included.
     - A map-style dataset, shuffled or in sequence, in batches: each epoch is one permutation,
       equal on all workers. Every worker gets equally many batches. In the last global batch,
       which may be smaller, a worker without samples repeats those of worker 0, and they count 0.
-    - Any other loader (a sampler of the user's, an `IterableDataset`): every `workers`-th batch.
-      It has to give the same batches on every worker. Where they run out in mid-turn, a worker
-      without one repeats that of worker 0, and it counts 0.
+    - Any other loader (a sampler of the user's, an `IterableDataset`, a list of batches, an endless
+      iterator): every `workers`-th batch. It has to give the same batches on every worker; while it
+      is asked for them, the global generators draw the same numbers on all, and `alike` compares
+      the first turn of an epoch. Where batches run out in mid-turn, a worker without one repeats
+      that of worker 0, and it counts 0.
 
     Args:
         loader: its workers, collate function, pinning and other settings are kept.
@@ -57,8 +70,11 @@ def shard_loader(loader: DataLoader[Any], workers: int, index: int, seed: int) -
         seed: of the permutations; equal on all workers.
 
     Raises:
-        InputError: `loader` is distributed already.
+        InputError: `loader` is distributed already, or gives no batches.
     """
+    if not isinstance(loader, DataLoader):
+        _check_gives_batches(loader)
+        return _Whole(loader) if workers == 1 else _EveryNth(loader, workers, index, seed, alike)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise InputError(
@@ -69,11 +85,26 @@ def shard_loader(loader: DataLoader[Any], workers: int, index: int, seed: int) -
         return _Whole(loader)
     if _is_standard(loader):
         return _Dealt(loader, workers, index, seed)
-    return _EveryNth(loader, workers, index)
+    return _EveryNth(loader, workers, index, seed, alike)
 
 
-def _is_standard(loader: DataLoader[Any]) -> bool:
+def _check_gives_batches(loader: object) -> None:
+    if isinstance(loader, Dataset):
+        raise InputError(
+            f"batches: {type(loader).__name__} is a data set, which gives samples: wrap it in a "
+            "DataLoader (with batch_size=None, if it gives batches)"
+        )
+    if not isinstance(loader, Iterable):
+        remedy = "a DataLoader, or an iterable of batches"
+        if callable(loader):
+            remedy = "an iterable of batches, such as iter(get_batch, None) for a function"
+        raise InputError(f"batches: expected {remedy}, got {type(loader).__name__}")
+
+
+def _is_standard(loader: Loader) -> bool:
     """Whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
+    if not isinstance(loader, DataLoader):
+        return False
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler
@@ -83,7 +114,7 @@ def _is_standard(loader: DataLoader[Any]) -> bool:
 
 
 class _Whole:
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def __iter__(self) -> Iterator[Part]:
@@ -92,7 +123,7 @@ class _Whole:
             yield Part(batch, samples, samples)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._loader)  # type: ignore[arg-type]
 
 
 class _Dealt:
@@ -167,9 +198,11 @@ class QueuedLoader:
         self._batches = iter(_with_batches(loader, self))
 
     @staticmethod
-    def fits(loader: DataLoader[Any]) -> bool:
+    def fits(loader: Loader) -> bool:
         """Whether each sample of `loader` has a place in an epoch, and no batch is loaded early."""
-        return _is_standard(loader) and loader.num_workers == 0 and not loader.drop_last
+        if not isinstance(loader, DataLoader) or not _is_standard(loader):
+            return False
+        return loader.num_workers == 0 and not loader.drop_last
 
     def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
         """The samples from `start` on, with a pause at the end of each epoch; None for a worker
@@ -194,12 +227,16 @@ class QueuedLoader:
 
 
 class _EveryNth:
-    def __init__(self, loader: DataLoader[Any], workers: int, index: int) -> None:
+    def __init__(
+        self, loader: Loader, workers: int, index: int, seed: int, alike: Alike | None
+    ) -> None:
         self._batches: _Strided | DataLoader[Any]
-        if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-            self._batches = self._strided = _Strided(loader, workers, index)
+        lists = loader.batch_sampler if isinstance(loader, DataLoader) else None
+        if lists is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
+            self._batches = self._strided = _Strided(loader, workers, index, seed, alike)
         else:  # the sampler alone is read whole, and the samples of others are never loaded
-            self._strided = _Strided(loader.batch_sampler, workers, index)
+            assert isinstance(loader, DataLoader)
+            self._strided = _Strided(lists, workers, index, seed, alike)
             self._batches = _with_batches(loader, self._strided)
 
     def __iter__(self) -> Iterator[Part]:
@@ -217,19 +254,36 @@ class _Strided:
     `repeated` tells of each item that was given whether it is such a first one.
     """
 
-    def __init__(self, items: Any, step: int, index: int) -> None:
+    def __init__(self, items: Any, step: int, index: int, seed: int, alike: Alike | None) -> None:
         self.repeated: deque[bool] = deque()
         self._items = items
         self._step = step
         self._index = index
+        self._seed = seed
+        self._alike = alike
+        self._epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.repeated.clear()
-        items = iter(self._items)
+        streams = AlikeStreams(f"{self._seed}-{self._epoch}")
+        self._epoch += 1
+        with streams.drawing():
+            items = iter(self._items)
+            turn = list(islice(items, self._step))
+        if self._alike is not None and not self._alike(digest(turn)):
+            raise InputError(
+                "the loader gives other batches on other workers, so that some samples would be "
+                "read twice and others never: seed its own generators alike on all "
+                "(torch.Generator().manual_seed(0)), and do not deal samples out by rank"
+            )
         wanted = {0, self._index}
-        while turn := [item for n, item in enumerate(islice(items, self._step)) if n in wanted]:
+        turn = [item for n, item in enumerate(turn) if n in wanted]
+        while turn:
             self.repeated.append(len(turn) < len(wanted))
             yield turn[-1]
+            with streams.drawing():
+                found = enumerate(islice(items, self._step))
+                turn = [item for n, item in found if n in wanted]
 
     def __len__(self) -> int:
         return -(-len(self._items) // self._step)

@@ -15,13 +15,23 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from orchestra import exchange
 from orchestra.collectives import all_reduce
-from orchestra.data.own_loop import Part, QueuedLoader, ShardedLoader, shard_loader
+from orchestra.data.own_loop import Loader, Part, QueuedLoader, ShardedLoader, shard_loader
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import Strategy, WorkSource
 from orchestra.strategies.switch import Switch
+from orchestra.trainer.own_model import (
+    FORWARD,
+    STATE_DICT,
+    Audit,
+    Hook,
+    check_model,
+    part_storages,
+)
+from orchestra.trainer.sample_counts import SampleCounts
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
@@ -34,8 +44,9 @@ class OwnLoop:
     """Ties a strategy to a model, an optimizer and a loader that a user drives.
 
     `accumulation` is how many times the user calls `backward` for one `step`: only the last one
-    exchanges. Where an epoch ends with fewer, `step` does. `loader` may be the batches of another
-    loop, whose models are trained by turns on each of them.
+    exchanges. Where an epoch ends with fewer, `step` does. Where there are more, each one that is
+    complete is exchanged again, together with the average of those before, which stays what it is.
+    `loader` may be the batches of another loop, whose models are trained by turns on each of them.
     """
 
     def __init__(
@@ -43,7 +54,7 @@ class OwnLoop:
         runtime: Runtime,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: DataLoader[Any] | Batches,
+        loader: Loader | Batches,
         strategy: Strategy[Any],
         *,
         accumulation: int = 1,
@@ -59,6 +70,7 @@ class OwnLoop:
                 f"{strategy!r} runs on {len(roles.shares)} process(es), but {runtime.ranks} were "
                 "started: start as many, or name another strategy"
             )
+        check_model(model, optimizer, len(roles.workers))
         _refuse_late_workers(strategy, runtime.ranks)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         spec = OptimizerSpec.from_instance(optimizer, names)
@@ -71,19 +83,27 @@ class OwnLoop:
             overlap=overlap,
         )
         self.worker.set_workers(roles.workers)
+        part_storages(self.worker)
         self.optimizer = optimizer
         self.accumulation = accumulation
         queued = None
         source = loader if isinstance(loader, Batches) and not loader.ended else None
-        own = loader.loader if isinstance(loader, Batches) else loader
+        own: Loader = loader.loader if isinstance(loader, Batches) else loader
         if work == "shared" and accumulation == 1 and source is None and QueuedLoader.fits(own):
+            assert isinstance(own, DataLoader)
             queued = QueuedLoader(own, seed)
             self.worker.queue_of = queued.queue
         self.state = strategy.start(self.worker)
+        self.counts = SampleCounts(copied=self.worker.layout.device.type != "cpu")
         self.batches = Batches(self, own, seed, queued, source)
+        self._audit = Audit(self.worker)
         self._handed_over = False
         self._backwards = 0  # in this epoch
+        self._entered = False  # a forward pass of this step has begun
+        self._in_backward = False
+        self._complete = False  # a gradient has come since the last step
         self._pending = False  # a gradient that was not exchanged yet
+        self._version = 0  # of the gradients, when they were complete
         self._stepping = False
         self._steps = 0
         self._take_over_forward(model)
@@ -100,57 +120,89 @@ class OwnLoop:
         return not parameters.isdisjoint(self.worker.gradients.parameters)
 
     def _take_over_forward(self, model: nn.Module) -> None:
-        def before(module: nn.Module, _: Any) -> None:
-            first = self._backwards % self.accumulation == 0
-            if module.training and torch.is_grad_enabled() and first:
-                self.strategy.before_forward(self.worker, self.state)
-            self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
+        self._model_hooks = [
+            model.register_forward_pre_hook(Hook(self.enter, FORWARD)),
+            model.register_state_dict_pre_hook(Hook(self._may_be_saved, STATE_DICT)),
+        ]
 
-        self._forward_hook = model.register_forward_pre_hook(before)
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """Before a forward pass of `module`; the first one of a step may change the parameters."""
+        self.worker.compute.run(Work("forward", 0), lambda: None)  # a sign of life
+        if not torch.is_grad_enabled():
+            return
+        self.counts.forward()
+        if module.training and not self._entered:
+            self._entered = True
+            self.strategy.before_forward(self.worker, self.state)
+
+    def _may_be_saved(self, *_: Any) -> None:
+        """Before somebody reads the parameters by name."""
+        synchronous = self.strategy.currently_synchronous(self.state)
+        if self.batches.left and not synchronous and len(self.worker.workers) > 1:
+            raise InputError(
+                f"the loop was left before the epoch's end, and under {self.strategy!r} each "
+                "worker's model is another one: call batches.agree() on every worker before "
+                "state_dict(), or let the epoch end"
+            )
 
     def begin_epoch(self) -> None:
         """Count the backward passes from here."""
         self._backwards = 0
+        self._entered = False
+        self.counts.begin_epoch()
 
     # The first half: at the end of the last backward of a step
 
     def _take_over_backward(self, model: nn.Module) -> None:
         """Begin the exchange in the last backward of a step; finish it when that one ends."""
-        under_way = False
+        gradients = self.worker.gradients
 
         def finished() -> None:
-            nonlocal under_way
-            under_way = False
+            self._in_backward = False
             self._backwards += 1
-            if self.worker.gradients.last_backward:
-                self.strategy.reduce(self.worker, self.state)
+            self._complete = True
+            if gradients.last_backward:
+                self._reduce()
             else:
                 self._pending = True
 
         def in_backward() -> None:
-            nonlocal under_way
-            if under_way:
+            if self._in_backward:
                 return
-            under_way = True
+            self.counts.backward()
+            self._check_order()
+            self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
             last = (self._backwards + 1) % self.accumulation == 0
-            self.worker.gradients.last_backward = last
+            gradients.last_backward = last
             if last:
                 self._begin_exchange()
 
-        self.worker.gradients.when_in_backward(in_backward)
+        gradients.when_in_backward(in_backward)
+
+    def _reduce(self) -> None:
+        self.strategy.reduce(self.worker, self.state)
+        self._version = self.worker.gradients.storage._version
+
+    def _check_order(self) -> None:
+        if self.counts.ahead and not self.strategy.currently_synchronous(self.state):
+            raise InputError(
+                f"the next batch was taken before backward(), but under {self.strategy!r} workers "
+                "come together when the batches are over, so the last one would come too late: "
+                "take a batch after the step of the one before (num_workers loads ahead)"
+            )
 
     def _begin_exchange(self) -> None:
         worker = self.worker
         self._pending = False
-        samples, total = self.batches.take_counts()
+        (samples, total), new = self.counts.exchange()
         item = self.batches.item
         worker.gradients.await_collection()
         worker.begin_step(
             Step(
                 samples=samples,
                 total_samples=total,
-                consumed=worker.step.consumed + total if item is None else item.stop,
+                consumed=worker.step.consumed + new if item is None else item.stop,
                 position=None if item is None else item.start,
                 epoch=self.batches.epoch,
                 rates=get_rates(self.optimizer),
@@ -171,21 +223,33 @@ class OwnLoop:
                 if loop._handed_over:
                     return original(closure)
                 raise InputError(f"optimizer.step(): {ENDED}")
+            loss = None
             if closure is not None:
-                raise InputError("optimizer.step(closure) cannot be distributed: call step() alone")
-            return loop._update()
+                with torch.enable_grad():
+                    loss = closure()
+            loop._update()
+            return loss
 
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
 
     def _update(self) -> None:
+        if not self._has_gradient():
+            return
+        self._audit.check(self.optimizer)
         if self._pending:  # a step after fewer backward passes: the last ones of an epoch
             self._begin_exchange()
-            self.strategy.reduce(self.worker, self.state)
+            self._reduce()
         if self.strategy.reads_loss and math.isnan(self.batches.loss):
             raise InputError(
                 f"{self.strategy!r} watches the training loss, which this loop keeps to itself: "
                 "call batches.report(loss.item()) before loss.backward()"
             )
+        self._take_users_gradient()
+        step = self.worker.step
+        if self.batches.item is None:
+            step.samples, step.total_samples = self.counts.step()
+        else:  # what was accumulated before counts as passed over
+            self.counts.step()
         self._stepping = True
         rates = get_rates(self.optimizer)
         self.worker.set_rates(rates)
@@ -195,10 +259,40 @@ class OwnLoop:
             set_rates(self.optimizer, rates)
             self._stepping = False
         self.batches.item = None
+        self._complete = self._entered = False
         self.worker.gradients.forget()
         self._steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         self.worker.reporter.progress(step=self._steps, samples=self.worker.step.consumed)
+
+    def _has_gradient(self) -> bool:
+        """Whether a step is to be made; without any gradient an optimizer makes none."""
+        if self._in_backward:
+            self._in_backward = False
+            raise InputError(
+                "optimizer.step(): the last backward() ended with an exception, so that its "
+                "gradient is not complete: call backward() again, or end the script"
+            )
+        gradients = self.worker.gradients.parameters
+        if not self._complete and any(parameter.grad is not None for parameter in gradients):
+            raise InputError(
+                "optimizer.step(): there was no backward() since the last step, so the gradients "
+                "are not those of all workers: one loss.backward() at least for each step()"
+            )
+        return self._complete
+
+    def _take_users_gradient(self) -> None:
+        """What the user has made of the gradient since backward, such as clipping it."""
+        worker = self.worker
+        changed = worker.gradients.take_users()
+        changed = changed or worker.gradients.storage._version != self._version
+        averages_later = self.strategy.currently_synchronous(self.state) and not worker.step.agreed
+        if changed and averages_later and len(worker.workers) > 1:
+            raise InputError(
+                f"the gradient was changed between backward() and step(), as clipping does, but "
+                f"{self.strategy!r} averages it in step() only, so that each worker would clip by "
+                "a norm of its own: set returns='gradients', which averages it in backward()"
+            )
 
     def finish(self, *, goes_on: bool = False) -> None:
         """This loop is over: leave in order, whatever the others still do.
@@ -209,12 +303,14 @@ class OwnLoop:
         if self.batches.ended:
             return
         self.strategy.stop(self.worker, self.state)
+        self.batches.left = False
         self.batches.end(goes_on=goes_on)
 
     def close(self, *, handed_over: bool) -> None:
         """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""
         self._handed_over = handed_over
-        self._forward_hook.remove()
+        for hook in self._model_hooks:
+            hook.remove()
         self.worker.gradients.close()
         self.worker.reporter.expendable(False)
 
@@ -267,7 +363,7 @@ class Batches:
     def __init__(
         self,
         loop: OwnLoop,
-        loader: DataLoader[Any],
+        loader: Loader,
         seed: int,
         queued: QueuedLoader | None,
         source: Batches | None = None,
@@ -276,11 +372,10 @@ class Batches:
         self._queued = queued
         self.loss = float("nan")
         self.ended = self.begun = self._goes_on = self._in_epoch = False
+        self.left = False
         self._loop = loop
         self.loader = loader
         self._seed = seed
-        self._samples = 0
-        self._total = 0
         self.epoch = 0
         self._roles = loop.strategy.current_roles(loop.worker, loop.state)
         self._sharded = self._shard()
@@ -312,8 +407,13 @@ class Batches:
             return
         for each in self._together:
             each._begin_epoch()
-        if self._sharded is not None:
-            yield from self._work(self._sharded)
+        try:
+            if self._sharded is not None:
+                yield from self._work(self._sharded)
+        except GeneratorExit:
+            for each in self._together:
+                each.left = True
+            raise
         for each in self._together:
             each._end_epoch()
 
@@ -329,12 +429,14 @@ class Batches:
 
     def _begin_epoch(self) -> None:
         self.begun = self._in_epoch = True
+        self.left = False
         self._loop.worker.reporter.phase("training")
         self._loop.begin_epoch()
         self._follow_phase()
 
     def _end_epoch(self) -> None:
         loop = self._loop
+        loop.counts.end_epoch()
         if self._is_worker():
             loop.strategy.quiesce(loop.worker, loop.state, self.epoch)
         else:
@@ -370,7 +472,11 @@ class Batches:
         self._take_part_in_agreement()
 
     def _take_part_in_agreement(self) -> None:
-        self._loop.strategy.agree(self._loop.worker, self._loop.state)
+        loop = self._loop
+        loop.strategy.agree(loop.worker, loop.state)
+        if not self.ended:  # replicas that differ have averaged them; others take the first one's
+            exchange.broadcast_buffers(loop.worker, loop.worker.everyone)
+        self.left = False
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -389,12 +495,6 @@ class Batches:
     def report(self, loss: float) -> None:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
         self.loss = float(loss)
-
-    def take_counts(self) -> tuple[int, int]:
-        """The samples since the last step: this worker's, and those of all workers."""
-        samples, total = self._samples, self._total
-        self._samples = self._total = 0
-        return samples, total
 
     def _work(self, sharded: ShardedLoader) -> Iterator[Any]:
         loop = self._loop
@@ -416,7 +516,6 @@ class Batches:
         assert self._queued is not None
         while True:
             if self.item is not None:
-                self.take_counts()
                 source.skip(worker.parameters)
             self.item = source.take()
             if self.item.kind is not Kind.BATCH:
@@ -431,13 +530,21 @@ class Batches:
         total = part.total
         if total is None:
             total = part.samples
-            if self._loop.strategy.currently_synchronous(self._loop.state):
+            loops = [each._loop for each in self._together]
+            if any(loop.strategy.currently_synchronous(loop.state) for loop in loops):
                 counts = torch.tensor([float(total)], dtype=torch.float64)
                 all_reduce(worker.transport, counts, "ring", worker.workers, Tag.COUNT)
                 total = int(counts)
         for each in self._together:
-            each._samples += part.samples
-            each._total += total
+            each._loop.counts.take(part.samples, total, part.batch)
+
+    def _alike(self, number: int) -> bool:
+        """Collective over the workers: whether `number`, of 32 bits, is the same on all of them."""
+        worker = self._loop.worker
+        numbers = torch.zeros(len(worker.workers), dtype=torch.float64)
+        numbers[worker.workers.index(worker.rank)] = number
+        all_reduce(worker.transport, numbers, "ring", worker.workers, Tag.COUNT)
+        return bool((numbers == number).all())
 
     def serve_to_the_end(self) -> None:
         """On a rank without data: serve until the workers have left this loop.
@@ -495,7 +602,8 @@ class Batches:
         rank = self._loop.worker.rank
         if rank not in workers:
             return None
-        sharded = shard_loader(self.loader, len(workers), workers.index(rank), self._seed)
+        index = workers.index(rank)
+        sharded = shard_loader(self.loader, len(workers), index, self._seed, self._alike)
         if hasattr(sharded, "epoch"):
             sharded.epoch = self.epoch
         return sharded

@@ -93,8 +93,9 @@ class Gradients:
             )
         self._collected[index] = True
         parameter, view = self.parameters[index], self.views[index]
-        if parameter.grad is None:
+        if parameter.grad is None:  # or no longer: the user has cleared it since
             view.zero_()
+            self.used[index] = False
         elif parameter.grad.data_ptr() == view.data_ptr():
             view.mul_(scale)
         elif scale == 1.0:
@@ -129,6 +130,25 @@ class Gradients:
             parameter.grad = view
         self._collected = [True] * len(self.used)
         return True
+
+    def take_users(self) -> bool:
+        """Bring what a user has put in place of complete gradients into the flat vector.
+
+        Whether there was any such; in-place changes are in it anyway.
+        """
+        changed = False
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = parameter.grad
+            if grad is view or (grad is None and not self.used[index]):
+                continue
+            changed = True
+            self.used[index] = grad is not None
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                parameter.grad = view
+        return changed
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         """Write what travels with the gradient of `rank`."""

@@ -8,6 +8,7 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -44,7 +45,7 @@ ADVICE = (
 def distribute(
     model: Model,
     optimizer: Optimizer,
-    batches: DataLoader[Any] | Batches,
+    batches: DataLoader[Any] | Iterable[Any] | Batches,
     strategy: Strategy[Any] | str,
     *,
     accumulation: int = 1,
@@ -74,7 +75,8 @@ def distribute(
     with the batches that the first call returned.
 
     Args:
-        batches: the loader of the whole data set, as for a single machine; do not shard it. Or the
+        batches: the loader of the whole data set, as for a single machine; do not shard it. Or any
+            iterable of batches, such as a list, or iter(get_batch, None) for a function; or the
             batches of an earlier call, on which this model is trained as well.
         strategy: an object such as `AllReduce("ring")`, or its notation as text.
         accumulation: calls of `backward()` for one `step()`; only the last one exchanges.

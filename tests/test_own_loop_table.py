@@ -1,0 +1,409 @@
+"""docs/own-loop.md, row by row."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests import test_own_loop_backward as patterns
+from tests.own_loops import (
+    BATCH,
+    RANKS,
+    Loop,
+    Stream,
+    alone,
+    close,
+    distributed,
+    in_order,
+    mean_square,
+    samples,
+    sgd,
+    small_model,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from orchestra.data import shard_loader
+from orchestra.errors import InputError
+
+Optimizer = torch.optim.Optimizer
+TABLE = Path(__file__).parents[1] / "docs" / "own-loop.md"
+COUNT = 9
+ROWS: dict[str, Callable[[], None]] = {}
+
+
+def row(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """The test of the row that begins with `name`."""
+
+    def add(test: Callable[[], None]) -> Callable[[], None]:
+        ROWS[name] = test
+        return test
+
+    return add
+
+
+def plain(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        mean_square(model, batch).backward()
+        optimizer.step()
+
+
+def union(count: int = COUNT) -> DataLoader[Any]:
+    return DataLoader(samples(count), batch_size=RANKS * BATCH)
+
+
+def exact(loop: Loop, *strategies: str) -> None:
+    expected = alone(loop, union())
+    for strategy in strategies:
+        for state in distributed(loop, strategy, lambda: in_order(COUNT)):
+            close(state, expected)
+
+
+def refused(words: str, loop: Loop = plain, strategy: str = "AllReduce", **options: Any) -> None:
+    loader = options.pop("loader", lambda: in_order(8))
+    with pytest.raises(InputError, match=words):
+        distributed(loop, strategy, loader, ranks=2, **options)
+
+
+@row("several `backward()` for one `step()`")
+def backward_twice() -> None:
+    exact(patterns.two_losses, "AllReduce", "ParameterServer(placement='beside')")
+
+
+@row("several `step()` for one batch")
+def step_twice() -> None:
+    exact(patterns.two_steps, "AllReduce", "ParameterServer(placement='beside')")
+
+
+@row("the next batch taken before `backward()`")
+def taken_ahead() -> None:
+    exact(patterns.taken_ahead, "AllReduce")
+    refused("num_workers loads ahead", patterns.taken_ahead, "LocalSGD(2)")
+
+
+@row("a `backward()` on no batch of `batches`")
+def no_batch() -> None:
+    def loop(model: nn.Module, *_: Any) -> None:
+        mean_square(model, next(iter(in_order(4)))).backward()
+
+    refused("pass the first call's batches", loop)
+
+
+@row("`step()` without `backward()`")
+def no_backward() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        optimizer.step()
+        plain(model, optimizer, batches)
+
+    exact(loop, "AllReduce")
+    patterns.test_gradients_that_backward_did_not_bring_are_refused()
+
+
+@row("`optimizer.step(closure)`")
+def closure() -> None:
+    exact(patterns.with_closure, "AllReduce")
+    refused("LBFGS", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+
+
+@row("clipping, or other changes of gradients")
+def clipping() -> None:
+    for loop in (patterns.clipped, patterns.replaced_gradients):
+        exact(loop, "AllReduce", "ParameterServer(placement='beside', returns='gradients')")
+        refused("returns='gradients'", loop, "ParameterServer(placement='beside')")
+
+
+@row("parameters unfrozen later")
+def unfrozen() -> None:
+    def frozen() -> nn.Module:
+        model = small_model()
+        model.get_parameter("bias").requires_grad_(False)
+        return model
+
+    def unfreeze(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        model.get_parameter("bias").requires_grad_(True)
+        plain(model, optimizer, batches)
+
+    def freeze_for_a_time(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        for epoch in range(3):
+            model.get_parameter("bias").requires_grad_(epoch == 1)
+            plain(model, optimizer, batches)
+
+    refused("'bias' needs a gradient now", unfreeze, model=frozen)
+    exact(freeze_for_a_time, "AllReduce", "ParameterServer(placement='beside')")
+
+
+@row("parameters of the optimizer that the model does not have")
+def foreign_parameters() -> None:
+    def with_another(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7))], lr=0.1)
+
+    def added(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7))]})
+        plain(model, optimizer, batches)
+
+    refused(r"shape \(7,\) that the model does not have", optimizer=with_another)
+    refused(r"shape \(7,\) after distribute", added)
+
+
+@row("`parameter.data = ...`, `model.to(...)`, or another parameter in its place")
+def other_memory() -> None:
+    def moved(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        weight = model.get_parameter("weight")
+        weight.data = weight.data.clone()
+        plain(model, optimizer, batches)
+
+    def replaced(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        model.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        plain(model, optimizer, batches)
+
+    def copied(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        with torch.no_grad():
+            model.get_parameter("weight").copy_(torch.ones(1, 3))
+        model.load_state_dict(model.state_dict())
+        model.to("cpu")
+        plain(model, optimizer, batches)
+
+    refused("'weight' got other memory", moved)
+    refused("'bias' was replaced", replaced)
+    exact(copied, "AllReduce")
+
+
+@row("loaders that give other batches on each worker")
+def unlike_loaders() -> None:
+    seeds = itertools.count()
+
+    def own_seed() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(next(seeds))
+        sampler = WeightedRandomSampler([1.0] * 64, 64, generator=generator)
+        return DataLoader(samples(64), batch_size=BATCH, sampler=sampler)
+
+    def dealt_out_already() -> DataLoader[Any]:
+        rank = next(seeds)
+        return DataLoader(Stream(TensorDataset(*samples(9)[rank::2])), BATCH)
+
+    for strategy in ("AllReduce", "LocalSGD(2)", "ParameterServer(consistency='asynchronous')"):
+        with pytest.raises(InputError, match="other batches on other workers"):
+            distributed(plain, strategy, own_seed, ranks=3)
+    seeds = itertools.count()
+    refused("do not deal samples out by rank", loader=dealt_out_already)
+
+
+def batches_of(count: int) -> list[Any]:
+    return list(in_order(count))
+
+
+@row("a list of batches as a loader")
+def list_of_batches() -> None:
+    expected = alone(plain, union())
+    for strategy in ("AllReduce", "ParameterServer(placement='beside')"):
+        for state in distributed(plain, strategy, lambda: batches_of(COUNT)):
+            close(state, expected)
+
+
+@row("a loop without a DataLoader")
+def without_loader() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for _, batch in zip(range(3), batches, strict=False):
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            optimizer.step()
+        if hasattr(batches, "agree"):
+            batches.agree()
+            model.state_dict()
+
+    def endless() -> Any:
+        numbers = itertools.count()
+        data = samples(6 * BATCH)
+
+        def get_batch() -> list[Tensor]:
+            first = BATCH * (next(numbers) % 6)
+            return [tensor[first : first + BATCH] for tensor in data.tensors]
+
+        return iter(get_batch, None)
+
+    expected = alone(loop, itertools.cycle(DataLoader(samples(6 * BATCH), 3 * BATCH)))
+    for state in distributed(loop, "AllReduce", endless):
+        close(state, expected)
+    states = distributed(loop, "LocalSGD(2)", endless)
+    for state in states:
+        close(state, states[0])
+
+
+@row("a data set, or a function, as a loader")
+def no_loader() -> None:
+    refused("wrap it in a DataLoader", loader=lambda: samples(4))
+    refused(r"iter\(get_batch, None\)", loader=lambda: lambda: 1)
+    refused("expected a DataLoader, or an iterable", loader=lambda: 1)
+
+
+@row("`break`, then saving")
+def break_and_save() -> None:
+    def unagreed(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            optimizer.step()
+            break
+        model.state_dict()
+
+    saved: list[Tensor] = []
+
+    def agreed(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        for _, batch in zip(range(1), batches, strict=False):
+            mean_square(model, batch).backward()
+            optimizer.step()
+        batches.agree()
+        saved.append(model.state_dict()["weight"].clone())
+
+    refused(r"batches.agree\(\)", unagreed, "LocalSGD(8)")
+    distributed(unagreed, "AllReduce", lambda: in_order(COUNT))
+    distributed(agreed, "LocalSGD(8)", lambda: in_order(18))
+    assert all(torch.equal(weight, saved[0]) for weight in saved)
+
+
+class Normed(nn.Module):
+    """With buffers."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.inner, self.norm = small_model(), norm(3).double()
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.inner(self.norm(values))
+        return output
+
+
+@row("BatchNorm's buffers when an epoch ends")
+def buffers() -> None:
+    at_the_end: list[Tensor] = []
+
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        plain(model, optimizer, batches)
+        at_the_end.append(model.state_dict()["norm.running_mean"].clone())
+
+    for strategy in ("AllReduce", "LocalSGD(2)", patterns.APART[1]):
+        at_the_end.clear()
+        distributed(loop, strategy, lambda: in_order(12), model=Normed)
+        assert len(at_the_end) == RANKS
+        for mean in at_the_end:
+            assert torch.equal(mean, at_the_end[0])
+            assert mean.any()
+
+
+@row("SyncBatchNorm")
+def sync_batch_norm() -> None:
+    refused("'norm' is a SyncBatchNorm", model=lambda: Normed(nn.SyncBatchNorm))
+
+
+@row("a model in DistributedDataParallel or DataParallel")
+def wrapped() -> None:
+    refused("model.module", model=lambda: nn.DataParallel(small_model()))
+
+
+@row("sparse gradients, complex parameters")
+def odd_parameters() -> None:
+    refused("sparse=False", model=lambda: nn.Embedding(4, 2, sparse=True))
+    refused("complex", model=lambda: nn.Linear(2, 2, dtype=torch.complex64))
+
+
+@row("`torch.save(model)`, `copy.deepcopy(model)`")
+def whole_model_saved() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            file = io.BytesIO()
+            torch.save(model, file)
+            assert b"orchestra" not in file.getvalue()
+            file.seek(0)
+            for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+                before = other.state_dict()["weight"].clone()
+                mean_square(other, batch).backward()
+                sgd(other).step()
+                assert not torch.equal(other.state_dict()["weight"], before)
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            optimizer.step()
+
+    distributed(loop, "PairwiseAveraging", lambda: in_order(COUNT))
+
+    def once(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        copy.deepcopy(model)(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        plain(model, optimizer, batches)
+
+    exact(once, "AllReduce")
+
+
+@row("saving a part of the model")
+def saved_part() -> None:
+    def large() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 20_000), nn.Linear(20_000, 1)).double()
+
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        plain(model, optimizer, batches)
+        assert isinstance(model, nn.Sequential)
+        file = io.BytesIO()
+        torch.save({"bias": model[1].bias, **model[1].state_dict()}, file)
+        assert len(file.getvalue()) < 20_000 * 8 + 5_000
+
+    distributed(loop, "AllReduce", lambda: in_order(4), ranks=2, model=large)
+
+
+class Shuffled:
+    """A sampler of batches that draws from Python's global generator."""
+
+    def __iter__(self) -> Any:
+        order = random.sample(range(24), 24)
+        return iter([order[first : first + 2] for first in range(0, 24, 2)])
+
+    def __len__(self) -> int:
+        return 12
+
+
+class ShuffledStream(Stream):
+    """A stream in the order of NumPy's global generator."""
+
+    def __iter__(self) -> Any:
+        return (self._data[index] for index in np.random.permutation(24))
+
+
+@row("an own sampler without a seed")
+def unseeded_sampler() -> None:
+    """One worker after the other: the state of the global generators is another one for each."""
+    data = samples(24)
+    weighted = WeightedRandomSampler([1.0] * 24, 24, replacement=False)
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(data, batch_size=BATCH, sampler=weighted),
+        DataLoader(data, batch_sampler=Shuffled()),
+        DataLoader(ShuffledStream(data), batch_size=BATCH),
+    ]
+    for loader in loaders:
+        sharded = [shard_loader(loader, RANKS, index, seed=5) for index in range(RANKS)]
+        epochs = []
+        for _ in range(2):
+            read = [int(n) for one in sharded for part in one for n in part.batch[2]]
+            assert sorted(read) == list(range(24))
+            epochs.append(read)
+        assert epochs[0] != epochs[1]
+
+
+def test_each_row_has_a_test() -> None:
+    lines = re.findall(r"^\| (.*?) \| .* \|$", TABLE.read_text(), re.MULTILINE)
+    rows = [line for line in lines if line not in ("pattern", "---")]
+    missing = [line for line in rows if not any(line.startswith(name) for name in ROWS)]
+    assert rows
+    assert not missing
+    assert len(rows) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name: str) -> None:
+    ROWS[name]()
