@@ -46,8 +46,8 @@ class SampleCounts:
         self._copied = copied
         self._exchanged: Count | None = None  # of the last exchange
         self._stepped: Count | None = None  # of the last step
-        self._in_exchange = Count()  # since then
-        self._in_step = Count()
+        self._in_exchange: Count | None = None  # since then; a batch may count 0
+        self._in_step: Count | None = None
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -93,8 +93,8 @@ class SampleCounts:
             self._taken.popleft()
         count = self._taken.popleft().count
         self._fresh = self._done = False
-        self._in_exchange = self._in_exchange.plus(count)
-        self._in_step = self._in_step.plus(count)
+        self._in_exchange = count.plus(self._in_exchange or Count())
+        self._in_step = count.plus(self._in_step or Count())
 
     def _taken_ahead(self) -> int:
         *earlier, _ = self._taken
@@ -111,16 +111,14 @@ class SampleCounts:
 
     def exchange(self) -> tuple[Count, int]:
         """What is behind the gradient that is exchanged; and how many samples were not before."""
-        new = self._in_exchange.total
-        if new or self._exchanged is None:
-            self._exchanged = self._in_exchange
-        self._in_exchange = Count()
-        return self._exchanged, new
+        new = self._in_exchange
+        self._exchanged = new or self._exchanged or Count()
+        self._in_exchange = None
+        return self._exchanged, new.total if new else 0
 
     def step(self) -> Count:
         """What is behind the update that is made."""
-        if self._in_step.total or self._stepped is None:
-            self._stepped = self._in_step
-        self._in_step = Count()
+        self._stepped = self._in_step or self._stepped or Count()
+        self._in_step = None
         self._done = True
         return self._stepped
