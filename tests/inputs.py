@@ -164,7 +164,8 @@ def call(registry: Registry, name: str) -> SearchStrategy[Call]:
 def mappings(cls: type[Settings], most: int = 4) -> SearchStrategy[dict[str, Any]]:
     """What is required of `cls`, and some of its other settings, by name."""
     hints = type_hints(cls)
-    required, other = {}, {}
+    required: dict[str, SearchStrategy[Any]] = {}
+    other: dict[str, SearchStrategy[Any]] = {}
     for field in settings_of(cls):
         unit = field.metadata.get("unit")
         value = values(hints[field.name], field.metadata.get("limits", Limits()))
@@ -309,7 +310,7 @@ def inputs(draw: some.DrawFn) -> Input:
         experiment = draw(cut(experiment))
     if draw(some.integers(0, 3)) == 0:
         beside = draw(cut(beside))
-    if overrides and draw(some.booleans()):
+    if overrides and draw(some.integers(0, 1)):
         overrides[0] = draw(cut(overrides[0]))
     return Input(experiment, beside, overrides)
 

@@ -51,7 +51,7 @@ def digest(item: Any, so_far: int = 0) -> int:
         if item.layout is not torch.strided:
             return so_far
         flat = item.detach().cpu().contiguous().reshape(-1)
-        return zlib.crc32(flat.view(torch.uint8).numpy(), so_far)
+        return zlib.crc32(flat.view(torch.uint8).numpy().data, so_far)
     if isinstance(item, Mapping):
         return digest(list(item.items()), so_far)
     if isinstance(item, (tuple, list)):

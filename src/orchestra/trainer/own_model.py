@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from orchestra.errors import InputError
 from orchestra.worker.worker import Worker
@@ -52,7 +53,7 @@ def part_storages(worker: Worker) -> None:
     """Give each parameter a storage of its own in the flat vector: files get whole storages."""
     if worker.layout.device.type != "meta":
         for parameter in worker.gradients.parameters:
-            parameter.data = torch.from_dlpack(parameter.data)
+            parameter.data = from_dlpack(parameter.data)
 
 
 class Hook:
