@@ -17,7 +17,7 @@ from orchestra.errors import InputError, nearest
 from orchestra.settings.base import Limits, Required
 
 _QUANTITY = re.compile(
-    r"(?P<number>[-+]?(?:\d{1,100}(?:\.\d{0,100})?|\.\d{1,100})(?:[eE][-+]?\d{1,3})?)"
+    r"(?P<number>[-+]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:[eE][-+]?\d{1,3}(?!\d))?)"
     r"\s*(?P<unit>.*)"
 )
 
