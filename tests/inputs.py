@@ -310,7 +310,8 @@ def inputs(draw: some.DrawFn) -> Input:
         experiment = draw(cut(experiment))
     if draw(some.integers(0, 3)) == 0:
         beside = draw(cut(beside))
-    if overrides and draw(some.integers(0, 1)):
+    damaged: bool = draw(some.booleans())
+    if overrides and damaged:
         overrides[0] = draw(cut(overrides[0]))
     return Input(experiment, beside, overrides)
 
