@@ -26,7 +26,8 @@ from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFail
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer.own_loop import Batches, OwnLoop, may_serve
+from orchestra.trainer.own_batches import Batches
+from orchestra.trainer.own_loop import OwnLoop, may_serve
 from orchestra.transports.channels import Channel
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
