@@ -273,7 +273,7 @@ def test_a_module_beside_its_experiment_file_is_found_from_anywhere(
     folder: Path, engine: list[tuple[Run, Path]]
 ) -> None:
     (folder / "there").mkdir()
-    (folder / "there" / "beside_task.py").write_text("def spam():\n    ...\n")
+    (folder / "there" / "beside_task.py").write_text("def spam() -> 'Task':\n    ...\n")
     text = "task: beside_task:spam\nstrategies: {ring: AllReduce}\n"
     (folder / "there" / "exp.yaml").write_text(text)
     assert main(["train", "there/exp.yaml"]) == 0

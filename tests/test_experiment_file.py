@@ -242,7 +242,7 @@ ERRORS = [
     ),
     (
         "task: digits\nstrategies: {a: AfterSteps}\n",
-        "exp.yaml:2 strategies: expected Strategy, got",
+        "exp.yaml:2 strategies.a: expected Strategy, got",
     ),
     ("task: digits\nstrategies: {a/b: Single}\n", "exp.yaml: 'a/b' cannot be a name"),
     ("task: digit\nstrategies: {a: Single}\n", "exp.yaml:1 task: unknown task 'digit'"),

@@ -415,7 +415,10 @@ def fork_server(launcher: int) -> int | None:
     """The fork server of a launcher, once it runs."""
     for pid in descendants(launcher):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            process = Path(f"/proc/{pid}")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            # Ranks have the same command line: they are forked from it.
+            if parent == launcher and b"forkserver" in (process / "cmdline").read_bytes():
                 return pid
     return None
 

@@ -169,7 +169,6 @@ def test_a_switch_is_marked_on_the_line_of_its_seed(whole: Drawn, axis: str) -> 
     for mark in marks:  # step 5 of 20 is the first of four snapshots
         assert (mark["step"], mark["samples"]) == (5, 5 * BATCH)
         assert mark["value"] == pytest.approx(0.2 + mark["seed"] / 100, rel=1e-4)
-    assert [mark.get("first", False) for mark in marks] == [True, False, False]
 
 
 def test_a_switch_between_two_snapshots_lies_on_the_line_between(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _marks(subject: Subject, known: dict[str, Difference], title: str) -> list[a
         alt.Tooltip("high:Q", title="to", format="+.4~g"),
         alt.Tooltip("pairs:Q", title="pairs of runs"),
     ]
-    zeros = alt.Chart(alt.InlineData(values=[{"strategy": name, "mean": 0} for name in known]))
+    zeros = marks([{"strategy": name, "mean": 0} for name in known])
     zero = zeros.mark_tick(**POINT, color=FAINT, thickness=1.5, size=LANE / 2, opacity=1)
     interval = marks(values).mark_rule(**POINT, strokeWidth=2.5)
     layers = [zero.encode(x, y), interval.encode(alt.X("low:Q"), alt.X2("high:Q"), y, colour)]
