@@ -133,8 +133,8 @@ def test_what_wants_more_gpus_than_there_are_is_not_run(
     assert rows(folder / "out") == [("one process", 2, 0, "completed"), ("ring", 2, 0, "completed")]
     missing = [(row["name"], row["reason"]) for row in summary(folder / "out")["not_run"]]
     assert missing == [
-        ("gpu", "wants 1 GPU; torch sees none here"),
-        ("nccl", "wants 2 GPUs; torch sees none here"),
+        ("gpu", "wants 1 GPU; torch sees none here: use cpu or auto"),
+        ("nccl", "wants 2 GPUs; torch sees none here: use cpu or auto"),
     ]
 
 

@@ -135,12 +135,12 @@ def test_the_first_phase_is_as_fast_as_all_nodes_together(tmp_path: Path) -> Non
 def test_it_is_resumed_in_the_first_phase(first: str, rule: str, tmp_path: Path) -> None:
     """From its last checkpoint there, after round 6; the rule that observes has fired just then."""
     text = switch(first, RING, rule)
-    options: dict[str, Any] = {"steps": 10, "checkpoint_every": 3}
+    options: dict[str, Any] = {"steps": 10, "checkpoint_every": 6}
     whole = trained(text, 9, tmp_path, IMAGES, **options)
     assert whole.switched_at_step == (8 if "AfterSteps" in rule else 7)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "0003")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "0002")  # with which the second phase began
     again = trained(text, 9, tmp_path, IMAGES, **options)
-    assert any("resumed from checkpoint 2" in notice for notice in again.notices)
+    assert any("resumed from checkpoint 1" in notice for notice in again.notices)
     assert again.switched_at_step == whole.switched_at_step
     assert again.samples == whole.samples
 

@@ -76,7 +76,10 @@ CASES = {
         arguments("target={metric: accuracy, at_least: 0.9}", task="untested"),
         "target: the task has neither validation nor test data",
     ),
-    "no GPU": (arguments("device=cuda"), "device: cuda was asked for, but torch sees no GPU"),
+    "no GPU": (
+        arguments("device=cuda"),
+        "device: AllReduce('ring') wants 1 GPU; torch sees none here",
+    ),
 }
 
 

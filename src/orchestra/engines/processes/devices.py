@@ -16,4 +16,5 @@ def lacking(run: Run) -> str | None:
     wanted = run.training.ranks if "native" in repr(run.strategy) else 1
     if there >= wanted:
         return None
-    return f"wants {wanted} GPU{'s' * (wanted > 1)}; torch sees {there or 'none'} here"
+    remedy = "name a schedule such as 'ring', whose ranks share one" if there else "use cpu or auto"
+    return f"wants {wanted} GPU{'s' * (wanted > 1)}; torch sees {there or 'none'} here: {remedy}"
