@@ -48,10 +48,17 @@ class Control:
         seat: this rank's place in the run.
         on_orphaned: called with the reason, from the thread, before this process leaves because
             the watcher is gone.
+        on_cause: called with the first cause, from the thread, when the run ends by it.
     """
 
-    def __init__(self, seat: Seat, on_orphaned: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        on_orphaned: Callable[[str], None] | None = None,
+        on_cause: Callable[[str], None] | None = None,
+    ) -> None:
         self._seat = seat
+        self._on_cause = on_cause or (lambda _: None)
         self._on_orphaned = on_orphaned or (lambda _: None)
         self._connection = _connect(seat)
         self._sending = threading.Lock()
@@ -231,6 +238,7 @@ class Control:
     def _abort(self, cause: str) -> None:
         """End the program: by an error in its transport, or with the process where it is stuck."""
         self._cause = cause
+        self._on_cause(cause)
         self._on_abort(RunAborted(cause.split("\n", 1)[0]))
         limits = self._seat.limits
         seconds = limits.unwinding

@@ -48,6 +48,7 @@ def join(
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     first_is_gone: Callable[[str], None] | None = None,
+    on_cause: Callable[[str], None] | None = None,
     quiet: bool = True,
     advice: str = "",
 ) -> Outcome:
@@ -65,6 +66,7 @@ def join(
             on rank 0.
         first_is_gone: called with the reason, from another thread, before this process leaves
             because rank 0 is gone.
+        on_cause: called with the first cause, from another thread, when the run ends by it.
         advice: what a user can do about a rank that is taken for hung.
 
     Returns:
@@ -98,7 +100,7 @@ def join(
             _publish(store, watcher, token, tls)
         closing.enter_context(_interrupts(watcher))
         seat = replace(_seat(launched, store, address, limits, tls), threads=threads)
-        result = _take_part(seat, program, argument, store, watcher, first_is_gone)
+        result = _take_part(seat, program, argument, store, watcher, first_is_gone, on_cause)
         if watcher is None:
             own = [None] * launched.ranks
             own[launched.rank] = result
@@ -114,10 +116,11 @@ def _take_part(
     store: Store,
     watcher: Watcher | None,
     first_is_gone: Callable[[str], None] | None,
+    on_cause: Callable[[str], None] | None,
 ) -> Any:
     native = PrefixStore("native", store)
     try:
-        return occupy(seat, lambda: (program, argument), lambda: native, first_is_gone)
+        return occupy(seat, lambda: (program, argument), lambda: native, first_is_gone, on_cause)
     except RunFailed as failed:
         if watcher is None:
             raise

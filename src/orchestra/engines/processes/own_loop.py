@@ -143,7 +143,8 @@ class _Host:
     """Takes this process's rank in a thread, and lends its runtime to the user's script."""
 
     def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
-        self.first_of_node = launched.local_rank == 0
+        self._first_of_node = launched.local_rank == 0
+        self._told = False
         self._threads = torch.get_num_threads()  # the user's, which stays
         self._runtimes: queue.SimpleQueue[Runtime | BaseException] = queue.SimpleQueue()
         self._over = threading.Event()
@@ -163,6 +164,7 @@ class _Host:
             join(
                 self._lend, None, launched,
                 patience=patience, host=host, threads=self._threads, quiet=False, advice=ADVICE,
+                on_cause=self._cause_came,
             )  # fmt: skip
         except BaseException as error:
             self.failure = error
@@ -173,6 +175,20 @@ class _Host:
         self._over.wait()
         if self._error is not None:
             raise self._error
+
+    def _cause_came(self, cause: str) -> None:
+        """The script may be stuck, and torchrun ends all processes once the first one leaves."""
+        if self._first_of_node and not self._over.is_set():
+            self._tell(cause)
+
+    def _tell(self, cause: str) -> None:
+        self._told = True
+        print(f"orchestra: {cause.splitlines()[0]}", file=sys.stderr, flush=True)
+
+    def tell(self, failure: RunFailed) -> None:
+        """Once on each node, unless only this rank knows."""
+        if not self._told and (self._first_of_node or not isinstance(failure, RunEnded)):
+            self._tell(str(failure))
 
     def end(self, error: BaseException | None) -> None:
         """The script is over, well or with `error`; returns when the run is."""
@@ -256,11 +272,5 @@ class _Place:
         self._host.end(self._error)
         failure = self._host.failure
         if isinstance(failure, RunFailed):
-            self._tell(failure)
+            self._host.tell(failure)
             os._exit(1)  # an exit status cannot be changed otherwise any more
-
-    def _tell(self, failure: RunFailed) -> None:
-        """Once on each node, unless only this rank knows."""
-        assert self._host is not None
-        if self._host.first_of_node or not isinstance(failure, RunEnded):
-            print(f"orchestra: {str(failure).splitlines()[0]}", file=sys.stderr, flush=True)

@@ -70,6 +70,7 @@ def occupy(
     load: Callable[[], tuple[Program, Any]],
     make_store: Callable[[], Store],
     on_orphaned: Callable[[str], None] | None = None,
+    on_cause: Callable[[str], None] | None = None,
 ) -> Any:
     """Take `seat` in its run until the program has ended; what the program returned.
 
@@ -79,13 +80,14 @@ def occupy(
         make_store: where the ranks of a process group of torch.distributed find each other.
         on_orphaned: called with the reason, from another thread, before this process leaves
             because the watcher is gone.
+        on_cause: called with the first cause, from another thread, when the run ends by it.
 
     Raises:
         RunFailed: with the first cause, wherever it lies.
     """
     with ExitStack() as resources:
         listener = resources.enter_context(Listener(seat.host))
-        control = Control(seat, on_orphaned)
+        control = Control(seat, on_orphaned, on_cause)
         control.hello(
             pid=os.getpid(),
             host=socket.gethostname(),
