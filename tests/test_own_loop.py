@@ -320,12 +320,16 @@ SELF_PACED = [  # and a worker that no other one waits for while it is held betw
 
 
 def taken_by(
-    runtime: Runtime, strategy: str, count: int, may_step: Callable[[int, int], bool]
+    runtime: Runtime,
+    strategy: str,
+    count: int,
+    may_step: Callable[[int, int], bool] = lambda *_: True,
+    **settings: Any,
 ) -> list[list[float]]:
     """The samples that this rank took in each of two epochs; `may_step` is told the rank and how
     many batches it has taken, and waits, or refuses the step."""
     data = TensorDataset(torch.arange(float(count)).unsqueeze(1).double())
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    loader = DataLoader(data, batch_size=BATCH, **{"shuffle": True, **settings})
     model = nn.Linear(1, 1, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     loop = OwnLoop(
@@ -372,6 +376,17 @@ def test_a_batch_without_a_step_is_passed_over(strategy: str) -> None:
     for epoch in range(2):
         read = sorted(number for epochs in results for number in epochs[epoch])
         assert read == list(range(24))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_queue_drops_the_last_short_batch_of_an_epoch(shuffle: bool) -> None:
+    settings = {"drop_last": True, "shuffle": shuffle}
+    count, strategy = 4 * BATCH + 1, "ParameterServer(consistency='asynchronous')"
+    results = run_ranks(3, lambda runtime: taken_by(runtime, strategy, count, **settings))
+    read = [sorted(n for epochs in results for n in epochs[epoch]) for epoch in range(2)]
+    assert [len(set(numbers)) for numbers in read] == [4 * BATCH] * 2
+    assert all(len(numbers) == 4 * BATCH for numbers in read)
+    assert (read[0] == read[1] == list(range(4 * BATCH))) != shuffle
 
 
 def test_every_worker_has_as_many_batches() -> None:

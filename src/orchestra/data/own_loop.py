@@ -184,16 +184,18 @@ class _Parts:
 class QueuedLoader:
     """A worker's batches out of a queue: one permutation of the dataset an epoch, equal on all.
 
-    Positions in the queue count the samples of all epochs. A batch is loaded when its item is
-    there, in this process.
+    Positions in the queue count the samples that are trained on in all epochs. A batch is loaded
+    when its item is there, in this process.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        self.samples = len(loader.sampler)  # type: ignore[arg-type]
         assert loader.batch_size is not None
         self.batch_size = loader.batch_size
+        self._all = len(loader.sampler)  # type: ignore[arg-type]
+        dropped = self._all % self.batch_size if loader.drop_last else 0
+        self.samples = self._all - dropped  # of an epoch
         shuffled = isinstance(loader.sampler, RandomSampler)
-        self._order = GlobalOrder(self.samples, seed) if shuffled else None
+        self._order = GlobalOrder(self._all, seed) if shuffled else None
         self._items: deque[WorkItem] = deque()
         self._batches = iter(_with_batches(loader, self))
 
@@ -202,7 +204,7 @@ class QueuedLoader:
         """Whether each sample of `loader` has a place in an epoch, and no batch is loaded early."""
         if not isinstance(loader, DataLoader) or not _is_standard(loader):
             return False
-        return loader.num_workers == 0 and not loader.drop_last
+        return loader.num_workers == 0 and len(loader) > 0
 
     def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
         """The samples from `start` on, with a pause at the end of each epoch; None for a worker
@@ -219,10 +221,11 @@ class QueuedLoader:
         """The indices of the items, as they come."""
         while self._items:
             item = self._items.popleft()
+            epoch, first = divmod(item.start, self.samples)
             if self._order is not None:
-                yield self._order.indices(item.start, item.stop).tolist()
+                first += epoch * self._all
+                yield self._order.indices(first, first + item.samples).tolist()
             else:
-                first = item.start % self.samples
                 yield list(range(first, first + item.samples))
 
 

@@ -84,7 +84,8 @@ def distribute(
         seed: of the order of the samples, where there are several workers.
         work: where workers need not step together, "shared" lets one that is free take the next
             batch, so that they get unlike numbers of them: of a map-style loader without worker
-            processes, `drop_last` or `accumulation`. "equal" gives each as many; so is any other
+            processes, which load ahead, and without `accumulation`, for which a loop has to know
+            how many batches it gets. "equal" gives each as many; so is any other
             loader dealt out.
         bucket_megabytes: gradients exchanged at a time, by strategies that exchange them.
         overlap: exchange them while the backward pass goes on.
