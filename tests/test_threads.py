@@ -168,7 +168,8 @@ def test_in_a_loop_of_the_users_own_the_users_number_stays(tmp_path: Path) -> No
     script.write_text(OWN_LOOP)
     with torchrun(script, 2, [], tmp_path) as process:
         told = process.end()
-    assert (told.status, told.out.split()) == (0, ["3", "3"]), told.err
+    assert told.status == 0, told.err
+    assert told.out.replace("\n", "") == "33"  # two processes write, each its own line
 
 
 # In virtual time
