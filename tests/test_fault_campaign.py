@@ -102,9 +102,11 @@ def test_a_fault_at_a_random_moment(number: int, tmp_path: Path) -> None:
             lambda: len(rank_pids(pid)) == ranks and steps_done(tmp_path) >= min(moment, 1),
             "the ranks are there",
         )
-        over = lambda: process.process.poll() is not None  # noqa: E731
-        process.wait_until(lambda: over() or steps_done(tmp_path) >= moment, "the moment")
-        disturbed = not over() and disturb(process, kind, victim, ranks)
+        poll = process.process.poll
+        process.wait_until(
+            lambda: poll() is not None or steps_done(tmp_path) >= moment, "the moment"
+        )
+        disturbed = poll() is None and disturb(process, kind, victim, ranks)
         ended = process.end()
     if disturbed:
         check(ended, kind, victim)

@@ -380,7 +380,7 @@ def test_a_batch_without_a_step_is_passed_over(strategy: str) -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_queue_drops_the_last_short_batch_of_an_epoch(shuffle: bool) -> None:
-    settings = {"drop_last": True, "shuffle": shuffle}
+    settings: dict[str, Any] = {"drop_last": True, "shuffle": shuffle}
     count, strategy = 4 * BATCH + 1, "ParameterServer(consistency='asynchronous')"
     results = run_ranks(3, lambda runtime: taken_by(runtime, strategy, count, **settings))
     read = [sorted(n for epochs in results for n in epochs[epoch]) for epoch in range(2)]

@@ -60,7 +60,10 @@ def _table(study: Study) -> Table:
     for heading in columns:
         word = max(map(len, heading.split()))  # headings break between words only
         table.add_column(
-            heading, justify="left" if heading == "strategy" else "right", min_width=word
+            heading,
+            justify="left" if heading == "strategy" else "right",
+            min_width=word,
+            overflow="fold",  # a name that is cut off could be another's
         )
     for row in study.ranked:
         table.add_row(*(Text(cell(row)) for cell in columns.values()))
