@@ -1,4 +1,4 @@
-"""Loops of the user's own as guests of processes: several in one script, beside a process group,
+"""Loops of the user's own: several in one script, beside a process group,
 servers, evaluations that take long, and what a script may ask of its place."""
 
 from __future__ import annotations

@@ -234,13 +234,15 @@ class _EveryNth:
         self, loader: Loader, workers: int, index: int, seed: int, alike: Alike | None
     ) -> None:
         self._batches: _Strided | DataLoader[Any]
-        lists = loader.batch_sampler if isinstance(loader, DataLoader) else None
-        if lists is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
-            self._batches = self._strided = _Strided(loader, workers, index, seed, alike)
-        else:  # the sampler alone is read whole, and the samples of others are never loaded
-            assert isinstance(loader, DataLoader)
-            self._strided = _Strided(lists, workers, index, seed, alike)
+        if (
+            isinstance(loader, DataLoader)
+            and loader.batch_sampler is not None
+            and not isinstance(loader.dataset, IterableDataset)
+        ):  # the sampler alone is read whole, and the samples of others are never loaded
+            self._strided = _Strided(loader.batch_sampler, workers, index, seed, alike)
             self._batches = _with_batches(loader, self._strided)
+        else:
+            self._batches = self._strided = _Strided(loader, workers, index, seed, alike)
 
     def __iter__(self) -> Iterator[Part]:
         for batch in self._batches:

@@ -106,6 +106,8 @@ class Loop:
         self._feed = self._feed_for(self._roles)
         self._leaving: CommonStep | None = None
         self._moved = mover(worker.layout.device)
+        # Before anything of it is sent, so that the rank is named whose own loss it is.
+        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
 
     def _feed_for(self, roles: Roles) -> Feed:
         together = self._strategy.currently_together(self._state)
@@ -252,8 +254,6 @@ class Loop:
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self._epoch_samples
         step.fraction = step.planned / self._budget
-        # Before anything of it is sent, so that the rank is named whose own loss it is.
-        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
         worker.begin_step(step)
         moved = self._moved(batch) if step.samples else None
         strategy.gradient(worker, state, moved)
