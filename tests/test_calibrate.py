@@ -164,13 +164,23 @@ def test_a_task_takes_the_place_of_its_older_figures() -> None:
     [
         ("{", "Expecting"),
         ("[]", "no mapping"),
+        ("[" * 100_000, "recursion"),
         ('{"schema": 7}', "its schema is 7, not 2"),
         ('{"schema": 2}', "Calibration has measured_at"),
         (CALIBRATION.to_json().replace("0.4", '"long"'), "'long' is no float"),
         (CALIBRATION.to_json().replace("0.4", "0.0"), "above 0"),
         (CALIBRATION.to_json().replace('"task"', '"tusk"'), "TaskCosts has task"),
     ],
-    ids=["cut off", "a list", "another version", "empty", "no number", "zero", "another key"],
+    ids=[
+        "cut off",
+        "a list",
+        "nested",
+        "another version",
+        "empty",
+        "no number",
+        "zero",
+        "another key",
+    ],
 )
 def test_a_damaged_file_is_one_line(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"

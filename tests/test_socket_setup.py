@@ -116,6 +116,28 @@ def test_set_up_names_the_rank_that_is_missing() -> None:
         assert listener.socket.fileno() == -1  # no open port remains
 
 
+def test_a_rank_that_connects_tells_whom_it_waits_for() -> None:
+    """Else a rank that hangs before it connects would hang like those that wait for it."""
+    listeners = [Listener(), Listener(), Listener()]
+    addresses = [listener.address for listener in listeners]
+    told: dict[int, list[tuple[int, ...]]] = {0: [], 1: [], 2: []}
+
+    def connect(rank: int) -> None:
+        waits = told[rank].append
+        listener = listeners[rank]
+        connect_mesh(rank, addresses, listener, TOKEN, timeout=60, on_wait=waits).close()
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    connect(2)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert told[0] in ([(1, 2), (2,), ()], [(1, 2), (1,), ()])
+    assert (told[1], told[2]) == ([(0,), (2,), ()], [(0,), (1,), ()])
+
+
 def test_an_address_of_another_machine_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"cannot listen on '192\.0\.2\.1'"):
         Listener("192.0.2.1")

@@ -311,7 +311,7 @@ def read_calibration(path: Path) -> Calibration:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"calibration: there is no file {path}; run orchestra calibrate") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(document, dict):
         raise _damaged(path, "it is no mapping")

@@ -65,11 +65,13 @@ def connect_mesh(
     tls: TLS | None = None,
     timeout: float,
     on_flow_start: Callable[[], None] | None = None,
+    on_wait: Callable[[tuple[int, ...]], None] = lambda ranks: None,
 ) -> SocketTransport:
     """Connect `rank` with every other one; `addresses[r]` is where rank r listens.
 
     `listener` is closed when this returns or raises. Connections that do not prove that they
     belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
+    `on_wait` is told which ranks this one waits for, whenever that changes.
     Raises `PeerLost` that names the first rank that could not be reached, or did not come.
     """
     deadline = time.perf_counter() + timeout
@@ -77,9 +79,10 @@ def connect_mesh(
     try:
         with listener:
             for peer in range(rank):
+                on_wait((peer,))
                 connections[peer] = _connect(rank, peer, token, addresses[peer], tls, deadline)
             missing = set(range(rank + 1, len(addresses)))
-            _Reception(rank, listener, token, tls, missing, connections).run(deadline)
+            _Reception(rank, listener, token, tls, missing, connections, on_wait).run(deadline)
     except BaseException:
         for connection in connections.values():
             connection.close()
@@ -148,6 +151,7 @@ class _Reception:
         tls: TLS | None,
         missing: set[int],
         connections: dict[int, socket.socket],
+        on_wait: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._rank = rank
         self._listener = listener.socket
@@ -155,6 +159,7 @@ class _Reception:
         self._context = None if tls is None else tls.context(server_side=True)
         self._missing = missing
         self._connections = connections
+        self._on_wait = on_wait
         self._refused = ""
 
     def run(self, deadline: float) -> None:
@@ -162,6 +167,7 @@ class _Reception:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             try:
+                self._on_wait(tuple(sorted(self._missing)))
                 while self._missing:
                     self._turn(selector, deadline)
             finally:
@@ -224,6 +230,7 @@ class _Reception:
         selector.unregister(arrival.connection)
         self._missing.remove(peer)
         self._connections[peer] = arrival.connection
+        self._on_wait(tuple(sorted(self._missing)))
         return True
 
     @staticmethod

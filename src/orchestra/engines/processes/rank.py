@@ -125,6 +125,7 @@ def _run(
         tls=seat.tls,
         timeout=seat.limits.joining,
         on_flow_start=_one_thread,
+        on_wait=lambda ranks: control.waiting(ranks, "to connect"),
     )
     resources.callback(transport.close)
     observed = ObservedTransport(transport)
