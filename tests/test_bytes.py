@@ -15,7 +15,6 @@ from tests.training import settings
 from tests.waiting import wait_until
 
 from orchestra.engines.processes import launch
-from orchestra.engines.processes.observed import ObservedTransport
 from orchestra.exchange import wait_for_everyone
 from orchestra.records.report import RankReport
 from orchestra.settings import parse
@@ -23,6 +22,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.program import Session
 from orchestra.trainer.settings import Run
 from orchestra.transports.sockets import SocketTransport
+from orchestra.worker.interception import InterceptedTransport
 from orchestra.worker.runtime import Runtime
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
@@ -57,7 +57,7 @@ class Confirmed:
 def measured(runtime: Runtime, assignment: tuple[Run, Path]) -> tuple[RankReport, int]:
     """A training, and the bytes that were confirmed to this rank."""
     run, folder = assignment
-    assert isinstance(runtime.transport, ObservedTransport)
+    assert isinstance(runtime.transport, InterceptedTransport)
     assert isinstance(runtime.transport.inner, SocketTransport)
     confirmed = Confirmed(runtime.transport.inner)
     session = Session(runtime, run, run.strategy, folder)

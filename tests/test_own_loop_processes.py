@@ -21,13 +21,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import orchestra
 from orchestra.engines.processes.launch import launch
+from orchestra.engines.processes.own_loop import Channel
 from orchestra.errors import InputError
 from orchestra.experiments.comparison import idle_nodes
 from orchestra.experiments.experiment import runs
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
-from orchestra.transports.channels import Channel
+from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import Runtime
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -158,9 +159,8 @@ def test_a_server_knows_the_length_of_the_workers() -> None:
 
 def test_models_by_turns_need_as_many_batches_everywhere() -> None:
     def train(runtime: Runtime) -> None:
-        channel = Channel(runtime.transport, 1)
         _, _, first = loop_of(runtime, "PairwiseAveraging")
-        loop_of(Runtime(**{**vars(runtime), "transport": channel}), "Gossip", first.batches)
+        loop_of(intercepted(runtime, Channel(1)), "Gossip", first.batches)
 
     with pytest.raises(InputError, match="work='equal'"):
         run_ranks(2, train)

@@ -18,7 +18,7 @@ import orchestra
 from orchestra import InputError
 from orchestra.cli.main import main
 from orchestra.records.record import RunRecord
-from orchestra.transports.order import FlowOrder, Order, from_plain, plain
+from orchestra.trainer.order import FlowOrder, Order, from_plain, plain
 
 SERVER = "ParameterServer"
 BY_CHANCE = [

@@ -15,6 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from orchestra.transports.traced import SHOWN, TracedTransport
+from orchestra.transports.tracer import Tracer
 from tests.simulated import FREE, Second, run_ranks
 
 from orchestra.cluster.costs import Line, Overhead
@@ -25,8 +27,6 @@ from orchestra.engines.simulation.walk import Walk
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
-from orchestra.transports.traced import SHOWN, TracedTransport
-from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime, Work
 
 NAMES = [*ALL_REDUCE, "hierarchical"]

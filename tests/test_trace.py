@@ -20,8 +20,9 @@ from orchestra.records.timeline import Instant, Message, Slice, Timeline
 from orchestra.records.trace import FILE, THREADS, trace_events, write_trace
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.transports.traced import TracedTransport, size_text
-from orchestra.transports.tracer import MAIN, Tracer
+from orchestra.trainer.trace import STEPS, size_text
+from orchestra.trainer.trace import Trace as RankTrace
+from orchestra.worker.interception import Chain, InterceptedTransport
 
 TAG = 7
 OTHERS = "move other messages"
@@ -181,7 +182,7 @@ def test_it_agrees_with_the_step_records(
         for line in step_lines(tmp_path, rank)[:5]:
             slices = [e for e in trace.slices(rank=rank) if e["args"].get("step") == line["step"]]
             assert sum(e["args"].get("bytes_sent", 0) for e in slices) == line["bytes_sent"]
-            waited = sum(e["dur"] for e in slices if e["cat"] == "wait" and flow(e) == MAIN)
+            waited = sum(e["dur"] for e in slices if e["cat"] == "wait" and flow(e) == STEPS + 1)
             assert waited == pytest.approx(line["wait"] * 1e6, abs=2)
             computed = sum(e["dur"] for e in slices if e["cat"] == "compute")
             assert computed >= line["compute"] * 1e6 - 2
@@ -234,12 +235,12 @@ def test_background_flows_have_threads_of_their_own(tmp_path: Path) -> None:
     assert trace.names("thread") == {"steps", "main", "sum in background"}
     between_flows = {"send 8 B to another flow", "receive 8 B from another flow"}
     names = {(flow(e), e["name"]) for e in trace.slices("send", "receive") if e["name"] != OTHERS}
-    assert {name for number, name in names if number == MAIN} == between_flows
-    assert {name for number, name in names if number != MAIN} > between_flows
+    assert {name for number, name in names if number == STEPS + 1} == between_flows
+    assert {name for number, name in names if number != STEPS + 1} > between_flows
     beside = traced('ParameterServer(placement="beside")', 2, tmp_path / "beside")
     assert beside.names("thread") == {"steps", "main", "serve to the end"}
     updates = [e for e in beside.slices("compute") if e["name"] == "update"]
-    assert {flow(event) for event in updates} == {MAIN + 1}
+    assert {flow(event) for event in updates} == {STEPS + 2}
     assert_well_formed(beside)
 
 
@@ -293,8 +294,12 @@ def test_a_run_that_ends_inside_its_window(tmp_path: Path) -> None:
 def test_arrows_are_right_whenever_windows_open(source: int | None) -> None:
     """The sender's opens after two messages, the receiver's closes before the last of five."""
     with mesh(2) as (sender, receiver):
-        tracers = [Tracer(sender.now, 100), Tracer(receiver.now, 100)]
-        ends = [TracedTransport(sender, tracers[0]), TracedTransport(receiver, tracers[1])]
+        tracers = [RankTrace(sender.now, 100), RankTrace(receiver.now, 100)]
+        chains = [Chain([tracer]) for tracer in tracers]
+        ends = [
+            InterceptedTransport(transport, chain, chain.main)
+            for transport, chain in zip((sender, receiver), chains, strict=True)
+        ]
         tracers[1].open_for_steps(1)
         for number in range(5):
             if number == 2:
@@ -304,6 +309,8 @@ def test_arrows_are_right_whenever_windows_open(source: int | None) -> None:
             sent = ends[0].send(torch.zeros(number + 1), 1, TAG)
             assert ends[1].receive(source, TAG).wait().numel() == number + 1
             sent.wait()
+        assert chains[1].interceptors == []  # after the only window nothing is looked at any more
+        assert chains[0].interceptors == tracers[:1]
     reports = [report(rank, tracer.timeline("")) for rank, tracer in enumerate(tracers)]
     trace = Trace(trace_events(reports))
     assert_well_formed(trace)

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from orchestra.trainer.tracing import traced
+from orchestra.transports.traced import TracedTransport
+from orchestra.transports.tracer import Tracer
 from torch import Tensor
 
 from orchestra.bench.models import SUBJECTS
@@ -21,10 +24,7 @@ from orchestra.bench.turns import join_gloo, take_turns
 from orchestra.engines.processes import launch
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.trainer.tracing import traced
 from orchestra.transports.protocol import Traffic
-from orchestra.transports.traced import TracedTransport
-from orchestra.transports.tracer import Tracer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -420,3 +420,12 @@ class Switch(Strategy[SwitchState]):
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:
         return self.then if state.switched else self.first
+
+
+def phases(strategy: Strategy[Any]) -> Iterator[Strategy[Any]]:
+    """The phases of a switch, and of the switches in it, in their order; else `strategy` itself."""
+    if isinstance(strategy, Switch):
+        yield from phases(strategy.first)
+        yield from phases(strategy.then)
+    else:
+        yield strategy

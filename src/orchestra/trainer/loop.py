@@ -16,7 +16,7 @@ from orchestra.strategies.base import CHANGED, Roles, Strategy, WorkSource
 from orchestra.trainer.evaluation import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
-from orchestra.transports.tracer import Tracer
+from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import mover
 from orchestra.worker.worker import Step, Worker
 
@@ -83,7 +83,7 @@ class Loop:
         budget: int,
         position: Position,
         recorder: Recorder,
-        tracer: Tracer,
+        trace: Trace,
         checkpoint: Callable[[], None],
         measured: tuple[float, ...] | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class Loop:
         self._epoch_samples = epoch_samples
         self._budget = budget
         self._recorder = recorder
-        self._tracer = tracer
+        self._trace = trace
         self._checkpoint = checkpoint
         self._measured = measured
         self._base_rates = worker.optimizer.base_rates
@@ -125,7 +125,7 @@ class Loop:
 
     def run(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
-        self._trace_phase()
+        self._open_window()
         while True:
             self._follow_phase()
             if not self._works:
@@ -151,7 +151,7 @@ class Loop:
             return
         if self._worker.rank == self._roles.workers[0]:
             step = self._worker.measures.switched_at_step
-            self._tracer.happened(f"switch, after step {step}")
+            self._trace.happened(f"switch, after step {step}")
         self.close()
         self._phase = self._worker.phase
         self.position.plan_start = self.position.consumed
@@ -159,16 +159,16 @@ class Loop:
         self.position.own = None
         self._roles = self._strategy.current_roles(self._worker, self._state)
         self._feed = self._feed_for(self._roles)
-        self._trace_phase()
+        self._open_window()
         if self._training.checkpoint_every is not None:
             self._take_checkpoint()
 
-    def _trace_phase(self) -> None:
+    def _open_window(self) -> None:
         """Write down the beginning of what this rank does in the phase under way."""
         if self._works:
-            self._tracer.open_for_steps(self.position.steps + 1)
+            self._trace.open_for_steps(self.position.steps + 1)
         else:
-            self._tracer.open_for_requests(len(self._roles.workers))
+            self._trace.open_for_requests(len(self._roles.workers))
 
     def _serve(self) -> bool:
         self._worker.reporter.phase("serving")
@@ -269,7 +269,7 @@ class Loop:
         position.steps += 1
         position.consumed = worker.step.consumed
         self._recorder.step(position.steps)
-        self._tracer.step_ended(position.steps)
+        self._trace.step_ended(position.steps)
         worker.reporter.progress(
             step=position.steps,
             samples=self._recorder.totals.samples,
@@ -316,7 +316,7 @@ class Loop:
             )
 
     def _take_checkpoint(self) -> None:
-        with self._tracer.aside("checkpoint"):
+        with self._trace.aside("checkpoint"):
             self._recorder.pause()
             self._checkpoint()
             self._recorder.resume()

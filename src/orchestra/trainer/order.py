@@ -1,52 +1,162 @@
-"""The runtime of a rank in wrappers that record, or repeat, what it could not foresee."""
+"""What a run's ranks could not foresee, recorded and repeated.
+
+Of all that a program learns from its engine, only this depends on chance: which message a receive
+from any source took, whether something was done yet, what the clock said, who was lost, and
+whether the user wants to stop. It is recorded in order for each flow of a rank. Given the same
+answers, a program does the same again, on any engine: no parameter or gradient is needed.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from orchestra.errors import InputError
 from orchestra.trainer.writing import writing
-from orchestra.transports.order import (
-    Order,
-    RecordedTransport,
-    ReplayedTransport,
-    Told,
-    from_plain,
-    plain,
-)
-from orchestra.worker.reporters import PassingReporter
-from orchestra.worker.runtime import Compute, Runtime, Work
+from orchestra.worker.interception import Flow, Interceptor, Operation
 
 T = TypeVar("T")
 
-
-def recorded(runtime: Runtime, order: Order) -> Runtime:
-    """`runtime`; what its rank is told goes into `order`."""
-    compute, reporter = runtime.compute, runtime.reporter
-    return replace(
-        runtime,
-        transport=RecordedTransport(runtime.transport, order),
-        compute=_RecordedCompute(compute, order),
-        reporter=_RecordedReporter(reporter, order),
-    )
+NOBODY = -1
+"""A tag that no message has."""
 
 
-def replayed(runtime: Runtime, order: Order) -> Runtime:
-    """`runtime`, whose rank is told what stands in `order`."""
-    rank = f"rank {runtime.rank}"
-    seconds = Told(order.seconds, f"{rank} looked at its seconds of computation")
-    stop = Told(order.stop, f"{rank} asked whether to stop")
-    return replace(
-        runtime,
-        transport=ReplayedTransport(runtime.transport, order),
-        compute=_ReplayedCompute(runtime.compute, seconds),
-        reporter=_ReplayedReporter(runtime.reporter, stop),
-    )
+RANKS = "seconds", "stop"
+"""Questions of the rank, whichever flow asks."""
+
+
+class Ended(InputError):
+    """A program asks for more than was recorded: it is not the one that was recorded."""
+
+
+@dataclass
+class FlowOrder:
+    """The answers that one flow got, in the order in which it asked.
+
+    Attributes:
+        sources: of each receive from any source, who sent what it took; -1: it never completed.
+        done: of each question whether an operation or a flow was done.
+        now: of each look at the clock.
+        lost: the ranks known to be gone, of each question for them.
+    """
+
+    sources: list[int] = field(default_factory=list)
+    done: list[bool] = field(default_factory=list)
+    now: list[float] = field(default_factory=list)
+    lost: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class Order:
+    """The answers that one rank got. A flow is named by the number of its start: "main.0".
+
+    Attributes:
+        seconds: of each look at the seconds that the rank has computed.
+        stop: of each question whether the user wants to stop.
+        first_step: steps that had been done before: 0, unless the run was resumed.
+        shares: the weights of the ranks' parts that were measured, if they were.
+    """
+
+    flows: dict[str, FlowOrder] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    stop: list[bool] = field(default_factory=list)
+    first_step: int = 0
+    shares: list[float] = field(default_factory=list)
+
+    def flow(self, name: str) -> FlowOrder:
+        """The answers to the flow `name`."""
+        return self.flows.setdefault(name, FlowOrder())
+
+    def answers(self, flow: str, what: str) -> list[Any]:
+        """Those to the question `what` of a flow."""
+        found: list[Any] = getattr(self if what in RANKS else self.flow(flow), what)
+        return found
+
+
+@dataclass(eq=False)
+class Recording(Interceptor):
+    """Writes into `order` what the rank is told."""
+
+    order: Order
+
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        if operation.flow is not None:
+            self.order.flow(operation.flow.name)
+        if operation.kind == "receive" and operation.peer is None:
+            sources = self.order.flow(flow.name).sources
+            operation.marks[self] = len(sources)
+            sources.append(-1)  # in the order of the receives, not of their ends
+        return proceed()
+
+    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        result = proceed()
+        if self in operation.marks:
+            place = operation.marks[self]
+            self.order.flow(flow.name).sources[place] = operation.source
+        return result
+
+    def told(
+        self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
+    ) -> T:
+        answer = proceed()
+        kept = sorted(answer) if isinstance(answer, frozenset) else answer
+        self.order.answers(flow.name, what).append(kept)
+        return answer
+
+
+class Repeating(Interceptor):
+    """Gives `rank` the answers of `order` again."""
+
+    def __init__(self, rank: int, order: Order) -> None:
+        self._rank = rank
+        self._order = order
+        self._given: dict[tuple[str, str], Iterator[Any]] = {}
+
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        """A receive from any source takes what it took then, if it ever was completed."""
+        if operation.kind == "receive" and operation.peer is None:
+            taken = self._next(flow, "sources")
+            operation.peer = taken if taken >= 0 else self._rank
+            operation.tag = operation.tag if taken >= 0 else NOBODY
+        return proceed()
+
+    def told(
+        self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
+    ) -> T:
+        """What was done then has to be, before the flow goes on."""
+        answer = self._next(flow, what)
+        if what == "done" and answer and operation is not None and operation.begun is not None:
+            operation.begun.wait()
+        return frozenset(answer) if what == "lost" else answer  # type: ignore[return-value]
+
+    def _next(self, flow: Flow, what: str) -> Any:
+        key = ("" if what in RANKS else flow.name), what
+        if key not in self._given:
+            self._given[key] = iter(self._order.answers(flow.name, what))
+        try:
+            return next(self._given[key])
+        except StopIteration:
+            raise Ended(
+                f"the record of the order ends: rank {self._rank}, flow {flow.name}, asked for "
+                f"{what!r} once more than in the run; was it made with another version of the "
+                "program, or was the run cut short?"
+            ) from None
+
+
+def plain(order: Order) -> dict[str, Any]:
+    """`order` as JSON."""
+    flows = {name: vars(flow) for name, flow in order.flows.items()}
+    return {**vars(order), "flows": flows}
+
+
+def from_plain(data: dict[str, Any]) -> Order:
+    """The order that `plain` made into `data`."""
+    flows = {name: FlowOrder(**flow) for name, flow in data["flows"].items()}
+    return Order(**{**data, "flows": flows})
 
 
 def order_file(folder: Path, rank: int) -> Path:
@@ -83,52 +193,3 @@ def read_order(folder: Path, rank: int) -> Order:
             "not in the record; record it in one piece"
         )
     return order
-
-
-@dataclass
-class _PassingCompute:
-    inner: Compute
-
-    def run(self, work: Work, function: Callable[[], T]) -> T:
-        return self.inner.run(work, function)
-
-    def reached(self, slot: int) -> None:
-        self.inner.reached(slot)
-
-
-@dataclass
-class _RecordedCompute(_PassingCompute):
-    order: Order
-
-    @property
-    def seconds(self) -> float:
-        seconds = self.inner.seconds
-        self.order.seconds.append(seconds)
-        return seconds
-
-
-@dataclass
-class _ReplayedCompute(_PassingCompute):
-    told: Told[float]
-
-    @property
-    def seconds(self) -> float:
-        return next(self.told)
-
-
-@dataclass
-class _RecordedReporter(PassingReporter):
-    order: Order
-
-    def stop_requested(self) -> bool:
-        stop = self.inner.stop_requested()
-        self.order.stop.append(stop)
-        return stop
-
-
-@dataclass
-class _ReplayedReporter(PassingReporter):
-    told: Told[bool]
-
-    def stop_requested(self) -> bool:
-        return next(self.told)

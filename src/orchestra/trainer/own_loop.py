@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from orchestra.data.own_loop import Loader, QueuedLoader
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.switch import Switch
+from orchestra.strategies.switch import phases
 from orchestra.trainer.own_batches import ENDED, Batches
 from orchestra.trainer.own_model import (
     FORWARD,
@@ -310,24 +310,15 @@ class OwnLoop:
 
 def may_serve(strategy: Strategy[Any], ranks: int) -> bool:
     """Whether a rank has no data in some phase of `strategy`."""
-    return any(len(phase.roles(ranks).workers) < ranks for phase in _phases(strategy))
+    return any(len(phase.roles(ranks).workers) < ranks for phase in phases(strategy))
 
 
 def _refuse_late_workers(strategy: Strategy[Any], ranks: int) -> None:
     """A rank that serves does not run the loop, and could not come into it later."""
-    for first, then in itertools.pairwise(_phases(strategy)):
+    for first, then in itertools.pairwise(phases(strategy)):
         late = set(then.roles(ranks).workers) - set(first.roles(ranks).workers)
         if late:
             raise InputError(
                 f"{strategy!r}: rank {min(late)} serves first, and could not come into a loop of "
                 "your own in mid-epoch: set placement='beside' in the first phase"
             )
-
-
-def _phases(strategy: Strategy[Any]) -> Iterator[Strategy[Any]]:
-    """Those of a switch, and of the switches in it, in their order; else `strategy` itself."""
-    if isinstance(strategy, Switch):
-        yield from _phases(strategy.first)
-        yield from _phases(strategy.then)
-    else:
-        yield strategy

@@ -21,6 +21,7 @@ from orchestra.optimizers.state import restore
 from orchestra.records.report import ChiefReport, Point, RankReport
 from orchestra.records.tensorboard import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Strategy
+from orchestra.strategies.switch import phases
 from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
@@ -40,19 +41,18 @@ from orchestra.trainer.evaluation import (
 )
 from orchestra.trainer.gathering import Figures, Gathered, answer, hand_in
 from orchestra.trainer.loop import Loop, Position, queue_of
-from orchestra.trainer.order import recorded, replayed, write_order
+from orchestra.trainer.order import Order, Recording, Repeating, write_order
 from orchestra.trainer.parts import places_of, put_together, release
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.trainer.reports import rank_report
 from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.speeds import measured_speeds, shares_of
-from orchestra.trainer.tracing import traced
+from orchestra.trainer.trace import Trace
 from orchestra.trainer.warm_up import warm_up
 from orchestra.trainer.writing import save_state, writing
-from orchestra.transports.order import Order
-from orchestra.transports.tracer import Tracer
 from orchestra.worker.batches import Batch, to_device
+from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel, Layout
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Part, Snapshots
@@ -90,17 +90,18 @@ class Session:
         repeats: Order | None = None,
     ) -> None:
         training = run.training
-        self.tracer = Tracer(runtime.transport.now, training.trace_steps)
+        windows = len(list(phases(strategy)))
+        self.trace = Trace(runtime.transport.now, training.trace_steps, windows)
         self.order = Order()
         self.shares: tuple[float, ...] = ()
         self.engine = runtime  # as it was given: what is measured with it is not traced
         if repeats is not None:
             self.shares = tuple(repeats.shares)
-            runtime = replayed(runtime, repeats)
+            runtime = intercepted(runtime, Repeating(runtime.rank, repeats))
         elif training.record_order:
-            runtime = recorded(runtime, self.order)
+            runtime = intercepted(runtime, Recording(self.order))
         if training.trace_steps:
-            runtime = traced(runtime, self.tracer)
+            runtime = intercepted(runtime, self.trace)
         self.runtime, self.run, self.strategy, self.folder = runtime, run, strategy, folder
         self.began = runtime.transport.now()
         self.setup: dict[str, float] = {}
@@ -144,7 +145,7 @@ class Session:
             budget=self.budget,
             position=self.position,
             recorder=self.recorder,
-            tracer=self.tracer,
+            trace=self.trace,
             checkpoint=self._take_checkpoint,
             measured=self.shares or None,
         )
@@ -153,9 +154,9 @@ class Session:
         self.worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
         self._passed("first_step")
         self.recorder.resume()
-        self.tracer.begin()
+        self.trace.start()
         loop.run()
-        self.tracer.close()
+        self.trace.close()
         self.stopped = loop.stopped
         self.runtime.reporter.phase("leaving")
         self.strategy.stop(self.worker, self.state)
@@ -253,7 +254,7 @@ class Session:
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),
         )
-        timeline = self.tracer.timeline(self.runtime.clock)
+        timeline = self.trace.timeline(self.runtime.clock)
         return replace(report, timeline=timeline, shares=self.shares)
 
     def _write_parameters(self, module: nn.Module) -> str:

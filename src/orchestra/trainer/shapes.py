@@ -30,7 +30,7 @@ from orchestra.trainer.recorder import Recorder, Spent, Totals
 from orchestra.trainer.reports import rank_report
 from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.speeds import shares_of
-from orchestra.transports.tracer import Tracer
+from orchestra.trainer.trace import Trace
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.shape_worker import ShapeWorker, SharedShapes
 from orchestra.worker.snapshots import Part, Snapshots
@@ -118,7 +118,7 @@ class ShapeSession:
         self.state = run.strategy.start(self.worker)
         self.setup = {"task": 0.0, "group": runtime.transport.now() - began}
         self._recorder = Sums(self.worker, self.totals)
-        self._tracer = Tracer(runtime.transport.now, 0)
+        self._trace = Trace(runtime.transport.now, 0)
         self._shares = shares_of(runtime.speeds) if run.measures_shares else ()
         self._loop: Callable[[], Loop] = lambda: Loop(
             self.worker,
@@ -130,7 +130,7 @@ class ShapeSession:
             budget=shared.budget,
             position=self.position,
             recorder=self._recorder,
-            tracer=self._tracer,
+            trace=self._trace,
             checkpoint=_nothing,
             measured=self._shares or None,
         )

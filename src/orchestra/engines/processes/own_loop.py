@@ -8,8 +8,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -28,12 +28,13 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_batches import Batches
 from orchestra.trainer.own_loop import OwnLoop, may_serve
-from orchestra.transports.channels import Channel
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
+from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime
 
+T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -121,6 +122,24 @@ def distribute(
     place.loops.append(loop)
     loop.batches.serve_to_the_end()
     return model, optimizer, loop.batches
+
+
+TAGS = 1 << 20
+"""Of one channel: all that programs use lie below."""
+
+
+@dataclass(eq=False)
+class Channel(Interceptor):
+    """Keeps the messages of a loop apart from those of others by tags of its own.
+
+    Both ends have to open it under one number. Channel 0 has the tags of the transport itself.
+    """
+
+    number: int
+
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        operation.tag += self.number * TAGS
+        return proceed()
 
 
 class _Unwatched(SilentReporter):
@@ -227,8 +246,7 @@ class _Place:
 
     def channel(self) -> Runtime:
         """The runtime of the next loop, whose messages no other loop sees."""
-        transport = Channel(self._runtime.transport, next(self._channels))
-        return replace(self._runtime, transport=transport)
+        return intercepted(self._runtime, Channel(next(self._channels)))
 
     def end_loops_before(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy[Any]

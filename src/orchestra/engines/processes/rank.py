@@ -18,13 +18,13 @@ import torch
 from orchestra.engines.failures import describe
 from orchestra.engines.memory import keep_freed_memory
 from orchestra.engines.processes.control import Control, Signs
-from orchestra.engines.processes.observed import ObservedTransport
 from orchestra.engines.processes.seat import Seat
 from orchestra.engines.processes.system import kernel, machine
 from orchestra.engines.random_streams import seed
 from orchestra.errors import RunEnded
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
+from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
@@ -54,6 +54,35 @@ class TimedCompute:
 
     def reached(self, slot: int) -> None:
         """The clock knows."""
+
+
+class Watched(Interceptor):
+    """Knows what the main flow of `rank` is blocked on, for the watcher."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.others = tuple(other for other in range(ranks) if other != rank)
+        self._completed = 0  # operations, of all flows
+        self._main = Flow()
+
+    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        if flow.name == self._main.name:
+            self._main = flow
+        before, flow.waiting = flow.waiting, operation
+        try:
+            return proceed()
+        finally:
+            flow.waiting = before
+            self._completed += 1
+
+    def signs(self) -> Signs:
+        """What the main flow waits for, and how much has moved."""
+        waiting = self._main.waiting
+        while waiting is not None and waiting.flow is not None:
+            waiting = waiting.flow.waiting
+        if waiting is None:
+            return Signs(self._completed)
+        peers = self.others if waiting.peer is None else (waiting.peer,)
+        return Signs(self._completed, peers, f"to {waiting.kind}, tag {waiting.tag}")
 
 
 class Frugal(PassingReporter):
@@ -128,7 +157,7 @@ def _run(
         on_wait=lambda ranks: control.waiting(ranks, "to connect"),
     )
     resources.callback(transport.close)
-    observed = ObservedTransport(transport)
+    watched = Watched(seat.rank, seat.ranks)
     compute = TimedCompute()
     native = Native(
         make_store,
@@ -141,9 +170,9 @@ def _run(
     resources.callback(native.close)
 
     def probe() -> Signs:
-        signs = observed.signs()
+        signs = watched.signs()
         if native.waiting:
-            signs = Signs(signs.progress, observed.others(), "in a native collective")
+            signs = Signs(signs.progress, watched.others, "in a native collective")
         moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
         progress = (signs.progress, native.calls, compute.calls, moved)
         return Signs(progress, signs.waits_for, signs.what)
@@ -152,7 +181,7 @@ def _run(
     runtime = Runtime(
         seat.rank,
         seat.ranks,
-        observed,
+        transport,
         compute,
         Frugal(control),
         seed,
@@ -160,7 +189,7 @@ def _run(
         native=lambda: native,
         clock=machine(),
     )
-    result = program(runtime, argument)
+    result = program(intercepted(runtime, watched), argument)
     control.phase("leaving")
     transport.close(timeout=seat.limits.patience)
     return result

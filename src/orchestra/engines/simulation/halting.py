@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.engines.simulation.replay import STATES
@@ -9,8 +10,8 @@ from orchestra.errors import RunFailed
 from orchestra.optimizers.state import capture
 from orchestra.trainer import checkpoints
 from orchestra.trainer.program import Session
-from orchestra.worker.reporters import PassingReporter
-from orchestra.worker.runtime import Reporter, Work
+from orchestra.worker.interception import Interceptor
+from orchestra.worker.runtime import Work
 
 
 class _Alike:
@@ -77,21 +78,12 @@ class Halt:
         self._digests[name] = checkpoints.write_rank(self._folder, STATES, rank, capture(state))
 
 
-class Halting(PassingReporter):
+@dataclass(eq=False)
+class Halting(Interceptor):
     """Tells `halt` how far its rank is."""
 
-    def __init__(self, rank: int, inner: Reporter, halt: Halt) -> None:
-        super().__init__(inner)
-        self._rank = rank
-        self._halt = halt
+    rank: int
+    halt: Halt
 
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None:
-        super().progress(step=step, samples=samples, loss=loss, fraction=fraction)
-        self._halt.passed(self._rank, step)
+    def progress(self, step: int) -> None:
+        self.halt.passed(self.rank, step)

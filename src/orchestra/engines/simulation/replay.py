@@ -92,6 +92,7 @@ def program(runtime: Runtime, errand: Errand) -> Replayed | Exception:
     from orchestra.engines.simulation.simulate import simulate
     from orchestra.trainer.order import read_order
     from orchestra.trainer.program import Session
+    from orchestra.worker.interception import intercepted
 
     training = replace(errand.run.training, trace_steps=0, record_order=False, tensorboard=False)
     run = replace(errand.run, training=training)
@@ -100,7 +101,7 @@ def program(runtime: Runtime, errand: Errand) -> Replayed | Exception:
     def rank_program(inner: Runtime) -> Any:
         inner.reporter.phase("set-up")
         order = read_order(errand.source, inner.rank)
-        halting = replace(inner, reporter=Halting(inner.rank, inner.reporter, halt))
+        halting = intercepted(inner, Halting(inner.rank, halt))
         session = Session(halting, run, run.strategy, errand.folder, repeats=order)
         halt.sessions[inner.rank] = session
         session.train()

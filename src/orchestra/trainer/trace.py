@@ -1,0 +1,267 @@
+"""The timeline of one rank: when its flows compute, send, receive and wait, in windows of its run.
+
+Messages are numbered from the start, so that both ends give one message the same number whenever
+their windows open. Everything else happens only while a window is open, and after the last one
+has closed nothing is looked at any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from orchestra.records.timeline import Instant, Message, Slice, Timeline
+from orchestra.transports.tags import tag_name
+from orchestra.worker.interception import Flow, Interceptor, Operation
+from orchestra.worker.runtime import Work
+
+T = TypeVar("T")
+
+STEPS = 0
+"""The index of the row of steps in a timeline; that of the main flow follows."""
+
+
+class Trace(Interceptor):
+    """Keeps the timeline of one rank, for all of its flows.
+
+    A window lasts for `limit` steps, or on a rank that serves for as many messages from any
+    source as its workers send in so many steps. Without a limit above 0 none ever opens.
+
+    Args:
+        now: the clock.
+        limit: steps of a window.
+        windows: how many there are at most.
+    """
+
+    def __init__(self, now: Callable[[], float], limit: int, windows: int = 1) -> None:
+        self.limit = limit
+        self.is_open = False
+        self._now = now
+        self._windows = windows
+        self._sent: dict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+        self._received: dict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+        self._labels = ["steps", "main"]
+        self._rows: dict[Flow, int] = {}
+        self._slices: list[Slice] = []
+        self._instants: list[Instant] = []
+        self._began = 0.0
+        self._serving = False
+        self._left = 0
+        self._step = 0
+        self._step_began = 0.0
+
+    # What the loop says
+
+    def start(self) -> None:
+        """The stopwatch starts."""
+        self._began = self._now()
+
+    def open_for_steps(self, first: int) -> None:
+        """Write down the steps from `first` on."""
+        self._step, self._step_began = first, self._now()
+        self._open(self.limit, serving=False)
+
+    def open_for_requests(self, workers: int) -> None:
+        """Write down what this rank does for so many workers."""
+        self._open(self.limit * workers + 1, serving=True)  # to the end of the last answer
+
+    def close(self) -> None:
+        """The steps are over."""
+        self.is_open = False
+        self.detach()
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """What happens inside is none of a step's; the timeline shows it as one piece."""
+        start, was_open = self._now(), self.is_open
+        self.is_open = False
+        yield
+        if was_open:
+            self._step_began = self._now()
+            self._slices.append(Slice(STEPS, "step", name, start, self._step_began, {}))
+            self.is_open = True
+
+    def step_ended(self, number: int) -> None:
+        """Step `number` of this rank is finished; the next one begins."""
+        if not self.is_open:
+            return
+        now = self._now()
+        args = {"step": number}
+        self._slices.append(Slice(STEPS, "step", f"step {number}", self._step_began, now, args))
+        self._step, self._step_began = number + 1, now
+        self._count_down()
+
+    def happened(self, name: str) -> None:
+        """Something that concerns the whole run."""
+        self._instants.append(Instant(name, self._now(), whole_run=True))
+
+    def timeline(self, clock: str) -> Timeline | None:
+        """All that was written down; None if nothing was to be."""
+        if not self.limit:
+            return None
+        return Timeline(clock, self._began, tuple(self._labels), self._slices, self._instants)
+
+    def _open(self, left: int, *, serving: bool) -> None:
+        self._serving, self._left = serving, left
+        self._windows -= 1
+        self.is_open = self.limit > 0
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.is_open = False
+            self._instants.append(Instant("end of the steps that were traced", self._now()))
+            if not self._windows:
+                self.detach()
+
+    # What the flows do
+
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        if operation.kind == "flow":
+            assert operation.flow is not None
+            self._rows[operation.flow] = len(self._labels)
+            self._labels.append(operation.flow.label)
+            return proceed()
+        if operation.kind == "send":
+            return self._begin_send(flow, operation, proceed)
+        if operation.peer is not None:
+            number = next(self._received[operation.peer, operation.tag])
+            if self.is_open:
+                operation.marks[self] = number
+        elif self._serving and self.is_open:
+            self._count_down()
+        return proceed()
+
+    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        if operation.kind == "receive" and operation.peer is None and self not in operation.marks:
+            return self._wait_for_any(flow, operation, proceed)
+        if not self.is_open:
+            return proceed()
+        if operation.kind == "flow":
+            assert operation.flow is not None
+            start = self._now()
+            result = proceed()
+            self._add(flow, "wait", f"wait for: {operation.flow.label}", start, self._now(), {})
+            return result
+        if self not in operation.marks:
+            return proceed()
+        if operation.kind == "send":
+            return self._wait_for_send(flow, operation, proceed)
+        return self._wait_for_receive(flow, operation, proceed)
+
+    def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
+        if not self.is_open or work.kind == "step":  # which only stands for what is not traced
+            return proceed()
+        start = self._now()
+        result = proceed()
+        name = f"{work.kind} ({work.amount} samples)" if work.kind == "gradient" else work.kind
+        self._add(flow, "compute", name, start, self._now(), {"amount": work.amount})
+        return result
+
+    def _begin_send(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        to, tag = operation.peer, operation.tag
+        assert to is not None
+        number = next(self._sent[to, tag])
+        if not self.is_open:
+            return proceed()
+        operation.marks[self] = number
+        traffic = flow.transport.traffic
+        bytes_before, start = traffic.bytes_sent, self._now()
+        handle = proceed()
+        name = f"send {size_text(operation.size)} to {_name(flow, to)}"
+        about = {
+            "payload_bytes": operation.size,
+            "bytes_sent": traffic.bytes_sent - bytes_before,
+            "tag": tag_name(tag),
+            "peer": to,
+        }
+        message = Message(flow.transport.rank, to, tag, number)
+        self._add(flow, "send", name, start, self._now(), about, message)
+        return handle
+
+    def _wait_for_send(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        traffic = flow.transport.traffic
+        before = traffic.seconds_communicating
+        result, start, end = self._timed(flow, operation, proceed)
+        if traffic.seconds_communicating > before:  # else it had been complete
+            name = f"send the rest to {_name(flow, operation.peer)}"
+            about = {"tag": tag_name(operation.tag), "peer": operation.peer}
+            self._add(flow, "send", name, start, end, about)
+        return result
+
+    def _wait_for_any(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        """Whose message it is, and so its number, is known at the end."""
+        if self.is_open:
+            return self._wait_for_receive(flow, operation, proceed)
+        result = proceed()
+        self._number(operation)
+        return result
+
+    def _wait_for_receive(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        result, start, end = self._timed(flow, operation, proceed)
+        source, size = operation.source, result.nbytes  # type: ignore[attr-defined]
+        name = f"receive {size_text(size)} from {_name(flow, source)}"
+        about = {"payload_bytes": size, "tag": tag_name(operation.tag), "peer": source}
+        number = self._number(operation)
+        message = Message(source, flow.transport.rank, operation.tag, number)
+        self._add(flow, "receive", name, start, end, about, message)
+        return result
+
+    def _number(self, operation: Operation) -> int:
+        if self not in operation.marks:
+            operation.marks[self] = next(self._received[operation.source, operation.tag])
+        return operation.marks[self]
+
+    def _timed(
+        self, flow: Flow, operation: Operation, proceed: Callable[[], T]
+    ) -> tuple[T, float, float]:
+        """What an operation gives in the end; from when to when it did more than wait.
+
+        The transport counts how long it had nothing to move, but not when: here that comes first.
+        """
+        traffic = flow.transport.traffic
+        waiting_before, start = traffic.seconds_waiting, self._now()
+        result = proceed()
+        end = self._now()
+        moving = min(start + traffic.seconds_waiting - waiting_before, end)
+        if moving > start:
+            peer = operation.peer
+            about = {"tag": tag_name(operation.tag), "peer": peer}
+            self._add(flow, "wait", f"wait for {_name(flow, peer)}", start, moving, about)
+        return result, moving, end
+
+    def _add(
+        self,
+        flow: Flow,
+        category: str,
+        name: str,
+        start: float,
+        end: float,
+        about: dict[str, Any],
+        message: Message | None = None,
+    ) -> None:
+        if not self._serving:
+            about["step"] = self._step
+        row = self._rows.get(flow, STEPS + 1)
+        self._slices.append(Slice(row, category, name, start, end, about, message))
+
+
+def _name(flow: Flow, rank: int | None) -> str:
+    """`rank` as seen from `flow`."""
+    if rank is None:
+        return "any rank"
+    return "another flow" if rank == flow.transport.rank else f"rank {rank}"
+
+
+def size_text(count: int) -> str:
+    """A number of bytes for people, such as 1.2 MB."""
+    if count < 1000:
+        return f"{count} B"
+    size, units = count / 1000, ["kB", "MB", "GB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.1f} {units[0]}"

@@ -1,0 +1,285 @@
+"""Interceptors between the flows of a rank and its engine.
+
+An interceptor looks at what a rank's program asks of its engine, or changes the answer: the view of
+the watcher, a timeline, a record of what cannot be foreseen, its replay. Any number of them share
+one wrapper of the transport, and each method of one gets the rest of the chain as `proceed`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from orchestra.transports.protocol import Handle, Task, Traffic, Transport
+from orchestra.worker.reporters import PassingReporter
+from orchestra.worker.runtime import Compute, Runtime, Work
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Flow:
+    """A flow of a rank: the main one, or one in the background.
+
+    Attributes:
+        name: "main", and for the n-th flow that a flow has begun its name with ".n".
+        label: what it does, in words.
+        transport: its transport, without interceptors.
+        waiting: the operation that it is blocked on, where somebody keeps an eye on that.
+    """
+
+    name: str = "main"
+    label: str = "main"
+    transport: Transport = field(init=False)
+    waiting: Operation | None = None
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def begin(self, function: Callable[..., Any]) -> Flow:
+        """The flow that is to run `function`."""
+        label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
+        return Flow(f"{self.name}.{next(self.numbers)}", label)
+
+
+@dataclass(eq=False)
+class Operation:
+    """A message or a background flow that a flow has begun, and may wait for.
+
+    Attributes:
+        kind: "send", "receive" or "flow".
+        peer: the rank at the other end; None: any rank. Interceptors may change it, and `tag`,
+            before the operation begins.
+        size: bytes that are sent.
+        flow: the flow that has begun.
+        begun: the handle, once it has begun.
+        marks: what interceptors remember of it, by interceptor.
+    """
+
+    kind: str
+    peer: int | None = None
+    tag: int = 0
+    size: int = 0
+    flow: Flow | None = None
+    begun: Handle | Task[Any] | None = None
+    marks: dict[Interceptor, int] = field(default_factory=dict)
+
+    @property
+    def source(self) -> int:
+        """Who has sent what was received."""
+        source: int = self.begun.source  # type: ignore[union-attr]
+        return source
+
+
+class Interceptor:
+    """The base of interceptors: lets everything proceed.
+
+    Attributes:
+        detach: takes it out of the chain that it is in.
+    """
+
+    detach: Callable[[], None] = staticmethod(lambda: None)
+
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        """`flow` begins `operation`; `proceed` returns its handle."""
+        return proceed()
+
+    def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        """`flow` waits for `operation`; `proceed` returns what it gives."""
+        return proceed()
+
+    def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
+        """`flow` computes."""
+        return proceed()
+
+    def told(
+        self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
+    ) -> T:
+        """`flow` asks for what depends on chance: "now", "lost", "done" (of `operation`), "stop"
+        or "seconds" (of computation)."""
+        return proceed()
+
+    def progress(self, step: int) -> None:
+        """The rank has finished `step` steps."""
+
+
+class Chain:
+    """The interceptors of a rank, the outermost first. `main` is the rank's main flow."""
+
+    def __init__(self, interceptors: Sequence[Interceptor]) -> None:
+        self.interceptors = list(interceptors)
+        self.main = Flow()
+        self._of_thread = threading.local()
+        for interceptor in self.interceptors:
+            interceptor.detach = partial(self._remove, interceptor)
+
+    def _remove(self, interceptor: Interceptor) -> None:
+        self.interceptors = [other for other in self.interceptors if other is not interceptor]
+
+    def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
+        """`proceed`, through `method` of every interceptor."""
+        for interceptor in reversed(self.interceptors):
+            proceed = partial(getattr(interceptor, method), *given, proceed=proceed, **more)
+        return proceed()
+
+    @property
+    def flow(self) -> Flow:
+        """The flow of this thread."""
+        flow: Flow = getattr(self._of_thread, "flow", self.main)
+        return flow
+
+    def enter(self, flow: Flow) -> None:
+        """This thread is that of `flow`."""
+        self._of_thread.flow = flow
+
+
+class InterceptedTransport:
+    """The transport `inner` of `flow`, behind the interceptors of `chain`."""
+
+    def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
+        self.inner = inner
+        self.chain = chain
+        self.flow = flow
+        flow.transport = inner
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.inner.traffic
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.inner.bytes_sent
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
+        operation = Operation("send", to, tag, tensor.nbytes)
+        return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag))
+
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
+        operation = Operation("receive", source, tag)
+        return self._begun(
+            operation, lambda: self.inner.receive(operation.peer, operation.tag, into)
+        )
+
+    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
+        flow = self.flow.begin(function)
+
+        def intercepted(transport: Transport) -> T:
+            self.chain.enter(flow)
+            return function(InterceptedTransport(transport, self.chain, flow))
+
+        operation = Operation("flow", flow=flow)
+        return self._begun(operation, lambda: self.inner.spawn(intercepted))
+
+    def _begun(self, operation: Operation, proceed: Callable[[], Any]) -> Any:
+        if not self.chain.interceptors:
+            return proceed()
+        flow = self.flow
+        operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
+        return InterceptedHandle(operation.begun, self.chain, flow, operation)
+
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        self.inner.add(own, *arrived)
+
+    def now(self) -> float:
+        return self.chain.call("told", self.flow, "now", proceed=self.inner.now)
+
+    def lost(self) -> frozenset[int]:
+        return self.chain.call("told", self.flow, "lost", proceed=self.inner.lost)
+
+
+@dataclass(slots=True)
+class InterceptedHandle:
+    """A handle or task of `flow`, behind the interceptors of `chain`."""
+
+    inner: Any
+    chain: Chain
+    flow: Flow
+    operation: Operation
+
+    @property
+    def source(self) -> int:
+        source: int = self.inner.source
+        return source
+
+    def wait(self) -> Any:
+        return self.chain.call("wait", self.flow, self.operation, proceed=self.inner.wait)
+
+    def done(self) -> bool:
+        done: bool = self.chain.call(
+            "told", self.flow, "done", proceed=self.inner.done, operation=self.operation
+        )
+        return done
+
+
+@dataclass
+class InterceptedCompute:
+    """The compute of a rank, behind the interceptors of `chain`."""
+
+    inner: Compute
+    chain: Chain
+
+    @property
+    def seconds(self) -> float:
+        ask = partial(getattr, self.inner, "seconds")
+        return self.chain.call("told", self.chain.flow, "seconds", proceed=ask)
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        proceed = partial(self.inner.run, work, function)
+        return self.chain.call("compute", self.chain.flow, work, proceed=proceed)
+
+    def reached(self, slot: int) -> None:
+        self.inner.reached(slot)
+
+
+@dataclass
+class InterceptedReporter(PassingReporter):
+    """The reporter of a rank, behind the interceptors of `chain`."""
+
+    chain: Chain
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        super().progress(step=step, samples=samples, loss=loss, fraction=fraction)
+        for interceptor in self.chain.interceptors:
+            interceptor.progress(step)
+
+    def stop_requested(self) -> bool:
+        ask = self.inner.stop_requested
+        return self.chain.call("told", self.chain.flow, "stop", proceed=ask)
+
+
+def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:
+    """`runtime` behind `interceptors`, the outermost first, and those that it has already."""
+    transport, compute, reporter = runtime.transport, runtime.compute, runtime.reporter
+    inner: Sequence[Interceptor] = ()
+    if isinstance(transport, InterceptedTransport):
+        inner, transport = transport.chain.interceptors, transport.inner
+    if isinstance(compute, InterceptedCompute):
+        compute = compute.inner
+    if isinstance(reporter, InterceptedReporter):
+        reporter = reporter.inner
+    chain = Chain((*interceptors, *inner))
+    return replace(
+        runtime,
+        transport=InterceptedTransport(transport, chain, chain.main),
+        compute=InterceptedCompute(compute, chain),
+        reporter=InterceptedReporter(reporter, chain),
+    )
