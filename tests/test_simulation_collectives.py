@@ -15,18 +15,19 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from orchestra.transports.traced import SHOWN, TracedTransport
-from orchestra.transports.tracer import Tracer
 from tests.simulated import FREE, Second, run_ranks
 
 from orchestra.cluster.costs import Line, Overhead
-from orchestra.collectives import Group, execute, executor
+from orchestra.collectives import Group, execute
 from orchestra.engines.simulation.meeting import Meeting
 from orchestra.engines.simulation.recurrence import Recurrence
 from orchestra.engines.simulation.walk import Walk
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
+from orchestra.trainer.trace import SHOWN, Trace
+from orchestra.transports import executor
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
+from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import Runtime, Work
 
 NAMES = [*ALL_REDUCE, "hierarchical"]
@@ -59,10 +60,8 @@ class MessageByMessage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def all_reduce_at_once(self, *arguments: Any, message_by_message: bool) -> int | None:
-        at_once = self.inner.all_reduce_at_once
-        assert at_once is not None
-        return at_once(*arguments, message_by_message=True)
+    def collective(self, *arguments: Any) -> Any:
+        return self.inner.collective(*arguments, visible=True)
 
 
 @dataclass(frozen=True)
@@ -546,9 +545,9 @@ def test_native_broadcast_and_barrier() -> None:
 @pytest.mark.parametrize("ranks", [SHOWN, SHOWN + 1])
 def test_a_timeline_shows_messages_of_few_ranks(ranks: int) -> None:
     def program(runtime: Runtime) -> Counter[str]:
-        tracer = Tracer(runtime.transport.now, 1)
-        transport = TracedTransport(runtime.transport, tracer)
-        tracer.begin()
+        tracer = Trace(runtime.transport.now, 1)
+        transport = intercepted(runtime, tracer).transport
+        tracer.start()
         tracer.open_for_steps(1)
         group = Group(tuple(range(ranks)))
         execute(transport, torch.ones(100), ALL_REDUCE["butterfly"](ranks), group, TAG)

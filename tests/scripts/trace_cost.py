@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from orchestra.trainer.tracing import traced
-from orchestra.transports.traced import TracedTransport
-from orchestra.transports.tracer import Tracer
 from torch import Tensor
 
 from orchestra.bench.models import SUBJECTS
@@ -24,7 +21,9 @@ from orchestra.bench.turns import join_gloo, take_turns
 from orchestra.engines.processes import launch
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.trainer.trace import Trace
 from orchestra.transports.protocol import Traffic
+from orchestra.worker.interception import Chain, InterceptedTransport, intercepted
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 
@@ -45,8 +44,8 @@ def measure(runtime: Runtime, argument: tuple[int, int, str]) -> Figures:
     figures: Figures = {}
     contestants = {
         PLAIN: contestant(runtime, None, steps),
-        CLOSED: contestant(runtime, Tracer(runtime.transport.now, 0), steps),
-        OPEN: contestant(runtime, Tracer(runtime.transport.now, FOR_EVER), steps),
+        CLOSED: contestant(runtime, Trace(runtime.transport.now, 0), steps),
+        OPEN: contestant(runtime, Trace(runtime.transport.now, FOR_EVER), steps),
     }
     blocks = {
         name: timed(block, figures.setdefault(name, [])) for name, block in contestants.items()
@@ -55,13 +54,13 @@ def measure(runtime: Runtime, argument: tuple[int, int, str]) -> Figures:
     return {name: values[1:] for name, values in figures.items()}  # the first ones warm up
 
 
-def contestant(runtime: Runtime, tracer: Tracer | None, steps: int) -> Callable[[], None]:
+def contestant(runtime: Runtime, tracer: Trace | None, steps: int) -> Callable[[], None]:
     torch.manual_seed(0)
     model = SUBJECT.build()
     names = frozenset(name for name, _ in model.named_parameters())
     spec = OptimizerSpec(torch.optim.SGD, {"lr": 0.01}, ((names, {}),))
     if tracer is not None:
-        runtime = traced(runtime, tracer)
+        runtime = intercepted(runtime, tracer)
     worker = Worker(runtime, model, spec, loss=SUBJECT.loss)
     state = STRATEGY.start(worker)
     batch, samples = SUBJECT.batch(SUBJECT.batch_size), SUBJECT.batch_size
@@ -125,11 +124,11 @@ def seconds_of_a_message(transport: Any, repeats: int = 200) -> float:
 def print_messages() -> None:
     nowhere: Any = Nowhere()
     for name, limit in ((CLOSED, 0), (OPEN, FOR_EVER)):
-        tracer = Tracer(nowhere.now, limit)
+        tracer = Trace(nowhere.now, limit)
         tracer.open_for_steps(1)
-        more = seconds_of_a_message(TracedTransport(nowhere, tracer)) - seconds_of_a_message(
-            nowhere
-        )
+        chain = Chain([tracer])
+        watched = InterceptedTransport(nowhere, chain, chain.main)
+        more = seconds_of_a_message(watched) - seconds_of_a_message(nowhere)
         print(f"{name}: {1e6 * more:+.2f} us for a message sent and one received")
 
 

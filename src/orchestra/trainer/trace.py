@@ -20,6 +20,9 @@ from orchestra.worker.runtime import Work
 
 T = TypeVar("T")
 
+SHOWN = 16
+"""Of a collective of more ranks, no messages are shown where the engine can do without them."""
+
 STEPS = 0
 """The index of the row of steps in a timeline; that of the main flow follows."""
 
@@ -127,6 +130,10 @@ class Trace(Interceptor):
             return proceed()
         if operation.kind == "send":
             return self._begin_send(flow, operation, proceed)
+        if operation.kind == "collective":
+            operation.visible |= self.is_open and operation.ranks <= SHOWN
+        if operation.kind != "receive":
+            return proceed()
         if operation.peer is not None:
             number = next(self._received[operation.peer, operation.tag])
             if self.is_open:
@@ -140,12 +147,8 @@ class Trace(Interceptor):
             return self._wait_for_any(flow, operation, proceed)
         if not self.is_open:
             return proceed()
-        if operation.kind == "flow":
-            assert operation.flow is not None
-            start = self._now()
-            result = proceed()
-            self._add(flow, "wait", f"wait for: {operation.flow.label}", start, self._now(), {})
-            return result
+        if operation.kind in ("flow", "collective", "native"):
+            return self._wait_for_other(flow, operation, proceed)
         if self not in operation.marks:
             return proceed()
         if operation.kind == "send":
@@ -160,6 +163,15 @@ class Trace(Interceptor):
         name = f"{work.kind} ({work.amount} samples)" if work.kind == "gradient" else work.kind
         self._add(flow, "compute", name, start, self._now(), {"amount": work.amount})
         return result
+
+    def executed(self, flow: Flow, operation: Operation, start: float, moving: float) -> None:
+        if not self.is_open:
+            return
+        about: dict[str, Any] = {"tag": tag_name(operation.tag)}
+        self._add(flow, "wait", "wait for the others", start, moving, dict(about))
+        name = f"all-reduce ({operation.label}), {size_text(operation.size)}"
+        about["payload_bytes"] = operation.size
+        self._add(flow, "native", name, moving, self._now(), about)
 
     def _begin_send(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         to, tag = operation.peer, operation.tag
@@ -181,6 +193,24 @@ class Trace(Interceptor):
         message = Message(flow.transport.rank, to, tag, number)
         self._add(flow, "send", name, start, self._now(), about, message)
         return handle
+
+    def _wait_for_other(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        """For a flow of this rank, or what it executes, or torch.distributed."""
+        traffic = flow.transport.traffic
+        before, start = traffic.seconds_waiting, self._now()
+        result = proceed()
+        end = self._now()
+        if operation.kind == "native":
+            name = f"all-reduce (native), {size_text(operation.size)}"
+            self._add(flow, "native", name, start, end, {"payload_bytes": operation.size})
+        elif operation.kind == "flow":
+            assert operation.flow is not None
+            self._add(flow, "wait", f"wait for: {operation.flow.label}", start, end, {})
+        elif operation.flow is not None:  # else its messages are seen
+            end = start + traffic.seconds_waiting - before
+            if end > start:
+                self._add(flow, "wait", "wait for another flow", start, end, {})
+        return result
 
     def _wait_for_send(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         traffic = flow.transport.traffic

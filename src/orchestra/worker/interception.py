@@ -7,16 +7,18 @@ one wrapper of the transport, and each method of one gets the rest of the chain 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from orchestra.transports.protocol import Handle, Task, Traffic, Transport
+from orchestra.schedules import Schedule
+from orchestra.transports.collective import Begun
+from orchestra.transports.protocol import Collectives, Group, Handle, Task, Traffic, Transport
 from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Compute, Runtime, Work
 
@@ -48,14 +50,18 @@ class Flow:
 
 @dataclass(eq=False)
 class Operation:
-    """A message or a background flow that a flow has begun, and may wait for.
+    """A message, a collective or a background flow that a flow has begun, and may wait for.
 
     Attributes:
-        kind: "send", "receive" or "flow".
+        kind: "send", "receive", "collective", "native" (one of torch.distributed) or "flow".
         peer: the rank at the other end; None: any rank. Interceptors may change it, and `tag`,
-            before the operation begins.
-        size: bytes that are sent.
-        flow: the flow that has begun.
+            before a message begins.
+        size: bytes that are sent, or those of a collective's vector.
+        ranks: how many take part in a collective.
+        visible: whether the messages of a collective should be sent even where an engine could
+            do without them. Interceptors may set it.
+        label: the name of a collective's schedule.
+        flow: the background flow that has begun, or that executes a collective.
         begun: the handle, once it has begun.
         marks: what interceptors remember of it, by interceptor.
     """
@@ -64,6 +70,9 @@ class Operation:
     peer: int | None = None
     tag: int = 0
     size: int = 0
+    ranks: int = 0
+    visible: bool = False
+    label: str = ""
     flow: Flow | None = None
     begun: Handle | Task[Any] | None = None
     marks: dict[Interceptor, int] = field(default_factory=dict)
@@ -92,6 +101,10 @@ class Interceptor:
         """`flow` waits for `operation`; `proceed` returns what it gives."""
         return proceed()
 
+    def executed(self, flow: Flow, operation: Operation, start: float, moving: float) -> None:
+        """The engine has executed a collective on `flow` without messages: it began at `start`, and
+        waited for other ranks until `moving`. The operation is none that was begun."""
+
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
         """`flow` computes."""
         return proceed()
@@ -115,7 +128,7 @@ class Chain:
         self.main = Flow()
         self._of_thread = threading.local()
         for interceptor in self.interceptors:
-            interceptor.detach = partial(self._remove, interceptor)
+            interceptor.detach = functools.partial(self._remove, interceptor)
 
     def _remove(self, interceptor: Interceptor) -> None:
         self.interceptors = [other for other in self.interceptors if other is not interceptor]
@@ -123,7 +136,9 @@ class Chain:
     def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
         """`proceed`, through `method` of every interceptor."""
         for interceptor in reversed(self.interceptors):
-            proceed = partial(getattr(interceptor, method), *given, proceed=proceed, **more)
+            proceed = functools.partial(
+                getattr(interceptor, method), *given, proceed=proceed, **more
+            )
         return proceed()
 
     @property
@@ -164,23 +179,66 @@ class InterceptedTransport:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         operation = Operation("send", to, tag, tensor.nbytes)
-        return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag))
+        handle: Handle = self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag))
+        return handle
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         operation = Operation("receive", source, tag)
-        return self._begun(
+        handle: Handle = self._begun(
             operation, lambda: self.inner.receive(operation.peer, operation.tag, into)
         )
+        return handle
+
+    def collective(
+        self,
+        schedule: Schedule,
+        vector: Tensor,
+        group: Group,
+        tag: int,
+        edges: Sequence[int] | None = None,
+        *,
+        background: bool = False,
+        via: Transport | None = None,
+        visible: bool = False,
+    ) -> Task[int]:
+        operation = Operation(
+            "collective", tag=tag, size=vector.nbytes, ranks=len(group), visible=visible
+        )
+        begun: Task[int] = self._begun(
+            operation,
+            lambda: self.inner.collective(
+                schedule, vector, group, tag, edges,
+                background=background, via=via or self, visible=operation.visible,
+            ),
+        )  # fmt: skip
+        if isinstance(operation.begun, Begun):
+            executing = operation.begun.flow
+            if isinstance(executing, InterceptedHandle):
+                operation.flow = executing.operation.flow
+        return begun
+
+    def end_background(self, via: Transport | None = None) -> None:
+        self.inner.end_background(via or self)
+
+    def executed(
+        self, schedule: Schedule, vector: Tensor, tag: int, start: float, moving: float
+    ) -> None:
+        """From the engine: see `Interceptor.executed`."""
+        operation = Operation("collective", tag=tag, size=vector.nbytes, label=schedule.name)
+        for interceptor in self.chain.interceptors:
+            interceptor.executed(self.flow, operation, start, moving)
 
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         flow = self.flow.begin(function)
 
+        @functools.wraps(function)
         def intercepted(transport: Transport) -> T:
             self.chain.enter(flow)
             return function(InterceptedTransport(transport, self.chain, flow))
 
         operation = Operation("flow", flow=flow)
-        return self._begun(operation, lambda: self.inner.spawn(intercepted))
+        task: Task[T] = self._begun(operation, lambda: self.inner.spawn(intercepted))
+        return task
 
     def _begun(self, operation: Operation, proceed: Callable[[], Any]) -> Any:
         if not self.chain.interceptors:
@@ -224,6 +282,29 @@ class InterceptedHandle:
 
 
 @dataclass
+class InterceptedCollectives:
+    """The collectives of torch.distributed, behind the interceptors of `chain`."""
+
+    inner: Collectives
+    chain: Chain
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self.start_all_reduce(tensor).wait()
+
+    def start_all_reduce(self, tensor: Tensor) -> Task[Tensor]:
+        operation, flow = Operation("native", size=tensor.nbytes), self.chain.flow
+        proceed = functools.partial(self.inner.start_all_reduce, tensor)
+        operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
+        return InterceptedHandle(operation.begun, self.chain, flow, operation)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
+        return self.inner.broadcast(tensor, root)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+
+@dataclass
 class InterceptedCompute:
     """The compute of a rank, behind the interceptors of `chain`."""
 
@@ -232,11 +313,12 @@ class InterceptedCompute:
 
     @property
     def seconds(self) -> float:
-        ask = partial(getattr, self.inner, "seconds")
-        return self.chain.call("told", self.chain.flow, "seconds", proceed=ask)
+        ask = functools.partial(getattr, self.inner, "seconds")
+        seconds: float = self.chain.call("told", self.chain.flow, "seconds", proceed=ask)
+        return seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
-        proceed = partial(self.inner.run, work, function)
+        proceed = functools.partial(self.inner.run, work, function)
         return self.chain.call("compute", self.chain.flow, work, proceed=proceed)
 
     def reached(self, slot: int) -> None:
@@ -277,9 +359,11 @@ def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:
     if isinstance(reporter, InterceptedReporter):
         reporter = reporter.inner
     chain = Chain((*interceptors, *inner))
+    native = runtime.native
     return replace(
         runtime,
         transport=InterceptedTransport(transport, chain, chain.main),
         compute=InterceptedCompute(compute, chain),
         reporter=InterceptedReporter(reporter, chain),
+        native=None if native is None else lambda: InterceptedCollectives(native(), chain),
     )

@@ -138,7 +138,8 @@ class Channel(Interceptor):
     number: int
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        operation.tag += self.number * TAGS
+        if operation.kind in ("send", "receive"):  # of which collectives are made
+            operation.tag += self.number * TAGS
         return proceed()
 
 
