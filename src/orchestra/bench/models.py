@@ -61,11 +61,6 @@ def mlp() -> nn.Module:
     )  # fmt: skip
 
 
-def matrix() -> nn.Module:
-    """A million parameters: 4 MB."""
-    return nn.Linear(1_000, 1_000, bias=False)
-
-
 SUBJECTS = (
     Subject("lenet", lenet, 64, 10, (1, 28, 28), steps=25),
     Subject("mlp25m", mlp, 32, 10, (1024,), steps=3),
