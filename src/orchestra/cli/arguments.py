@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.file import KNOWN_KEYS
-from orchestra.settings.document import Entry
+from orchestra.settings.yaml_text import Entry
 
 _SETTINGS = {
     **{f"--{key.replace('_', '-')}": key for key in KNOWN_KEYS},

@@ -23,7 +23,7 @@ from orchestra.cluster.reading import (
 from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
 from orchestra.errors import InputError
 from orchestra.settings import MOST_RANKS, REQUIRED, Settings, setting
-from orchestra.settings.document import Entry, read_document
+from orchestra.settings.yaml_text import Entry, read_document
 
 KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "overhead", "faults")
 """The keys of a file."""

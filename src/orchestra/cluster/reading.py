@@ -11,7 +11,7 @@ from orchestra.cluster.registry import CLUSTERS
 from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, parse
 from orchestra.settings.base import checked, default_of, settings_of, type_hints
-from orchestra.settings.document import Entry
+from orchestra.settings.yaml_text import Entry
 
 S = TypeVar("S", bound=Settings)
 

@@ -18,7 +18,7 @@ from orchestra.experiments.folder import PARENT, finished, fresh_folder, held
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import Settings, write
-from orchestra.settings.document import Entry
+from orchestra.settings.yaml_text import Entry
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import TASKS
 

@@ -16,9 +16,8 @@ from orchestra.experiments.tune import Tune
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
 from orchestra.settings import REQUIRED, Settings, parse, read, replace_setting, write
 from orchestra.settings.base import checked, default_of, require_setting, settings_of, type_hints
-from orchestra.settings.document import Entry, read_document
 from orchestra.settings.notation import bound, build
-from orchestra.settings.yaml_text import yaml_text, yaml_value
+from orchestra.settings.yaml_text import Entry, read_document, yaml_text, yaml_value
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import replace_task_setting, task_name, task_text
