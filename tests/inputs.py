@@ -23,8 +23,7 @@ from orchestra.cluster.presets import Preset
 from orchestra.cluster.registry import CLUSTERS
 from orchestra.cluster.units import Unit
 from orchestra.data.sharding import SHARDINGS, Sharding
-from orchestra.experiments.experiment import Experiment
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.optimizers.settings import SCHEDULES, Schedule
 from orchestra.settings import Call, Registry, Settings
 from orchestra.settings.base import REQUIRED, Limits, default_of, settings_of, type_hints

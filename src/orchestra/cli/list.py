@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     elif name == "experiment":
         _describe_experiment()
     elif "(" in name or is_file(name):
-        from orchestra.cluster.writing import cluster_text
+        from orchestra.cluster.file import cluster_text
 
         print(cluster_text(load_cluster(name, where="list", folder=Path())), end="")
     else:
@@ -161,7 +161,7 @@ def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:
         raise InputError(f"--ranks {ranks}: has to be 1 or more")
     cluster = load_cluster(name, where="list", folder=Path())
     from orchestra.report.figures.cluster import cluster_figure
-    from orchestra.report.figures.figure import save_as
+    from orchestra.report.figures.frame import save_as
 
     figure, width = cluster_figure(cluster, ranks)
     save_as(figure, path, width)

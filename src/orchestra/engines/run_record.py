@@ -95,6 +95,8 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "servers": len(roles.servers),
         "seed": run.seed,
         "global_batch": run.training.global_batch(roles.shares),
+        "distributed": run.strategy.distributed,
+        "switches": run.strategy.switches,
         "synchronous": run.strategy.synchronous,
         "steps_together": run.steps_together,
         "work": run.training.work if run.strategy.self_paced and len(roles.workers) > 1 else None,

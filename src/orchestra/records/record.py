@@ -30,13 +30,15 @@ class RunRecord:
     the stopwatch ran, None where not known; `threads` are the most that a rank computed with;
     `tuned` are the settings that were chosen for it in trials, none where none were made. Of a full
     step at the start `global_batch` are the samples of all workers, and `worker_batches` those of
-    each one; `synchronous` tells whether one update is made of all of them, and `steps_together`
-    whether workers wait for one another, each with a part of the samples; `work` whether workers
-    took batches from one queue ("shared") or had parts of their own ("equal"), None where they step
-    together; `shares` are the weights of the ranks' parts, where they were measured. `nodes` are
-    figures of the replicas at the last snapshot, None where all ranks had the same parameters: how
-    many `replicas` there were, how many were `judged`, their `mean`, and the `worst` of each figure
-    of which it is known whether more is better. `folder` is where everything else lies.
+    each one; `distributed` is False of `Single` alone, and `switches` tells whether a rule could
+    begin another phase; `synchronous` tells whether one update is made of all of them, and
+    `steps_together` whether workers wait for one another, each with a part of the samples; `work`
+    whether workers took batches from one queue ("shared") or had parts of their own ("equal"), None
+    where they step together; `shares` are the weights of the ranks' parts, where they were
+    measured. `nodes` are figures of the replicas at the last snapshot, None where all ranks had the
+    same parameters: how many `replicas` there were, how many were `judged`, their `mean`, and the
+    `worst` of each figure of which it is known whether more is better. `folder` is where everything
+    else lies.
     """
 
     name: str
@@ -74,6 +76,8 @@ class RunRecord:
     peak_buffer_bytes: int = 0
     global_batch: int = 0
     worker_batches: Sequence[int] = ()
+    distributed: bool | None = None
+    switches: bool | None = None
     synchronous: bool | None = None
     steps_together: bool | None = None
     work: str | None = None
@@ -180,11 +184,18 @@ def read_summary(path: Path) -> list[RunRecord]:
     """
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        return [RunRecord(**entry, folder=path.parent) for entry in summary["runs"]]
+        runs = [{**_told_before(entry), **entry} for entry in summary["runs"]]
+        return [RunRecord(**entry, folder=path.parent) for entry in runs]
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: is damaged ({error}); choose another --out") from None
+
+
+def _told_before(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What entries did not say when the notation of the strategy was all that told it."""
+    name = str(entry["strategy"]).partition("(")[0]
+    return {"distributed": name != "Single", "switches": name == "Switch"}
 
 
 def write_curve(folder: Path, points: Sequence[Point]) -> None:

@@ -160,6 +160,10 @@ class Entry:
     where: str
     inside: Mapping[Any, Entry] = field(default_factory=dict)
 
+    def at(self, key: str) -> str:
+        """Where this entry stands, with its dotted key, unless an option's name says that."""
+        return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
+
     def place_of(self, key: object) -> str:
         """Where `key` stands inside; where this entry does, if that is not known."""
         return self.inside[key].where if key in self.inside else self.where
