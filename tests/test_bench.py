@@ -16,7 +16,7 @@ from benchmarks.server import ServerRow, bench_server
 from benchmarks.suspend import RankSteps, Window, row_of
 
 from orchestra.bench import step
-from orchestra.bench.models import SUBJECTS, subjects_named
+from orchestra.bench.step import SUBJECTS, subjects_named
 from orchestra.bench.turns import median_ratio, order
 from orchestra.cli.main import main
 from orchestra.errors import InputError
@@ -148,7 +148,7 @@ def test_figures_as_a_table_and_as_json(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(step, "SUBJECTS", (SMALL,))
-    monkeypatch.setattr("orchestra.bench.models.SUBJECTS", (SMALL,))
+    monkeypatch.setattr("orchestra.bench.step.SUBJECTS", (SMALL,))
     file = tmp_path / "figures.json"
     assert main(["bench", "step", "--ranks", "2", "--rounds", "1", "--json", str(file)]) == 0
     captured = capsys.readouterr()

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from orchestra.records.environment import PACKAGES, environment
 from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import (
+    PACKAGES,
     RunRecord,
+    Usage,
     combine,
+    environment,
     read_summary,
     write_atomically,
     write_curve,
@@ -22,7 +24,6 @@ from orchestra.records.record import (
 )
 from orchestra.records.report import ChiefReport, Point, RankReport
 from orchestra.records.timeline import Instant, Message, Slice, Timeline
-from orchestra.records.usage import Usage
 
 CONTRACT = {
     "name": str,

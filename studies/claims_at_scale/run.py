@@ -37,7 +37,7 @@ from orchestra.experiments.experiment import RATE, on_ranks
 from orchestra.experiments.tuning import Trial, trials, write_tuning
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_atomically, write_summary
-from orchestra.settings.yaml_text import read_document
+from orchestra.settings.reading import read_document
 from orchestra.trainer.settings import Run
 
 FILE = Path(__file__).parent / "studies.yaml"

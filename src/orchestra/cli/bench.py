@@ -77,8 +77,7 @@ def _step(arguments: Sequence[str]) -> int:
     )
     options = read(parser, arguments)
     ranks = numbers(options.ranks)
-    from orchestra.bench.models import subjects_named
-    from orchestra.bench.step import bench_step
+    from orchestra.bench.step import bench_step, subjects_named
 
     subjects = subjects_named(options.model)
     with progress_line() as tell:
@@ -161,7 +160,7 @@ def write_figures(path: Path | None, name: str, rows: Sequence[Any]) -> None:
     """Write the rows (dataclasses) and a description of the machine as JSON, if a path is given."""
     if path is None:
         return
-    from orchestra.records.environment import environment
+    from orchestra.records.record import environment
 
     document = {
         "benchmark": name,
@@ -232,7 +231,7 @@ def print_remarks(text: str) -> None:
     """Print a sentence below a table, and which machine the figures are of."""
     from rich.console import Console
 
-    from orchestra.records.environment import environment
+    from orchestra.records.record import environment
 
     about = environment()
     machine = f"{about['cores']} cores, {about['processor']}, torch {about['packages']['torch']}"

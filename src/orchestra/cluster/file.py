@@ -13,13 +13,20 @@ from orchestra.cluster.costs import Cost, Line, Overhead
 from orchestra.cluster.faults import FAULTS, Fault
 from orchestra.cluster.jitter import Drift
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.registry import CLUSTERS
+from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
 from orchestra.errors import InputError
 from orchestra.settings import MOST_RANKS, REQUIRED, Settings, parse, setting, write
 from orchestra.settings.base import default_of, settings_of
-from orchestra.settings.reading import Reader, mapping, refuse_others, require
-from orchestra.settings.yaml_text import Entry, read_document, yaml_text
+from orchestra.settings.reading import (
+    Entry,
+    Reader,
+    mapping,
+    read_document,
+    refuse_others,
+    require,
+    yaml_text,
+)
 
 KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "overhead", "faults")
 """The keys of a file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load, to_yaml
 from orchestra.experiments.run import PARENT, claim, finished, fresh_folder, make_run
-from orchestra.settings.yaml_text import Entry
+from orchestra.settings.reading import Entry
 
 __all__ = [
     "PARENT",

@@ -16,7 +16,7 @@ from orchestra.experiments.run import PARENT, fresh_folder, make_run
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
 from orchestra.records.record import RunRecord
 from orchestra.settings import Settings, write
-from orchestra.settings.yaml_text import Entry
+from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import TASKS
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from orchestra.cluster.registry import load_cluster
+from orchestra.cluster.presets import load_cluster
 from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
 from orchestra.engines.run import train_run

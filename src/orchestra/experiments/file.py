@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestra.cluster.registry import is_file, load_cluster
+from orchestra.cluster.presets import is_file, load_cluster
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment, Tune
@@ -16,8 +16,16 @@ from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
 from orchestra.settings import Settings, parse, read, replace_setting, write
 from orchestra.settings.base import settings_of
 from orchestra.settings.notation import bound, build
-from orchestra.settings.reading import Reader, mapping, refuse_others, require
-from orchestra.settings.yaml_text import Entry, read_document, yaml_text, yaml_value
+from orchestra.settings.reading import (
+    Entry,
+    Reader,
+    mapping,
+    read_document,
+    refuse_others,
+    require,
+    yaml_text,
+    yaml_value,
+)
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import replace_task_setting, task_name, task_text

@@ -27,7 +27,7 @@ from orchestra.records.record import (
     write_atomically,
     write_summary,
 )
-from orchestra.settings.yaml_text import yaml_value
+from orchestra.settings.reading import yaml_value
 from orchestra.trainer.settings import Run
 
 RESOLVED = "experiment.yaml"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from orchestra.records.record import RunRecord
-from orchestra.records.usage import NOTABLE
+from orchestra.records.record import NOTABLE, RunRecord
 from orchestra.report.numbers import count, listed, percent, quantity, some
 from orchestra.report.rows import Row
 from orchestra.report.study import Study

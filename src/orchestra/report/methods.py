@@ -11,7 +11,7 @@ from orchestra.report.collect import Source
 from orchestra.report.conditions import worker_batch
 from orchestra.report.numbers import count, listed
 from orchestra.report.study import Study
-from orchestra.settings.yaml_text import yaml_text
+from orchestra.settings.reading import yaml_text
 
 HELD_GLOBAL = "the global batch: workers together process ranks x batch_size samples a step"
 

@@ -128,7 +128,7 @@ def literal(text: str) -> object:
         return ast.literal_eval(expression(text.strip()))
     except (ValueError, TypeError):
         pass
-    from orchestra.settings.yaml_text import yaml_value
+    from orchestra.settings.reading import yaml_value
 
     return yaml_value(text)
 

@@ -1,4 +1,4 @@
-"""Names for things that are imported when they are first used."""
+"""Names that are imported when they are first used, so that settings load without torch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
 from orchestra.cluster.jitter import Jitter
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.registry import CLUSTERS
+from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
 from orchestra.report.collect import RunData
 from orchestra.report.figures.frame import INK_NOW, Figure, figure
