@@ -16,7 +16,7 @@ from tests.training import settings, step_lines
 from orchestra.cluster import Cluster
 from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
-from orchestra.cluster.writing import cluster_text
+from orchestra.cluster.file import cluster_text
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.records.record import RunRecord

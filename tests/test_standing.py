@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from orchestra.cli.list import variants_of
 from orchestra.cli.main import main
-from orchestra.cli.strategy_list import variants_of
 from orchestra.cluster import CLUSTERS
 from orchestra.experiments.file import load
 from orchestra.settings import write

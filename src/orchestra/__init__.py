@@ -10,7 +10,7 @@ Names are imported when first used, so that the command line answers at once.
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.lazy import lazy_names
+from orchestra.settings.registry import lazy_names
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.lazy import lazy_names
+from orchestra.settings.registry import lazy_names
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.client import Client, Home

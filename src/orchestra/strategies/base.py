@@ -181,6 +181,21 @@ class Strategy(Settings, ABC, Generic[S]):
         return True
 
     @property
+    def distributed(self) -> bool:
+        """Whether several processes train, given several ranks; False of `Single` alone."""
+        return True
+
+    @property
+    def switches(self) -> bool:
+        """Whether a rule may end a phase and begin another one, as in `Switch`."""
+        return False
+
+    @property
+    def native(self) -> bool:
+        """Whether torch.distributed's own collectives (gloo, NCCL) are used."""
+        return False
+
+    @property
     def divides_model(self) -> bool:
         """Whether each rank has a part of the model only."""
         return False

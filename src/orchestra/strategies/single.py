@@ -29,6 +29,11 @@ class Single(Strategy[SingleState]):
 
     use = "first of all: on one host it mostly is faster than any distribution"
 
+    @property
+    def distributed(self) -> bool:
+        """No."""
+        return False
+
     def roles(self, ranks: int) -> Roles:
         """One process that takes everybody's share."""
         return Roles((float(ranks),))

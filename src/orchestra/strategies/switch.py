@@ -88,6 +88,16 @@ class Switch(Strategy[SwitchState]):
             )
 
     @property
+    def switches(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def native(self) -> bool:
+        """As a phase does."""
+        return self.first.native or self.then.native
+
+    @property
     def synchronous(self) -> bool:
         """Only if both phases are."""
         return self.first.synchronous and self.then.synchronous

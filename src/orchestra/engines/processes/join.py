@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestra.engines.events import Event, Notice
-from orchestra.engines.processes.addresses import numeric, towards
 from orchestra.engines.processes.environment import Launched
 from orchestra.engines.processes.launch import outcome, printing
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.engines.processes.rank import Program, occupy
 from orchestra.engines.processes.seat import Seat
-from orchestra.engines.processes.system import handling
+from orchestra.engines.processes.system import handling, numeric, towards
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed

@@ -17,11 +17,10 @@ from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import Event, Notice
-from orchestra.engines.processes.addresses import numeric
 from orchestra.engines.processes.entry import Errand, enter, inside_a_rank
 from orchestra.engines.processes.outcome import Outcome
 from orchestra.engines.processes.seat import Seat
-from orchestra.engines.processes.system import handling
+from orchestra.engines.processes.system import handling, numeric
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed

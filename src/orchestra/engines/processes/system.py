@@ -1,16 +1,20 @@
-"""What the operating system knows of processes and hosts."""
+"""What the operating system knows of processes, hosts and addresses."""
 
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from orchestra.errors import InputError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -80,3 +84,31 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even while it is stopped (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def numeric(host: str) -> str:
+    """The numeric form of `host`, an address or a name of this machine."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(
+            f"host {host!r} is unknown: {error}; name an address of this machine"
+        ) from error
+    address = str(found[0][4][0])
+    if ipaddress.ip_address(address).is_unspecified:
+        raise InputError(f"host {host!r} is every address: name the one that others are to use")
+    return address
+
+
+def towards(host: str, port: int) -> str:
+    """The local address of the interface that reaches `host`; loopback for loopback."""
+    address = numeric(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))  # sends nothing
+        except OSError as error:
+            raise InputError(
+                f"no interface of this machine reaches {host}: {error}; name one of its addresses"
+            ) from error
+        return str(probe.getsockname()[0])

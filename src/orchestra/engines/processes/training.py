@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from orchestra.engines.processes.devices import lacking
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.outcome import Outcome
@@ -145,3 +144,18 @@ def _record(run: Run, outcome: Outcome, folder: Path) -> RunRecord:
     return record_of(
         run, reports, folder, outcome.setup, left_out=outcome.left_out, notices=outcome.notices
     )
+
+
+def lacking(run: Run) -> str | None:
+    """What this machine lacks for `run`, None if nothing. Imports torch only where it has to."""
+    if run.training.device != "cuda":
+        return None
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Several ranks can share a GPU, but NCCL wants one for each.
+    wanted = run.training.ranks if run.strategy.native else 1
+    if there >= wanted:
+        return None
+    remedy = "name a schedule such as 'ring', whose ranks share one" if there else "use cpu or auto"
+    return f"wants {wanted} GPU{'s' * (wanted > 1)}; torch sees {there or 'none'} here: {remedy}"

@@ -1,4 +1,7 @@
-"""The folder of a run or a comparison: which one, and whose."""
+"""One run in a folder: the folder is claimed, the run is made, its record is written.
+
+`make_run` is the only way there: `orchestra train`, `orchestra.train` and a comparison call it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,79 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from orchestra.errors import InputError
+from orchestra.engines.run_record import failed_record
+from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import to_yaml
-from orchestra.records.record import RunRecord, partial_of, read_summary, write_atomically
-from orchestra.settings.yaml_text import yaml_value
+from orchestra.records.record import (
+    RunRecord,
+    partial_of,
+    read_summary,
+    write_atomically,
+    write_summary,
+)
+from orchestra.settings.reading import yaml_value
+from orchestra.trainer.settings import Run
 
 RESOLVED = "experiment.yaml"
 SUMMARY = "summary.json"
 PARENT = Path("runs")
+
+Train = Callable[[Run, Path, RunRecord | None], RunRecord]
+"""Trains a run in a folder; given the record, if the run was completed there before."""
+
+
+def make_run(
+    run: Run,
+    experiment: Experiment,
+    folder: Path,
+    train: Train,
+    *,
+    tuned: Mapping[str, Any] | None = None,
+    on_resume: Callable[[RunRecord | None], None] | None = None,
+) -> RunRecord:
+    """Claim `folder` for `run`, train, write `summary.json`, release the folder; the record.
+
+    Args:
+        experiment: consists of this run only.
+        tuned: the settings that were chosen for the run by trials.
+        on_resume: called where the folder has this run already, with its record if it was
+            completed.
+
+    Raises:
+        InputError: as `held` and `train` do.
+        RunFailed: as `train` does; `summary.json` then has a failed record.
+    """
+    with held(folder, experiment) as resumed:
+        completed = next(iter(finished(folder)), None) if resumed else None
+        if resumed and on_resume is not None:
+            on_resume(completed)
+        if completed is None:  # cut off from now on, it is no failed run any more
+            (folder / SUMMARY).unlink(missing_ok=True)
+        try:
+            record = replace(train(run, folder, completed), tuned=tuned or {})
+        except RunFailed as failure:
+            write_failure(run, folder, experiment.name, failure)
+            raise
+        write_summary(folder, experiment.name, [record])
+    return record
+
+
+def write_failure(
+    run: Run, folder: Path, experiment: str, failure: RunFailed | InputError
+) -> RunRecord:
+    """Write the record of a run that failed into `folder`, unless the disk is full; the record."""
+    record = failed_record(run, folder, failure)
+    with contextlib.suppress(OSError):  # a full disk is the failure itself
+        write_summary(folder, experiment, [record])
+    return record
 
 
 def fresh_folder(parent: Path, name: str) -> Path:
@@ -110,14 +172,13 @@ def _holder(inode: int) -> str:
     return "another process"
 
 
-def reclaim(folder: Path, experiment: Experiment) -> None:
-    """`claim` for a folder inside a comparison's: what another experiment left there is removed."""
+def clear_others(folder: Path, experiment: Experiment) -> None:
+    """Remove a folder inside a comparison's that another experiment left there."""
     path = folder / RESOLVED
     if folder.exists() and not (
         path.exists() and path.read_text(encoding="utf-8") == to_yaml(experiment)
     ):
         shutil.rmtree(folder)
-    claim(folder, experiment)
 
 
 def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from orchestra.bench.turns import Blocks, Progress, check_stopped, median_ratio, teller
+from orchestra.cli.bench import (
+    bench_parser,
+    numbers,
+    print_remarks,
+    print_table,
+    progress_line,
+    read,
+    write_figures,
+)
+from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.processes.launch import launch
@@ -30,6 +41,10 @@ ROUNDS = 40
 WARM_UP = 2
 TASK = "digits28()"
 RATE = 0.01
+DESCRIPTION = """\
+Time a simulated training of LeNet-5 under AllReduce("ring"), every worker with gradients of its
+own, and after each of its steps as many plain steps of one model in a loop, in the same process.
+"""
 
 
 @dataclass(frozen=True)
@@ -179,3 +194,45 @@ def _simulate(contest: Contest, referee: _Referee) -> None:
             referee,
         )
     assert outcome.failure is None, outcome.failure
+
+
+def print_simulations(rows: Iterable[SimulationRow]) -> None:
+    """One line for each number of workers."""
+    lines = [
+        (
+            str(row.workers),
+            f"{row.simulated_seconds * 1e3:.2f}",
+            f"{row.plain_seconds * 1e3:.2f}",
+            f"{row.ratio:.2f}",
+            f"{_part(row.ratios, 0.25):.2f} to {_part(row.ratios, 0.75):.2f}",
+        )
+        for row in rows
+    ]
+    headings = ("workers", "simulated", "plain", "ratio", "half of the pairs")
+    title = "ms for a worker's step, LeNet-5, batches of 64, AllReduce('ring')"
+    print_table(title, headings, lines)
+    print_remarks("Ratios near 1: the simulation costs little beside the gradients.")
+
+
+def _part(values: Sequence[float], part: float) -> float:
+    """What this part of `values` is below."""
+    return sorted(values)[int(part * len(values))]
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the times."""
+    parser = bench_parser("python -m benchmarks.simulation", DESCRIPTION, rounds="40")
+    parser.add_argument(
+        "--ranks", default="64", metavar="N,...", help="numbers of workers (default: 64)"
+    )
+    options = read(parser, arguments)
+    ranks = numbers(options.ranks)
+    with progress_line() as tell:
+        rows = bench_simulation(ranks, options.rounds or ROUNDS, tell)
+    print_simulations(rows)
+    write_figures(options.json, "simulation", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

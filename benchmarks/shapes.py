@@ -13,6 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.bench.turns import Progress, check_stopped, teller
+from orchestra.cli.bench import (
+    bench_parser,
+    print_remarks,
+    print_table,
+    progress_line,
+    read,
+    words,
+    write_figures,
+)
+from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
@@ -64,6 +74,10 @@ SCALED = {
 
 AIMS = {"ring": 10.0}
 """Seconds, where it is not `AIM_SECONDS`."""
+DESCRIPTION = """\
+Simulate time alone (tensors: shapes): 1,024 workers, 100 steps, 100 million parameters, under
+strategies of every family, each in a process of its own, of which the memory is told, too.
+"""
 
 
 @dataclass(frozen=True)
@@ -241,3 +255,65 @@ class _Limited(PassingReporter):
 
     def stop_requested(self) -> bool:
         return self.inner.stop_requested() or time.perf_counter() > self.end
+
+
+def print_scales(rows: Sequence[ScaleRow], limit: float) -> None:
+    """One line for each strategy."""
+    lines = [
+        (
+            row.label,
+            f"{row.aim_seconds:.0f}",
+            _time_of(row, limit),
+            "" if row.processor_seconds is None else f"{row.processor_seconds:.1f}",
+            "" if row.peak_megabytes is None else f"{row.peak_megabytes:,.0f}",
+            "" if row.virtual_seconds is None else f"{row.virtual_seconds:,.1f}",
+        )
+        for row in rows
+    ]
+    first = rows[0]
+    title = f"{first.workers:,} workers, {first.parameters / 1e6:,.0f} million parameters"
+    headings = ("strategy", "aim, s", "seconds", "processor s", "peak MB", "virtual seconds")
+    print_table(f"simulations of time alone: {title}", headings, lines)
+    print_remarks(
+        "Seconds from the settings to the reports, and those for which it had a processor: fewer, "
+        "where other programs run. Memory with Python and torch."
+    )
+
+
+def _time_of(row: ScaleRow, limit: float) -> str:
+    if row.seconds is None:
+        return f"{row.steps} steps in {limit:.0f}" if row.steps else f"over {limit:.0f}"
+    return f"{row.seconds:.1f}"
+
+
+def main(arguments: list[str]) -> int:
+    """Simulate, and print the times; those that were finished, if the user stops it."""
+    parser = bench_parser("python -m benchmarks.shapes", DESCRIPTION)
+    parser.add_argument("--strategies", metavar="LABEL,...", help="some of those that it prints")
+    parser.add_argument(
+        "--workers", type=int, default=1024, metavar="N", help="number of workers (default: 1024)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=600.0, metavar="SECONDS",
+        help="for each simulation (default: 600)",
+    )  # fmt: skip
+    options = read(parser, arguments)
+    labels = labels_named(words(options.strategies))
+    if options.workers < 32:
+        raise InputError(f"--workers: {options.workers} is below 32: some strategies need as many")
+    if not options.limit > 0:
+        raise InputError(f"--limit: {options.limit:g} seconds leave no time; give more")
+    rows: list[ScaleRow] = []
+    try:
+        with progress_line() as tell:
+            for row in bench_scale(labels, Scale(options.workers), options.limit, tell):
+                rows.append(row)
+    finally:
+        if rows:
+            print_scales(rows, options.limit)
+            write_figures(options.json, "shapes", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from orchestra.bench.models import matrix
 from orchestra.bench.turns import (
     Progress,
     check_stopped,
@@ -20,6 +20,15 @@ from orchestra.bench.turns import (
     take_turns,
     teller,
 )
+from orchestra.cli.bench import (
+    bench_parser,
+    print_remarks,
+    print_table,
+    progress_line,
+    read,
+    write_figures,
+)
+from orchestra.cli.main import guarded
 from orchestra.engines.processes.launch import launch
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.parameter_server import ParameterServer
@@ -30,6 +39,11 @@ OURS = ParameterServer(consistency="asynchronous")
 PEER = "gloo send and receive"
 PUSHES = 100
 RATE = 0.01
+DESCRIPTION = """\
+Count the pushes and pulls a second of an asynchronous ParameterServer with a model of 4 MB and
+1 to 3 workers, and of the same messages by gloo's send and receive, in turn, in the same
+processes.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ def make_worker(
     loss: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor] | None = None,
 ) -> Worker:
     """A worker with the model of 4 MB; its loss is the mean output unless one is given."""
-    model = matrix()
+    model = torch.nn.Linear(1_000, 1_000, bias=False)  # 4 MB
     names = frozenset(name for name, _ in model.named_parameters())
     spec = OptimizerSpec(torch.optim.SGD, {"lr": RATE}, ((names, {}),))
     return Worker(runtime, model, spec, loss=loss or mean_output)
@@ -150,3 +164,33 @@ def _peer(runtime: Runtime, pushes: int) -> Callable[[], None]:
             dist.send(values, source)
 
     return serve if runtime.rank == server else push
+
+
+def print_rates(rows: Iterable[ServerRow]) -> None:
+    """One line for each number of workers."""
+    lines = [
+        (
+            str(row.workers),
+            f"{row.ours_per_second:.0f}",
+            f"{row.peer_per_second:.0f}",
+            f"{row.ratio:.2f}",
+        )
+        for row in rows
+    ]
+    headings = ("workers", "ParameterServer", "gloo", "ratio")
+    print_table("pushes with pulls a second, 4 MB each way, asynchronous server", headings, lines)
+    print_remarks("Ratios above 1: faster than gloo's send and receive.")
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the rates."""
+    options = read(bench_parser("python -m benchmarks.server", DESCRIPTION, rounds="7"), arguments)
+    with progress_line() as tell:
+        rows = bench_server(rounds=options.rounds or 7, on_progress=tell)
+    print_rates(rows)
+    write_figures(options.json, "server", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

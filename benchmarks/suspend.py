@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -28,8 +29,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from orchestra.bench.server import RATE, make_worker, mean_output
+from benchmarks.server import RATE, make_worker, mean_output
 from orchestra.bench.turns import Progress, check_stopped
+from orchestra.cli.bench import (
+    bench_parser,
+    print_remarks,
+    print_table,
+    progress_line,
+    read,
+    write_figures,
+)
+from orchestra.cli.main import guarded
 from orchestra.engines.processes.launch import launch
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime
@@ -55,6 +65,10 @@ class Window(NamedTuple):
 
 Pair = tuple[Window, Window]
 """The victim runs, then it is suspended."""
+DESCRIPTION = """\
+Four workers and a dedicated server. Count the steps a second of three workers while the fourth
+runs, and while it is stopped by SIGSTOP.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class Assignment:
     folder: Path
 
 
-class Walked(NamedTuple):
+class RankSteps(NamedTuple):
     """When a rank's steps ended, and how many processors it kept busy on average."""
 
     times: list[float]
@@ -123,8 +137,8 @@ def bench_suspend(
         with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as name:
             assignment = Assignment(strategy, load, Path(name))
             conductor = Conductor(Path(name), pairs, window, on_progress, f"a step {load}")
-            walked, measured = conductor.conduct(assignment)
-        rows.append(row_of(load, walked, measured))
+            ranks, measured = conductor.conduct(assignment)
+        rows.append(row_of(load, ranks, measured))
     return rows
 
 
@@ -141,12 +155,12 @@ class Conductor:
         self._what = what
         self._over = threading.Event()
 
-    def conduct(self, assignment: Assignment) -> tuple[list[Walked | None], list[Pair]]:
+    def conduct(self, assignment: Assignment) -> tuple[list[RankSteps | None], list[Pair]]:
         """What each rank did, and the pairs of windows; raises as `launch` does."""
         with ThreadPoolExecutor(1) as pool:
             measuring = pool.submit(self._measure)
             try:
-                outcome = launch(walk, assignment, WORKERS + 1)
+                outcome = launch(step_on, assignment, WORKERS + 1)
             finally:
                 self._over.set()
             check_stopped(outcome)
@@ -182,11 +196,9 @@ class Conductor:
             os.kill(victim, signal.SIGCONT)
 
 
-def row_of(load: str, walked: Sequence[Walked | None], pairs: Sequence[Pair]) -> SuspendRow:
+def row_of(load: str, ranks: Sequence[RankSteps | None], pairs: Sequence[Pair]) -> SuspendRow:
     """The figures of one load. Steps are counted in each window, for each other worker."""
-    others = [
-        steps.times for rank, steps in enumerate(walked[:WORKERS]) if steps and rank != VICTIM
-    ]
+    others = [steps.times for rank, steps in enumerate(ranks[:WORKERS]) if steps and rank != VICTIM]
     before = [_pace(others, running) for running, _ in pairs]
     during = [_pace(others, suspended) for _, suspended in pairs]
     ratios = tuple(b / a for a, b in zip(before, during, strict=True))
@@ -197,7 +209,7 @@ def row_of(load: str, walked: Sequence[Walked | None], pairs: Sequence[Pair]) ->
         ratios,
         statistics.median(ratios),
         REQUIRED,
-        sum(steps.busy for steps in walked if steps),
+        sum(steps.busy for steps in ranks if steps),
         os.cpu_count() or 1,
     )
 
@@ -209,7 +221,7 @@ def _pace(workers: Sequence[Sequence[float]], window: Window) -> float:
     return statistics.median(counts) / seconds
 
 
-def walk(runtime: Runtime, assignment: Assignment) -> Walked:
+def step_on(runtime: Runtime, assignment: Assignment) -> RankSteps:
     """On each rank: step, or serve, until the conductor has seen enough."""
     strategy, load = assignment.strategy, LOADS[assignment.load]
 
@@ -234,7 +246,7 @@ def walk(runtime: Runtime, assignment: Assignment) -> Walked:
             _arrive(assignment.folder, worker.rank)
     strategy.stop(worker, state)
     busy = (time.process_time() - used) / (time.perf_counter() - started)
-    return Walked(times, busy)
+    return RankSteps(times, busy)
 
 
 def _arrive(folder: Path, rank: int) -> None:
@@ -242,3 +254,38 @@ def _arrive(folder: Path, rank: int) -> None:
     draft = folder / f"{rank}.draft"
     draft.write_text(str(os.getpid()))
     draft.rename(folder / str(rank))
+
+
+def print_paces(rows: Sequence[SuspendRow]) -> None:
+    """One line for each load."""
+    lines = [
+        (
+            row.load,
+            f"{row.before_per_second:.1f}",
+            f"{row.suspended_per_second:.1f}",
+            f"{row.ratio:.0%}",
+            f"{min(row.ratios):.0%} to {max(row.ratios):.0%}",
+            f"{row.busy_cores:.1f} of {row.cores}",
+        )
+        for row in rows
+    ]
+    headings = ("a step", "before", "suspended", "pace kept", "of the pairs", "busy cores")
+    print_table("steps a second of the others while one of four is suspended", headings, lines)
+    print_remarks(
+        f"Required: {rows[0].required:.0%} of the pace, median of the pairs. Where a step computes "
+        "and the cores are busy, the suspended worker leaves its share to the others."
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Measure both loads, and print the paces."""
+    options = read(bench_parser("python -m benchmarks.suspend", DESCRIPTION, rounds="5"), arguments)
+    with progress_line() as tell:
+        rows = bench_suspend(options.rounds or 5, on_progress=tell)
+    print_paces(rows)
+    write_figures(options.json, "suspend", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
