@@ -15,7 +15,7 @@ from tests.comparisons import SMALL, TASK, compared, experiment, files, rows, su
 import orchestra
 from orchestra import AllReduce, Single, Strategy
 from orchestra.cli.main import main
-from orchestra.engines.processes.devices import lacking
+from orchestra.engines.processes.training import lacking
 from orchestra.errors import InputError
 from orchestra.experiments import load, runs, to_yaml
 from orchestra.experiments.comparison import carry_out

@@ -29,7 +29,7 @@ from orchestra.engines.events import (
     Stop,
 )
 from orchestra.engines.failures import Failure
-from orchestra.engines.processes.wire import BadFrame, Frames, pack
+from orchestra.engines.processes.control import BadFrame, Frames, pack
 from orchestra.engines.verdicts import Limits, Verdicts
 
 LIMITS = Limits(patience=60.0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from orchestra.cli.arguments import Parser
 from orchestra.cli.bench import progress_line
 from orchestra.engines.processes.environment import detect
-from orchestra.engines.processes.usage import now
+from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.tasks.registry import task_text

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from orchestra.cluster.calibration import Curve
-from orchestra.engines.processes.usage import UsageMeter
+from orchestra.engines.processes.system import UsageMeter
 from orchestra.records.usage import taken_by_others
 
 LEAST, MOST = 9, 400

@@ -21,12 +21,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestra.engines.events import Event, Notice
-from orchestra.engines.processes.addresses import numeric, towards
-from orchestra.engines.processes.environment import Launched
-from orchestra.engines.processes.launch import outcome, printing
-from orchestra.engines.processes.outcome import Outcome
-from orchestra.engines.processes.rank import Program, occupy
-from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.control import RankSpec
+from orchestra.engines.processes.environment import Launched, numeric, towards
+from orchestra.engines.processes.launch import Outcome, outcome, printing
+from orchestra.engines.processes.rank import Program, run_rank
 from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
@@ -99,8 +97,8 @@ def join(
             closing.callback(watcher.abandon)
             _publish(store, watcher, token, tls)
         closing.enter_context(_interrupts(watcher))
-        seat = replace(_seat(launched, store, address, limits, tls), threads=threads)
-        result = _take_part(seat, program, argument, store, watcher, first_is_gone, on_cause)
+        spec = replace(_spec(launched, store, address, limits, tls), threads=threads)
+        result = _take_part(spec, program, argument, store, watcher, first_is_gone, on_cause)
         if watcher is None:
             own = [None] * launched.ranks
             own[launched.rank] = result
@@ -110,7 +108,7 @@ def join(
 
 
 def _take_part(
-    seat: Seat,
+    spec: RankSpec,
     program: Program,
     argument: Any,
     store: Store,
@@ -120,12 +118,12 @@ def _take_part(
 ) -> Any:
     native = PrefixStore("native", store)
     try:
-        return occupy(seat, lambda: (program, argument), lambda: native, first_is_gone, on_cause)
+        return run_rank(spec, lambda: (program, argument), lambda: native, first_is_gone, on_cause)
     except RunFailed as failed:
         if watcher is None:
             raise
         if watcher.verdicts.cause is None:  # it could not even reach its own watcher
-            watcher.fail(seat.rank, failed)
+            watcher.fail(spec.rank, failed)
         watcher.join()  # the others are told, and given time to leave
         if watcher.verdicts.bad_input is not None:
             raise InputError(watcher.verdicts.bad_input) from failed
@@ -177,7 +175,7 @@ def _publish(store: Store, watcher: Watcher, token: str, tls: TLS | None) -> Non
     store.set("watcher", json.dumps(about))
 
 
-def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> Seat:
+def _spec(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> RankSpec:
     try:
         published = json.loads(store.get("watcher"))
     except RuntimeError as error:
@@ -191,7 +189,7 @@ def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS 
             f"rank {launched.rank}: TLS is set up {where}: set ORCHESTRA_TLS_CERTIFICATE, _KEY and "
             "_AUTHORITY on every host, or on none"
         )
-    return Seat(
+    return RankSpec(
         launched.rank,
         launched.ranks,
         launched.local_rank,

@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from orchestra.engines.processes.devices import lacking
 from orchestra.engines.processes.display import Display, Progress
-from orchestra.engines.processes.launch import launch
-from orchestra.engines.processes.outcome import Outcome
-from orchestra.engines.processes.usage import UsageMeter
+from orchestra.engines.processes.launch import Outcome, launch
+from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.run_record import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.plain import from_plain, to_plain
@@ -59,6 +57,21 @@ def train_run(
             on_event=display.on_event,
         )
     return _record(run, outcome, folder)
+
+
+def lacking(run: Run) -> str | None:
+    """What this machine's GPUs lack for `run`, None if nothing. Imports torch only if needed."""
+    if run.training.device != "cuda":
+        return None
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Several ranks can share a GPU, but NCCL wants one for each.
+    wanted = run.training.ranks if "native" in repr(run.strategy) else 1
+    if there >= wanted:
+        return None
+    remedy = "name a schedule such as 'ring', whose ranks share one" if there else "use cpu or auto"
+    return f"wants {wanted} GPU{'s' * (wanted > 1)}; torch sees {there or 'none'} here: {remedy}"
 
 
 def has_validation(task: str) -> bool:

@@ -35,8 +35,8 @@ from orchestra.engines.events import (
     Stop,
 )
 from orchestra.engines.failures import Failure, describe
+from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
-from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
 from orchestra.transports.hello import HELLO_BYTES, WATCHER, hello, proves, sender_of
 from orchestra.transports.tls import TLS, in_words, wrap_accepted
