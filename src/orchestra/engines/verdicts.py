@@ -23,7 +23,6 @@ import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from orchestra.engines.deadlock import stuck, tell
 from orchestra.engines.events import (
     Abort,
     Beat,
@@ -32,6 +31,7 @@ from orchestra.engines.events import (
     Event,
     Exited,
     Failed,
+    Failure,
     Finished,
     Instruction,
     Interrupted,
@@ -41,8 +41,10 @@ from orchestra.engines.events import (
     Pulse,
     ServerLost,
     Stop,
+    failed_text,
+    stuck,
+    tell,
 )
-from orchestra.engines.failures import Failure, failed_text
 
 REFUSALS = 8
 """Refused connections of which a run tells: strangers cause them, too."""
@@ -84,7 +86,6 @@ class Member:
     state: State = State.ABSENT
     host: str = ""
     pulse: Pulse = field(default_factory=Pulse)
-    connected: bool = False
     disconnected_at: float | None = None
     gone: bool = False  # its process, or its connection where it is nobody's child
     settled_at: float | None = None  # when it finished, failed or was left out
@@ -99,27 +100,18 @@ class Member:
 
     @property
     def has_no_work_left(self) -> bool:
-        """Whether it only waits for others: it leaves, or serves those that still work."""
+        """It only waits for others: it leaves, or serves those that still work."""
         return self.leaving or self.pulse.phase == "serving"
 
 
-@dataclass(frozen=True)
-class Echo:
-    """A consequence that waits for its cause until `deadline`."""
-
-    rank: int
-    failure: Failure
-    deadline: float
-
-
 class Verdicts:
-    """The mind of the watcher.
+    """Decides what a watcher does.
 
     Args:
         ranks: how many ranks the run has.
         limits: how long to wait for what.
         start: the time at which the run was started.
-        children: whether the ranks are child processes whose exit status will be reported.
+        children: the ranks are child processes whose exit status will be reported.
             Otherwise the end of its connection is all that is known of a rank's end.
     """
 
@@ -133,27 +125,30 @@ class Verdicts:
         self._children = children
         self._started_at = self._ticked_at = start
         self._failed_at: float | None = None
-        self._echoes: list[Echo] = []
+        self._consequences: list[tuple[float, Member, Failure]] = []  # reported at a time
         self._refused: list[str] = []
         self._killed: set[int] = set()
         self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Nothing is left to wait for."""
         return all(member.gone for member in self._members.values())
 
     def suspects(self, now: float) -> list[int]:
         """The ranks of which the watcher should ask the kernel whether they are stopped."""
         silent = now - self.limits.silence
-        return [m.rank for m in self._members.values() if m.state in ALIVE and m.seen_at < silent]
+        return [member.rank for member in self._in(*ALIVE) if member.seen_at < silent]
 
     def observe(self, now: float, event: Event) -> list[Instruction]:
         """Take in one event; what is to be done now."""
+        return self._kept(self._observe(now, event))
+
+    def _observe(self, now: float, event: Event) -> Iterable[Instruction]:
         if isinstance(event, Interrupted):
-            return self._kept(self._interrupted(now))
+            return self._interrupted(now)
         if isinstance(event, ServerLost):
-            return self._kept(self._fail(now, event.how))
+            return self._fail(now, event.how)
         member = self._members[event.rank]
         member.seen_at = now
         match event:
@@ -163,17 +158,17 @@ class Verdicts:
                     other.active_at = now
                 return []
             case Beat(pulse=pulse):
-                return self._kept(self._beat(now, member, pulse))
+                return self._beat(now, member, pulse)
             case Finished():
                 self._settle(now, member, State.DONE)
                 return []
             case Failed(failure=failure):
-                return self._kept(self._failed(now, member, failure))
+                return self._failed(now, member, failure)
             case Disconnected():
-                return self._kept(self._disconnected(now, member))
+                return self._disconnected(now, member)
             case Exited(status=status):
                 member.gone = True
-                return self._kept(self._dead(now, member, describe_exit(status)))
+                return self._dead(now, member, describe_exit(status))
 
     def tick(self, now: float, stopped: Collection[int] = ()) -> list[Instruction]:
         """Let time pass; `stopped` are the suspects that their kernel holds stopped."""
@@ -181,7 +176,13 @@ class Verdicts:
         if self.cause is not None:
             return self._kept(self._clear_out(now))
         instructions: list[Instruction] = []
-        for rule in (self._late, self._unknown_ends, self._silences, self._echoes_due, self._hangs):
+        for rule in (
+            self._late,
+            self._unknown_ends,
+            self._silences,
+            self._consequences_due,
+            self._hangs,
+        ):
             if self.cause is None:
                 instructions += rule(now, stopped)
         if self.cause is None:
@@ -227,7 +228,7 @@ class Verdicts:
             if failure.bad_input and member.pulse.phase == "set-up":
                 self.bad_input = failure.message
             return self._fail(now, failed_text(member.name, failure))
-        self._echoes.append(Echo(member.rank, failure, now + self.limits.echo))
+        self._consequences.append((now + self.limits.echo, member, failure))
         return []
 
     def _disconnected(self, now: float, member: Member) -> Iterable[Instruction]:
@@ -270,7 +271,7 @@ class Verdicts:
             member.active_at = min(member.active_at + absence, now)
 
     def _late(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
-        absent = [m for m in self._members.values() if m.state is State.ABSENT]
+        absent = self._in(State.ABSENT)
         if not absent or now - self._started_at < self.limits.joining:
             return []
         names = ", ".join(m.name for m in absent)
@@ -303,23 +304,20 @@ class Verdicts:
             member.state = State.STOPPED
             yield Notice(f"{member.name} is stopped; going on without it")
 
-    def _echoes_due(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
-        due = [echo for echo in self._echoes if echo.deadline <= now]
-        if not due:
-            return []
-        return self._fail(now, self._echo_text(self._members[due[0].rank], due[0].failure))
+    def _consequences_due(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
+        """Of a failure whose cause did not come in time."""
+        for deadline, member, failure in self._consequences[:1]:
+            if deadline <= now:
+                return self._fail(now, self._consequence_text(member, failure))
+        return []
 
     def _hangs(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
         patience = self.limits.patience
-        if any(m.state is State.ABSENT for m in self._members.values()):
+        if self._in(State.ABSENT):
             return  # all others wait for it, which `_late` judges
-        beating = [
-            m
-            for m in self._members.values()
-            if m.state is State.RUNNING and m.seen_at >= now - self.limits.silence
-        ]
+        beating = [m for m in self._in(State.RUNNING) if m.seen_at >= now - self.limits.silence]
         under_way = any(m.pulse.step > 0 for m in self._members.values())
-        alive = {m.rank for m in self._members.values() if m.state in ALIVE}
+        alive = {m.rank for m in self._in(*ALIVE)}
         waiting: dict[int, tuple[int, ...]] = {}
         for member in beating:
             idle = now - member.active_at
@@ -336,12 +334,12 @@ class Verdicts:
             states = {m.rank: m.state.value for m in self._members.values()}
             yield from self._fail(now, f"the run hangs: {tell(deadlocked, whats, states)}")
             return
-        held = [m for m in self._members.values() if m.state is State.STOPPED]
+        held = self._in(State.STOPPED)
         if held and stuck(waiting, alive - {m.rank for m in held}):  # at a checkpoint, say
             for member in held:
                 yield from self._lose(now, member, "is stopped, and all others wait for it")
 
-    def _echo_text(self, member: Member, failure: Failure) -> str:
+    def _consequence_text(self, member: Member, failure: Failure) -> str:
         if failure.lost not in self.left_out:
             return failed_text(member.name, failure)
         lost = self._members[failure.lost]
@@ -365,7 +363,7 @@ class Verdicts:
         return f"{text}; {self.limits.advice}" if self.limits.advice else text
 
     def _only_stopped_missing(self, now: float) -> Iterable[Instruction]:
-        held = [m for m in self._members.values() if m.state is State.STOPPED]
+        held = self._in(State.STOPPED)
         others = [m for m in self._members.values() if m.state is not State.STOPPED]
         waiting = all(m.has_no_work_left and m.state is not State.ABSENT for m in others)
         if held and waiting and any(m.leaving for m in others):
@@ -388,6 +386,9 @@ class Verdicts:
         return self._kill(m for m in self._members.values() if not m.gone)
 
     # Shared by all
+
+    def _in(self, *states: State) -> list[Member]:
+        return [member for member in self._members.values() if member.state in states]
 
     def _fail(self, now: float, cause: str) -> Iterable[Instruction]:
         if self.cause is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.registry import load_cluster
-from orchestra.engines.processes import devices, training
+from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.experiment import (
@@ -105,7 +105,7 @@ def _lacking(experiment: Experiment) -> list[dict[str, Any]]:
     return [
         {"name": run.name, "ranks": run.training.ranks, "reason": reason}
         for run in runs(replace(experiment, seeds=experiment.seeds[:1]))
-        if (reason := devices.lacking(run)) is not None
+        if (reason := training.lacking(run)) is not None
     ]
 
 
@@ -130,9 +130,9 @@ class _Course:
 
     def __init__(self, experiment: Experiment, folder: Path, *, retry: bool, quiet: bool) -> None:
         self.not_run = not_run(experiment) + _lacking(experiment)
-        self.runs = [run for run in runs(experiment) if devices.lacking(run) is None]
+        self.runs = [run for run in runs(experiment) if training.lacking(run) is None]
         self._experiment, self._folder, self._retry = experiment, folder, retry
-        self._trials = [it for it in trials(experiment) if devices.lacking(it.run) is None]
+        self._trials = [it for it in trials(experiment) if training.lacking(it.run) is None]
         self._choices: Mapping[tuple[str, int], Choice] = {}
         self._progress = Progress(len(self._trials) + len(self.runs), quiet=quiet)
         self._runner = Runner(experiment, self._progress)

@@ -20,8 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestra.engines.events import Pulse
-from orchestra.engines.failures import Failure
+from orchestra.engines.events import Failure, Pulse
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.hello import WATCHER, connect

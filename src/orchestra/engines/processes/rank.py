@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from orchestra.engines.failures import describe
+from orchestra.engines.events import describe
 from orchestra.engines.processes.control import Control, RankSpec, Signs
 from orchestra.engines.processes.observed import ObservedTransport
 from orchestra.engines.processes.system import keep_freed_memory, kernel, machine

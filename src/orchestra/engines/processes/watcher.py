@@ -24,6 +24,7 @@ from orchestra.engines.events import (
     Event,
     Exited,
     Failed,
+    Failure,
     Finished,
     Instruction,
     Interrupted,
@@ -33,8 +34,8 @@ from orchestra.engines.events import (
     Pulse,
     ServerLost,
     Stop,
+    describe,
 )
-from orchestra.engines.failures import Failure, describe
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
