@@ -16,11 +16,10 @@ from orchestra.exchange.average import agree_within
 from orchestra.optimizers.moments import install_moments
 from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client, Home
-from orchestra.parameter_server.compensation import DelayCompensation
 from orchestra.parameter_server.consistency import Consistency
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.replicated_server import ReplicatedServer
-from orchestra.parameter_server.server import Server
+from orchestra.parameter_server.server import DelayCompensation, Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.schedules.work_queue import Applied, WorkQueue
 from orchestra.transports.protocol import Transport

@@ -1,4 +1,4 @@
-"""A server's mind: messages in, decisions out, no input or output of its own."""
+"""How a server decides: messages in, decisions out, no input or output of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pull is told beside the values.
+    """The reply to a push, beside the values.
 
     `version` counts the updates applied when the answer leaves; `staleness` those applied between
     this worker's read and its push. `loss` and `stop` are those of the pushes applied together.
@@ -79,7 +79,7 @@ class Decision:
 class Pause:
     """A quiet point: nothing is in flight. All workers paused, the last one after `step`.
 
-    `complete` tells whether no worker of the phase has left; a lost one has not.
+    `complete`: no worker of the phase has left; a lost one has not.
     """
 
     step: int
@@ -193,7 +193,7 @@ class ServerState:
                 yield worker, item
 
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
-        """To those who may go on."""
+        """For those who may go on."""
         released = sorted(self.waiting)
         if released and self.consistency.bounds:
             slowest = self._slowest(at_work)
@@ -260,13 +260,6 @@ class ServerState:
         self.dropped += 1
         self.clocks[push.worker] = newest
         self.waiting[push.worker] = Answer(
-            push.worker,
-            self.version,
-            0,
-            push.loss,
-            push.stop,
-            self.consumed,
-            newest,
-            True,
-            push.used,
-        )
+            push.worker, self.version, 0, push.loss, push.stop, self.consumed, newest,
+            dropped=True, used=push.used,
+        )  # fmt: skip
