@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestra.cli.tables import print_variants, print_wrapped
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.standing import Standing
+from orchestra.strategies.registry import Standing
 
 EXPLANATION = """\
 "fast on": best, or within 5 % of the best, by the seconds to a target. A variant without it was \

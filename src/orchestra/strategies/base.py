@@ -1,5 +1,7 @@
 """What every strategy is: settings, and what it does at each point of a run.
 
+`Replicas` is the base of those whose workers train apart, each with an optimizer of its own.
+
 State never lives in a strategy object: all ranks of a simulation share it. `start` returns it.
 """
 
@@ -7,23 +9,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from orchestra import optimizers
+from orchestra import exchange, optimizers
 from orchestra.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from orchestra.exchange import SharedWork
     from orchestra.parameter_server import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
 S = TypeVar("S")
+R = TypeVar("R", bound="ReplicaState")
 
 CHANGED = -1
 """In place of the step of a pause: the workers paused because the phase changes.
@@ -284,3 +288,62 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
 @lru_cache(maxsize=256)
 def _roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
     return strategy.roles(ranks)
+
+
+@dataclass
+class ReplicaState:
+    """Of a worker that trains a replica: its own optimizer, and its end of the queue of batches."""
+
+    optimizer: Optimizer
+    work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
+
+
+@dataclass(frozen=True, repr=False)
+class Replicas(Strategy[R]):
+    """Each worker trains a replica of its own, which it averages with some or all others.
+
+    The final parameters are the exact mean of the replicas.
+    """
+
+    @property
+    def synchronous(self) -> bool:
+        """Replicas differ, and losses are each worker's own."""
+        return False
+
+    def work(self, state: R) -> WorkSource | None:
+        """The queue of the first worker, where workers take batches at their own pace."""
+        return state.work
+
+    def currently_lockstep(self, state: R) -> bool:
+        """Where work is dealt out, all count the steps alike."""
+        return state.work is None
+
+    def start(self, worker: Worker) -> R:
+        """Everyone begins with the parameters of the first rank."""
+        exchange.agree_on_parameters(worker)
+        worker.reporter.expendable(False)
+        work = None
+        if self.self_paced:
+            work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
+        return self.allocate(worker, work)
+
+    @abstractmethod
+    def allocate(self, worker: Worker, work: SharedWork | None) -> R:
+        """The state at the start."""
+
+    def reduce(self, worker: Worker, state: R) -> None:
+        """The gradient stays here."""
+        exchange.keep_gradient(worker)
+
+    def agree(self, worker: Worker, state: R) -> None:
+        """The exact mean of the replicas, and of their buffers."""
+        exchange.exact_mean(worker)
+        exchange.exact_mean_of_buffers(worker)
+
+    def stop(self, worker: Worker, state: R) -> None:
+        """The exact mean of the replicas."""
+        exchange.exact_mean(worker)
+
+    def optimizer_of(self, state: R) -> Optimizer:
+        """This worker's own."""
+        return state.optimizer

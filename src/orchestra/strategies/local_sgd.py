@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MOST_STEPS, setting
-from orchestra.strategies.base import Footprint, Strategy
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState
 from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from orchestra.exchange import SharedWork
     from orchestra.exchange.replicas import Counts
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
@@ -49,14 +50,13 @@ class Fragment:
 
 
 @dataclass
-class LocalSGDState:
+class LocalSGDState(ReplicaState):
     """`fragments` lie at `cuts` (first, end) of the flat parameters; `epochs` are those over.
 
     `ended` are the fragments whose round is over, where the outer rule takes them with the next
     gradient. `samples` are this worker's since its buffers were last averaged.
     """
 
-    optimizer: Optimizer
     fragments: list[Fragment]
     cuts: list[tuple[int, int]] = field(metadata=optimizers.TRANSIENT)
     steps: int = 0
@@ -66,7 +66,7 @@ class LocalSGDState:
 
 
 @dataclass(frozen=True, repr=False)
-class LocalSGD(Strategy[LocalSGDState]):
+class LocalSGD(Replicas[LocalSGDState]):
     """Each worker takes `every` steps of its own; then the replicas are averaged.
 
     Averages are weighted by the samples behind each replica since the last one; so is the one at
@@ -163,11 +163,6 @@ class LocalSGD(Strategy[LocalSGDState]):
             )
 
     @property
-    def synchronous(self) -> bool:
-        """Replicas differ between two averages, and losses are each worker's own."""
-        return False
-
-    @property
     def depends_on_speed(self) -> bool:
         """Averages arrive at the step at which they are due."""
         return False
@@ -178,23 +173,13 @@ class LocalSGD(Strategy[LocalSGDState]):
         copies = self.outer.copies + travelling
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def currently_lockstep(self, state: LocalSGDState) -> bool:
-        """All count the steps alike."""
-        return True
-
-    def start(self, worker: Worker) -> LocalSGDState:
-        """Everyone begins with the parameters of the first rank."""
-        exchange.agree_on_parameters(worker)
-        worker.reporter.expendable(False)
+    def allocate(self, worker: Worker, work: SharedWork | None) -> LocalSGDState:
+        """An outer state for each fragment."""
         cuts = exchange.fragments_of(worker, self.fragments)
         fragments = [Fragment(self.outer.begin(worker.parameters[a:b])) for a, b in cuts]
         return LocalSGDState(
             worker.local_optimizer(), fragments, cuts, epochs=int(worker.step.epoch)
         )
-
-    def reduce(self, worker: Worker, state: LocalSGDState) -> None:
-        """Nothing is exchanged."""
-        exchange.keep_gradient(worker)
 
     def update(self, worker: Worker, state: LocalSGDState) -> None:
         """A local step; then what is due: averages arrive, and others leave."""
@@ -360,7 +345,3 @@ class LocalSGD(Strategy[LocalSGDState]):
         for cut, fragment in zip(state.cuts, state.fragments, strict=True):
             worth = self.outer.worth(fragment.outer, worker.parameters[slice(*cut)])
             yield cut, worth, fragment.weight
-
-    def optimizer_of(self, state: LocalSGDState) -> Optimizer:
-        """This worker's own."""
-        return state.optimizer
