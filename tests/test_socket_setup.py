@@ -32,11 +32,10 @@ from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, PeerLost, RunFailed
 from orchestra.transports import streams
 from orchestra.transports.framing import pack_header
-from orchestra.transports.hello import MAGIC, hello
+from orchestra.transports.handshake import MAGIC, TLS, hello
 from orchestra.transports.matching import Mailbox
 from orchestra.transports.mesh import STRANGERS, Listener, connect_mesh
 from orchestra.transports.sockets import SocketTransport
-from orchestra.transports.tls import TLS
 
 # --- set-up ----------------------------------------------------------------------------------
 

@@ -42,8 +42,8 @@ class Roles:
 
     `shares` has one entry for each process: its part of the data in per-worker batches a step
     (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
-    tells of each rank whose part of the data it works on; if empty, each on its own. Where slices
-    have `replicas` the run goes on without a server.
+    holds for each rank the rank whose part of the data it works on; if empty, each its own. Where
+    slices have `replicas` the run survives the loss of a server.
     """
 
     shares: tuple[float, ...]
@@ -128,12 +128,12 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def synchronous(self) -> bool:
-        """Whether all workers take every step together, and agree on its loss."""
+        """All workers take every step together, and agree on its loss."""
         return True
 
     @property
     def depends_on_speed(self) -> bool:
-        """Whether the parameters depend on how fast ranks and links are.
+        """The parameters depend on how fast ranks and links are.
 
         Where they do not, a simulation on one cluster knows them for every other.
         """
@@ -141,7 +141,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def steps_together(self) -> bool:
-        """Whether workers wait for one another, so that the slowest sets the pace of all."""
+        """Workers wait for one another, so that the slowest sets the pace of all."""
         return self.synchronous or not self.depends_on_speed
 
     def currently_together(self, state: S) -> bool:
@@ -153,7 +153,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.synchronous
 
     def currently_lockstep(self, state: S) -> bool:
-        """Whether, in the phase under way, a worker takes part in steps in which it has no samples.
+        """In the phase under way, a worker takes part in steps in which it has no samples.
 
         Synchronous strategies need that, and others that exchange in every step.
         """
@@ -161,7 +161,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def self_paced(self) -> bool:
-        """Whether a worker that is free can take the next batch, whatever the others do.
+        """A worker that is free can take the next batch, whatever the others do.
 
         The batches of the run then lie in one queue (`worker.make_queue`), unless the experiment
         says that all workers get equal parts.
@@ -181,12 +181,12 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def hands_over_moments(self) -> bool:
-        """Whether a following phase can inherit the optimizer's moments from the workers."""
+        """A following phase can inherit the optimizer's moments from the workers."""
         return True
 
     @property
     def divides_model(self) -> bool:
-        """Whether each rank has a part of the model only."""
+        """Each rank has a part of the model only."""
         return False
 
     def part_of(
@@ -203,7 +203,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """What `rank` keeps in memory, with a budget of `ranks`: a model and its optimizer."""
+        """The memory of `rank`, with a budget of `ranks`: by default a model and its optimizer."""
         roles = roles_of(self, ranks)
         return Footprint(batches=roles.shares[roles.part(rank)])
 
@@ -217,16 +217,16 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_loss(self) -> bool:
-        """Whether its decisions depend on the training loss."""
+        """Its decisions depend on the training loss."""
         return False
 
     @property
     def reads_values(self) -> bool:
-        """Whether what it does when depends on losses, gradients or parameters."""
+        """When it does what depends on losses, gradients or parameters."""
         return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:
-        """What is to happen before a step's first forward pass: the place to share buffers."""
+        """Called before a step's first forward pass: the place to share buffers."""
 
     def gradient(self, worker: Worker, state: S, batch: Batch | None) -> None:
         """The gradient of `batch` (None: this rank has no samples in this step), exchanged."""
@@ -235,7 +235,7 @@ class Strategy(Settings, ABC, Generic[S]):
         self.reduce(worker, state)
 
     def reduce(self, worker: Worker, state: S) -> None:
-        """What is to happen to a complete gradient before anybody reads it, clipping included."""
+        """Called with a complete gradient, before anybody reads it, clipping included."""
 
     @abstractmethod
     def update(self, worker: Worker, state: S) -> None:
@@ -248,7 +248,7 @@ class Strategy(Settings, ABC, Generic[S]):
     def quiesce(self, worker: Worker, state: S, step: int) -> bool:
         """On a worker after its step `step`: return when nothing is in flight anywhere.
 
-        Whether all workers are there; some may have finished, or were lost.
+        False if some workers have finished, or were lost.
         """
         return True
 
@@ -305,10 +305,7 @@ class Replicas(Strategy[R]):
     The final parameters are the exact mean of the replicas.
     """
 
-    @property
-    def synchronous(self) -> bool:
-        """Replicas differ, and losses are each worker's own."""
-        return False
+    synchronous = False  # replicas differ, and losses are each worker's own
 
     def work(self, state: R) -> WorkSource | None:
         """The queue of the first worker, where workers take batches at their own pace."""

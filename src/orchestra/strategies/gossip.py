@@ -36,6 +36,8 @@ class Gossip(Replicas[GossipState]):
     parameters; its moments stay with the worker. The final parameters are the exact mean.
     """
 
+    depends_on_speed = False  # everyone waits for the same neighbours at the same step
+
     use = "where no link should carry everything, and only neighbours should wait for each other"
     variants = (
         ("Gossip()", "for a few workers, or networks that are rings"),
@@ -46,11 +48,6 @@ class Gossip(Replicas[GossipState]):
     )
 
     topology: Topology = setting(Ring(), "who mixes with whom")
-
-    @property
-    def depends_on_speed(self) -> bool:
-        """Everyone waits for the same neighbours at the same step."""
-        return False
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the graph has to connect them and to have weights."""
@@ -67,7 +64,6 @@ class Gossip(Replicas[GossipState]):
         return replace(super().footprint(rank, ranks), copies=float(arriving))
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> GossipState:
-        """An optimizer."""
         return GossipState(worker.local_optimizer())
 
     def update(self, worker: Worker, state: GossipState) -> None:

@@ -43,6 +43,8 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     write. The final parameters are the exact mean.
     """
 
+    self_paced = True  # a partner averages in the background, at any step of its own
+
     use = "for workers of unlike speed, without a server"
     variants = (("PairwiseAveraging()", use),)
 
@@ -51,11 +53,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
     )
     _: KW_ONLY
     seed: int = setting(0, "of the choice of partners", low=0, high=MOST_SEED)
-
-    @property
-    def self_paced(self) -> bool:
-        """A partner averages in the background, at any step of its own."""
-        return True
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
@@ -168,6 +165,8 @@ class Prague(Replicas[PragueState]):
     Inter-Intra synchronization and static schedules are not here.
     """
 
+    self_paced = True  # groups do not depend on the number of a worker's step
+
     use = "for some slow workers among many, without a server: groups average by all-reduce"
     variants = (("Prague(3)", use),)
 
@@ -183,11 +182,6 @@ class Prague(Replicas[PragueState]):
         high=MOST_STEPS,
     )
     seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
-
-    @property
-    def self_paced(self) -> bool:
-        """Groups do not depend on the number of a worker's step."""
-        return True
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
         """Ready to ask for groups."""

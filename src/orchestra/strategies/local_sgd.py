@@ -79,6 +79,8 @@ class LocalSGD(Replicas[LocalSGDState]):
     theta <- mix theta + (1 - mix) theta_outer.
     """
 
+    depends_on_speed = False  # averages arrive at the step at which they are due
+
     use = "for slow links: an exchange a round, not a step"
     variants = (
         ("LocalSGD(8)", "for slow links, and steps that are short"),
@@ -161,11 +163,6 @@ class LocalSGD(Replicas[LocalSGDState]):
                 f"LocalSGD: SlowMo(buffers={outer.buffers!r}) needs averages of all parameters at "
                 "once: leave out fragments and overlap"
             )
-
-    @property
-    def depends_on_speed(self) -> bool:
-        """Averages arrive at the step at which they are due."""
-        return False
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """And the outer state, and the fragments on their way."""

@@ -121,7 +121,6 @@ class Nesterov(Outer):
     momentum: float = setting(0.9, "mu: of the outer momentum", low=0.0, high=1.0)
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
-        """As above."""
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
@@ -145,14 +144,11 @@ class Elastic(Outer):
     each other: `ElasticAveraging`.
     """
 
+    beside_gradient = True  # gradient and elastic force are those of one x_i
+
     beta: float = setting(
         0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
     )
-
-    @property
-    def beside_gradient(self) -> bool:
-        """Gradient and elastic force are those of one x_i."""
-        return True
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
         """As above, without the gradient."""

@@ -34,7 +34,6 @@ class Single(Strategy[SingleState]):
         return Roles((float(ranks),))
 
     def start(self, worker: Worker) -> SingleState:
-        """Make the optimizer."""
         return SingleState(worker.local_optimizer())
 
     def reduce(self, worker: Worker, state: SingleState) -> None:
@@ -43,12 +42,10 @@ class Single(Strategy[SingleState]):
         worker.gradients.forget_unused()
 
     def update(self, worker: Worker, state: SingleState) -> None:
-        """One step of the optimizer."""
         worker.clip()
         worker.update_locally(state.optimizer)
         worker.step.agreed = True
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def optimizer_of(self, state: SingleState) -> Optimizer:
-        """The optimizer."""
         return state.optimizer

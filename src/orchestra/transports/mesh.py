@@ -1,6 +1,6 @@
 """Set-up of the socket transport: every rank connects to those below it and accepts the others.
 
-A connection begins with a hello in each direction, as `orchestra.transports.hello` has it.
+A connection begins with a hello in each direction, as `orchestra.transports.handshake` has it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from orchestra.errors import InputError, PeerLost
-from orchestra.transports.hello import HELLO_BYTES, connect, hello, proves, remaining, sender_of
+from orchestra.transports.handshake import (
+    HELLO_BYTES,
+    TLS,
+    connect,
+    hello,
+    in_words,
+    proves,
+    remaining,
+    sender_of,
+    wrap_accepted,
+)
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.sockets import SocketTransport
-from orchestra.transports.tls import TLS, in_words, wrap_accepted
 
 STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""

@@ -23,8 +23,7 @@ from typing import Any
 from orchestra.engines.events import Failure, Pulse
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import RunAborted, RunEnded, RunFailed
-from orchestra.transports.hello import WATCHER, connect
-from orchestra.transports.tls import TLS
+from orchestra.transports.handshake import TLS, WATCHER, connect
 
 BEAT_SECONDS = 0.5
 GONE = "rank 0, which watches over the run, is gone"

@@ -29,7 +29,7 @@ from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.tls import TLS, from_environment
+from orchestra.transports.handshake import TLS, from_environment
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
 TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sent already

@@ -26,7 +26,7 @@ from orchestra.engines.processes.system import die_with_parent, handling, keep_o
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.tls import TLS, from_environment
+from orchestra.transports.handshake import TLS, from_environment
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Runtime

@@ -39,8 +39,16 @@ from orchestra.engines.events import (
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
-from orchestra.transports.hello import HELLO_BYTES, WATCHER, hello, proves, sender_of
-from orchestra.transports.tls import TLS, in_words, wrap_accepted
+from orchestra.transports.handshake import (
+    HELLO_BYTES,
+    TLS,
+    WATCHER,
+    hello,
+    in_words,
+    proves,
+    sender_of,
+    wrap_accepted,
+)
 from orchestra.worker.threads import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
