@@ -23,28 +23,8 @@ import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from orchestra.engines.events import (
-    Abort,
-    Beat,
-    Disconnect,
-    Disconnected,
-    Event,
-    Exited,
-    Failed,
-    Failure,
-    Finished,
-    Instruction,
-    Interrupted,
-    Joined,
-    Kill,
-    Notice,
-    Pulse,
-    ServerLost,
-    Stop,
-    failed_text,
-    stuck,
-    tell,
-)
+from orchestra.engines import events
+from orchestra.engines.events import Instruction
 
 REFUSALS = 8
 """Refused connections of which a run tells: strangers cause them, too."""
@@ -85,7 +65,7 @@ class Member:
     active_at: float  # its last sign of progress
     state: State = State.ABSENT
     host: str = ""
-    pulse: Pulse = field(default_factory=Pulse)
+    pulse: events.Pulse = field(default_factory=events.Pulse)
     disconnected_at: float | None = None
     gone: bool = False  # its process, or its connection where it is nobody's child
     settled_at: float | None = None  # when it finished, failed or was left out
@@ -125,7 +105,7 @@ class Verdicts:
         self._children = children
         self._started_at = self._ticked_at = start
         self._failed_at: float | None = None
-        self._consequences: list[tuple[float, Member, Failure]] = []  # reported at a time
+        self._consequences: list[tuple[float, Member, events.Failure]] = []  # each with its deadline
         self._refused: list[str] = []
         self._killed: set[int] = set()
         self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
@@ -140,33 +120,33 @@ class Verdicts:
         silent = now - self.limits.silence
         return [member.rank for member in self._in(*ALIVE) if member.seen_at < silent]
 
-    def observe(self, now: float, event: Event) -> list[Instruction]:
+    def observe(self, now: float, event: events.Event) -> list[Instruction]:
         """Take in one event; what is to be done now."""
         return self._kept(self._observe(now, event))
 
-    def _observe(self, now: float, event: Event) -> Iterable[Instruction]:
-        if isinstance(event, Interrupted):
+    def _observe(self, now: float, event: events.Event) -> Iterable[Instruction]:
+        if isinstance(event, events.Interrupted):
             return self._interrupted(now)
-        if isinstance(event, ServerLost):
+        if isinstance(event, events.ServerLost):
             return self._fail(now, event.how)
         member = self._members[event.rank]
         member.seen_at = now
         match event:
-            case Joined(host=host):
+            case events.Joined(host=host):
                 member.state, member.host = State.RUNNING, host
                 for other in self._members.values():  # they could only wait for it
                     other.active_at = now
                 return []
-            case Beat(pulse=pulse):
+            case events.Beat(pulse=pulse):
                 return self._beat(now, member, pulse)
-            case Finished():
+            case events.Finished():
                 self._settle(now, member, State.DONE)
                 return []
-            case Failed(failure=failure):
+            case events.Failed(failure=failure):
                 return self._failed(now, member, failure)
-            case Disconnected():
+            case events.Disconnected():
                 return self._disconnected(now, member)
-            case Exited(status=status):
+            case events.Exited(status=status):
                 member.gone = True
                 return self._dead(now, member, describe_exit(status))
 
@@ -195,7 +175,7 @@ class Verdicts:
         if text in self._refused or len(self._refused) == REFUSALS:
             return []
         self._refused.append(text)
-        return self._kept([Notice(text)])
+        return self._kept([events.Notice(text)])
 
     # What events mean
 
@@ -204,11 +184,12 @@ class Verdicts:
             self.stopped = True
             if self.cause is not None:
                 return []
-            return [Stop(), Notice("stopping in good order; press Ctrl-C again to end at once")]
+            notice = "stopping in good order; press Ctrl-C again to end at once"
+            return [events.Stop(), events.Notice(notice)]
         ending = self._fail(now, "interrupted")
         return [*ending, *self._kill(m for m in self._members.values() if not m.gone)]
 
-    def _beat(self, now: float, member: Member, pulse: Pulse) -> Iterable[Instruction]:
+    def _beat(self, now: float, member: Member, pulse: events.Pulse) -> Iterable[Instruction]:
         back = member.state is State.STOPPED
         if pulse.activity != member.pulse.activity or back:
             member.active_at = now
@@ -216,9 +197,9 @@ class Verdicts:
         if not back:
             return []
         member.state = State.RUNNING
-        return [Notice(f"{member.name} is back")]
+        return [events.Notice(f"{member.name} is back")]
 
-    def _failed(self, now: float, member: Member, failure: Failure) -> Iterable[Instruction]:
+    def _failed(self, now: float, member: Member, failure: events.Failure) -> Iterable[Instruction]:
         if member.state is State.LEFT_OUT:
             return []
         self._settle(now, member, State.FAILED)
@@ -227,7 +208,7 @@ class Verdicts:
         if failure.lost is None and not failure.aborted:
             if failure.bad_input and member.pulse.phase == "set-up":
                 self.bad_input = failure.message
-            return self._fail(now, failed_text(member.name, failure))
+            return self._fail(now, events.failed_text(member.name, failure))
         self._consequences.append((now + self.limits.echo, member, failure))
         return []
 
@@ -255,8 +236,8 @@ class Verdicts:
         self.left_out[member.rank] = how
         for other in self._members.values():  # whoever waited for it has a new start
             other.active_at = now
-        notice = Notice(f"{member.name} {how}; going on without it")
-        return [Disconnect(member.rank, how), notice, *self._kill([member])]
+        notice = events.Notice(f"{member.name} {how}; going on without it")
+        return [events.Disconnect(member.rank, how), notice, *self._kill([member])]
 
     # What time means
 
@@ -302,7 +283,7 @@ class Verdicts:
         member.seen_at = now - self.limits.silence
         if member.state is State.RUNNING:
             member.state = State.STOPPED
-            yield Notice(f"{member.name} is stopped; going on without it")
+            yield events.Notice(f"{member.name} is stopped; going on without it")
 
     def _consequences_due(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
         """Of a failure whose cause did not come in time."""
@@ -328,22 +309,22 @@ class Verdicts:
                     waiting[member.rank] = tuple(alive) if beside else member.pulse.waits_for
             elif idle > patience * (1 if member.pulse.step > 0 else 3) and self._is_awaited(member):
                 yield from self._lose(now, member, self._idle_text(member, idle))
-        deadlocked = stuck(waiting, alive)
+        deadlocked = events.stuck(waiting, alive)
         if deadlocked and self.cause is None:
             whats = {rank: self._members[rank].pulse.waits_what for rank in deadlocked}
             states = {m.rank: m.state.value for m in self._members.values()}
-            yield from self._fail(now, f"the run hangs: {tell(deadlocked, whats, states)}")
+            yield from self._fail(now, f"the run hangs: {events.tell(deadlocked, whats, states)}")
             return
         held = self._in(State.STOPPED)
-        if held and stuck(waiting, alive - {m.rank for m in held}):  # at a checkpoint, say
+        if held and events.stuck(waiting, alive - {m.rank for m in held}):  # at a checkpoint, say
             for member in held:
                 yield from self._lose(now, member, "is stopped, and all others wait for it")
 
-    def _consequence_text(self, member: Member, failure: Failure) -> str:
+    def _consequence_text(self, member: Member, failure: events.Failure) -> str:
         if failure.lost not in self.left_out:
-            return failed_text(member.name, failure)
+            return events.failed_text(member.name, failure)
         lost = self._members[failure.lost]
-        consequence = failed_text(member.name, failure, "could not go on")
+        consequence = events.failed_text(member.name, failure, "could not go on")
         return f"{lost.name} {self.left_out[lost.rank]}; {consequence}"
 
     def _is_awaited(self, member: Member) -> bool:
@@ -394,12 +375,12 @@ class Verdicts:
         if self.cause is not None:
             return []
         self.cause, self._failed_at = cause, now
-        return [Abort(cause)]
+        return [events.Abort(cause)]
 
     def _kill(self, members: Iterable[Member]) -> list[Instruction]:
         ranks = [m.rank for m in members if not m.gone and m.rank not in self._killed]
         self._killed.update(ranks)
-        return [Kill(rank) for rank in ranks]
+        return [events.Kill(rank) for rank in ranks]
 
     @staticmethod
     def _settle(now: float, member: Member, state: State) -> None:
@@ -407,7 +388,7 @@ class Verdicts:
 
     def _kept(self, instructions: Iterable[Instruction]) -> list[Instruction]:
         listed = list(instructions)
-        self.notices += [item.text for item in listed if isinstance(item, Notice)]
+        self.notices += [item.text for item in listed if isinstance(item, events.Notice)]
         return listed
 
 

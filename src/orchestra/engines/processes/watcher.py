@@ -16,26 +16,7 @@ from dataclasses import dataclass, fields
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from orchestra.engines.events import (
-    Abort,
-    Beat,
-    Disconnect,
-    Disconnected,
-    Event,
-    Exited,
-    Failed,
-    Failure,
-    Finished,
-    Instruction,
-    Interrupted,
-    Joined,
-    Kill,
-    Notice,
-    Pulse,
-    ServerLost,
-    Stop,
-    describe,
-)
+from orchestra.engines import events
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
@@ -106,7 +87,7 @@ class Watcher:
         token: str,
         children: bool,
         tls: TLS | None = None,
-        on_event: Callable[[Event | Notice], None] | None = None,
+        on_event: Callable[[events.Event | events.Notice], None] | None = None,
     ) -> None:
         self.results: dict[int, bytes] = {}
         self.setup: dict[str, float] = {}
@@ -177,11 +158,11 @@ class Watcher:
 
     def fail(self, rank: int, error: Exception) -> None:
         """End the run: `rank`, of this process, could not join it."""
-        self._order(lambda: self._observe(Failed(rank, describe(error))))
+        self._order(lambda: self._observe(events.Failed(rank, events.describe(error))))
 
     def interrupt(self) -> None:
         """The user pressed Ctrl-C. Safe in a signal handler."""
-        self._order(lambda: self._observe(Interrupted()))
+        self._order(lambda: self._observe(events.Interrupted()))
 
     def join(self) -> None:
         """Block until all ranks are gone. Raises what the thread raised, if anything."""
@@ -246,27 +227,27 @@ class Watcher:
         if status is None and now - self._server_runs_at < self.verdicts.limits.silence:
             return
         how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
-        self._observe(ServerLost(f"{SERVER} {how}"))
+        self._observe(events.ServerLost(f"{SERVER} {how}"))
         if status is None:
             os.kill(self._server, signal.SIGKILL)  # which wakes a launcher that waits for it
         self._server = None
 
-    def _observe(self, event: Event) -> None:
+    def _observe(self, event: events.Event) -> None:
         self._on_event(event)
         self._carry_out(self.verdicts.observe(time.monotonic(), event))
 
-    def _carry_out(self, instructions: list[Instruction]) -> None:
+    def _carry_out(self, instructions: list[events.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Abort(cause=cause):
+                case events.Abort(cause=cause):
                     self._broadcast({"kind": "abort", "cause": cause})
-                case Disconnect(rank=rank, reason=reason):
+                case events.Disconnect(rank=rank, reason=reason):
                     self._broadcast({"kind": "disconnect", "rank": rank, "reason": reason})
-                case Stop():
+                case events.Stop():
                     self._broadcast({"kind": "stop"})
-                case Kill(rank=rank):
+                case events.Kill(rank=rank):
                     self._kill(rank)
-                case Notice():
+                case events.Notice():
                     self._on_event(instruction)
 
     def _broadcast(self, message: Message) -> None:
@@ -279,7 +260,7 @@ class Watcher:
             return
         link = self._links.get(rank)
         if link is None:
-            self._observe(Disconnected(rank))  # it never came
+            self._observe(events.Disconnected(rank))  # it never came
             return
         if link.pid == os.getpid() and link.same_machine:
             return  # this very process: its control thread ends it, a little later
@@ -303,7 +284,7 @@ class Watcher:
         assert status is not None
         if status == NOT_KNOWN:
             self._look_after_server(time.monotonic(), within=0.5)
-        self._observe(Exited(rank, status))
+        self._observe(events.Exited(rank, status))
 
     def _drain(self, link: _Link) -> None:
         while link.connection.fileno() >= 0:
@@ -368,16 +349,16 @@ class Watcher:
         self._selector.unregister(link.connection)
         link.connection.close()
         if link.rank is not None:
-            self._observe(Disconnected(link.rank))
+            self._observe(events.Disconnected(link.rank))
 
     def _heard(self, link: _Link, message: Message, payload: bytes) -> None:
         rank, kind = link.rank, message["kind"]
         if rank is None:
             self._admit(link, message)
         elif kind == "beat":
-            self._observe(Beat(rank, _pulse(message)))
+            self._observe(events.Beat(rank, _pulse(message)))
         elif kind == "notice":
-            notice = Notice(str(message["text"]))
+            notice = events.Notice(str(message["text"]))
             self.verdicts.notices.append(notice.text)
             self._on_event(notice)
         elif kind == "connected":
@@ -387,9 +368,9 @@ class Watcher:
         elif kind == "result":
             self.results[rank] = payload
             link.send({"kind": "dismissed"})
-            self._observe(Finished(rank))
+            self._observe(events.Finished(rank))
         elif kind == "failure":
-            self._observe(Failed(rank, Failure(**_named(Failure, message))))
+            self._observe(events.Failed(rank, events.Failure(**_named(events.Failure, message))))
 
     def age(self) -> float:
         """Seconds since it was made."""
@@ -406,7 +387,7 @@ class Watcher:
         link.cores = message["kernel"] or message["host"], message["cores"]
         link.same_machine = bool(self._machine) and message["machine"] == self._machine
         self._links[rank] = link
-        self._observe(Joined(rank, message["host"]))
+        self._observe(events.Joined(rank, message["host"]))
         if self.verdicts.cause is not None:
             link.send({"kind": "abort", "cause": self.verdicts.cause})  # it came late for that
         if len(self._links) == self._ranks:
@@ -418,9 +399,9 @@ class Watcher:
                 self._broadcast({"kind": "stop"})
 
 
-def _pulse(message: Message) -> Pulse:
-    named = _named(Pulse, message)
-    return Pulse(**{**named, "waits_for": tuple(named["waits_for"])})
+def _pulse(message: Message) -> events.Pulse:
+    named = _named(events.Pulse, message)
+    return events.Pulse(**{**named, "waits_for": tuple(named["waits_for"])})
 
 
 def _named(kind: type, message: Message) -> dict[str, Any]:
