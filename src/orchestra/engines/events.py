@@ -98,7 +98,7 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class ServerLost:
-    """What starts the ranks, and knows how they end, is gone or does not run."""
+    """The fork server, which starts the ranks and learns how they end, is gone or does not run."""
 
     how: str
 

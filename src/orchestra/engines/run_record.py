@@ -19,7 +19,7 @@ from orchestra.trainer.target_times import target_times
 
 
 def roles_of(run: Run) -> Roles:
-    """What each rank of `run` begins as.
+    """The roles in which the ranks of `run` begin.
 
     Raises:
         InputError: the strategy cannot run on that many ranks.

@@ -27,7 +27,7 @@ from orchestra.engines import events
 from orchestra.engines.events import Instruction
 
 REFUSALS = 8
-"""Refused connections of which a run tells: strangers cause them, too."""
+"""Refused connections that a run reports at most: strangers cause them, too."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ ALIVE = (State.RUNNING, State.STOPPED)
 
 @dataclass
 class Member:
-    """What is known of one rank."""
+    """The knowledge about one rank."""
 
     rank: int
     seen_at: float  # its last sign of life
@@ -105,7 +105,7 @@ class Verdicts:
         self._children = children
         self._started_at = self._ticked_at = start
         self._failed_at: float | None = None
-        self._consequences: list[tuple[float, Member, events.Failure]] = []  # each with its deadline
+        self._consequences: list[tuple[float, Member, events.Failure]] = []  # deadlines
         self._refused: list[str] = []
         self._killed: set[int] = set()
         self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
@@ -171,7 +171,7 @@ class Verdicts:
         return self._kept(instructions)
 
     def refused(self, text: str) -> list[Instruction]:
-        """A connection was refused, which may have been a rank's: told once, and a few at most."""
+        """Report once that a connection was refused, which may have been a rank's."""
         if text in self._refused or len(self._refused) == REFUSALS:
             return []
         self._refused.append(text)
@@ -357,7 +357,7 @@ class Verdicts:
             m
             for m in self._members.values()
             if not m.gone and m.settled_at is not None and now - m.settled_at > limit
-            if m.state is not State.FAILED  # it waits to be told the cause
+            if m.state is not State.FAILED  # it waits for the cause
         )
 
     def _clear_out(self, now: float) -> Iterable[Instruction]:

@@ -52,12 +52,12 @@ class Client:
         self.homes = homes
         self.clock = 0  # the step that this worker has behind it
         self.work = None if queue is None else WorkInHand(queue, transport.rank)
-        self._told_to_wait = False
-        self._waits = 0  # how often this worker was told to wait for work
+        self._has_to_wait = False
+        self._waits = 0  # answers that held no work
         self._transport = transport
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"clock": self.clock}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -65,13 +65,13 @@ class Client:
         self.clock = saved["clock"]
 
     def take(self) -> WorkItem:
-        """What this worker does next; the one before is done."""
+        """The next item of work; the one before is done."""
         assert self.work is not None
-        if self._told_to_wait:
+        if self._has_to_wait:
             self._waits += 1
             self.work.item = self._wait_for_work()
         item = self.work.take()
-        self._told_to_wait = item.kind is WorkKind.WAIT
+        self._has_to_wait = item.kind is WorkKind.WAIT
         return item
 
     def skip(self, values: Tensor) -> None:
@@ -228,7 +228,7 @@ class ReplicatedClient(Client):
     def ask(
         self, place: int, request: Request, gradient: Tensor | None, into: Tensor | None
     ) -> tuple[list[Handle], list[Handle]]:
-        """What arrives, and what is on its way to, the server of the slice at `place`."""
+        """Send `request` to the server of the slice at `place`: receives, and sends, under way."""
         transport, rank = self._transport, self.server_of(place)
         stands_in = place in self._stands_in
         arriving, sending = [], []

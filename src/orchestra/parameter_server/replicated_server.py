@@ -35,7 +35,7 @@ from orchestra.transports.tags import Tag
 
 @dataclass(frozen=True)
 class Reply:
-    """What `worker` is sent: the answer to its push, a quiet point, its next work; None if all have
+    """The reply to `worker`: the answer to its push, a quiet point, its next work; None if all have
     left. With `values` the values come with it."""
 
     worker: int
@@ -222,7 +222,8 @@ class ReplicatedServer:
 
     `own` and `mirror` are the two slices. The servers of slice i are the ranks homes[i], which
     serves it, and the next of `homes`, which serves it once homes[i] is lost. `lost` are the ranks
-    that were lost before; `alone` is told, in words, of a slice that has no other replica now.
+    that were lost before; `alone` is called with a message about
+    a slice that has no other replica now.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class ReplicatedServer:
 
     @property
     def state(self) -> ServerState:
-        """What is known of the workers here."""
+        """The state of the own slice."""
         return self._own.server.state
 
     def serve_to_the_end(self, transport: Transport) -> None:
@@ -358,7 +359,7 @@ class ReplicatedServer:
             yield self._mirror
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps; taken at a quiet point."""
+        """State for a checkpoint, taken at a quiet point."""
         return {"own": self._own.server, "mirror": self._mirror.server}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

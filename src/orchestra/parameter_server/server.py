@@ -69,7 +69,7 @@ class DelayCompensation:
         self._given[worker] = values
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {
             "given": {str(worker): values for worker, values in self._given.items()},
             "squares": {str(worker): mean for worker, mean in self._squares.items()},
@@ -90,9 +90,9 @@ class Server:
     `charge(kind, amount, function)` runs and charges computation; `clip` clips an averaged
     gradient together with the other servers; `rate_divisor` gives, for the staleness of an
     update, what its learning rates are divided by; `compensation` corrects a push before it is
-    applied; `on_update` is told the samples consumed and the new values. An `elastic` server owns
-    a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and
-    the answer is alpha (x - c).
+    applied; `on_update` is called with the samples consumed and the new values. An `elastic`
+    server owns a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha
+    (x - c), and the answer is alpha (x - c).
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Server:
         ]
 
     def copy_for(self, worker: int) -> Tensor:
-        """What `worker` is given now: a copy, so that a slow worker holds up nobody."""
+        """The values for `worker`: a copy, so that a slow worker holds up nobody."""
         copy = self._buffers[worker]
         if self._elastic:
             return copy
@@ -279,7 +279,7 @@ class Server:
                 self._compensation.give(worker, given)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps; taken at a quiet point."""
+        """State for a checkpoint, taken at a quiet point."""
         return {
             "values": self.values,
             "version": self.state.version,

@@ -15,8 +15,8 @@ class Push:
 
     `samples` are those behind the gradient; 0 where the worker had no data in this step.
     `step_samples` are those of the step over all workers. `position`: where they begin in the
-    global order, if they came from a queue. `report`: what a rule that ends the phase is told of
-    the step, from its loss on, where there is such a rule.
+    global order, if they came from a queue. `report`: the input of a rule that ends
+    the phase, from the step's loss on, where there is such a rule.
     """
 
     worker: int
@@ -88,16 +88,16 @@ class Pause:
 
 @dataclass
 class ServerState:
-    """What a server knows of its workers.
+    """A server's knowledge about its workers.
 
     `live` workers are expected to push; `paused` ones wait for the quiet point, and nobody waits
     for them. `clocks` holds the step that each worker has behind it, `read` the version of the
     values that it was last given, `waiting` the answers held back. `staleness` is that of each
     push applied, `dropped` the number of those that came too late.
 
-    Where workers take batches from a queue, `applied` tells which are, `positions` where the last
-    batch of each worker began, and `round` how many samples all workers take together. One server
-    holds the `queue`; `idle` workers wait for something to come back to it, or for the end.
+    Where workers take batches from a queue, `applied` holds those that are, `positions` where
+    the last one of each worker began, and `round` the samples that all workers take together. One
+    server holds the `queue`; `idle` workers wait for something to come back to it, or for the end.
     """
 
     consistency: Consistency
@@ -141,7 +141,7 @@ class ServerState:
         return self._decide()
 
     def wait(self, worker: int) -> Decision:
-        """`worker` was told to wait, and asks for work."""
+        """`worker`, whose last answer held no work, asks again."""
         self.idle.add(worker)
         self._at_work = None
         return self._decide()

@@ -1,4 +1,4 @@
-"""What every strategy is: settings, and what it does at each point of a run.
+"""The base of all strategies: settings, and a method for each point of a run.
 
 `Replicas` is the base of those whose workers train apart, each with an optimizer of its own.
 
@@ -73,7 +73,7 @@ class WorkSource(Protocol):
     """Gives one worker its batches, one after the other."""
 
     def take(self) -> WorkItem:
-        """What the worker does next; the one before is done."""
+        """The next item of work; the one before is done."""
         ...
 
     def skip(self, values: Tensor) -> None:
@@ -86,8 +86,8 @@ class WorkSource(Protocol):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a rank keeps in memory while it trains, in multiples of what it trains: a whole model,
-    or its `ModelPart`.
+    """The memory of a rank while it trains, in multiples of what it trains: a whole model, or its
+    `ModelPart`.
 
     `copies` are vectors of all parameters beside the optimizer's state: for what arrives, for
     anchors and outer momenta. `batches` are per-worker batches whose activations are there at a
@@ -169,7 +169,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return False
 
     def work(self, state: S) -> WorkSource | None:
-        """What this worker takes its batches from, in the phase under way; None: from the plan."""
+        """The source of this worker's batches in the phase under way; None: the plan."""
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
@@ -192,7 +192,7 @@ class Strategy(Settings, ABC, Generic[S]):
     def part_of(
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
     ) -> ModelPart | None:
-        """What `rank` trains of `module`; None: all of it.
+        """The part of `module` that `rank` trains; None: all of it.
 
         Pure, so that all ranks agree. `loss_of` gives a model's loss on a few samples.
         """

@@ -109,7 +109,7 @@ class LocalSGD(Replicas[LocalSGDState]):
     )
     _: KW_ONLY
     every_epochs: int | None = setting(
-        None, "rounds of so many passes over the data, in place of `every`", low=1, high=MOST_STEPS
+        None, "passes over the data of a round, in place of `every`", low=1, high=MOST_STEPS
     )
     outer: Outer = setting(
         Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
@@ -128,7 +128,7 @@ class LocalSGD(Replicas[LocalSGDState]):
     )
 
     def check(self) -> None:
-        """What overlaps has to fit between two exchanges."""
+        """Overlapping averages have to fit between two exchanges."""
         if self.every_epochs is not None and self.every not in (None, 8):
             raise InputError("LocalSGD: every and every_epochs are both set; give one")
         by_steps = self.every is not None and self.every_epochs is None
@@ -219,7 +219,7 @@ class LocalSGD(Replicas[LocalSGDState]):
     def _averaging(
         self, worker: Worker, fragment: Fragment, values: Tensor
     ) -> Callable[[Transport], None]:
-        """What averages `values`, a copy of `fragment`, in a flow; its samples count anew."""
+        """A function that averages `values`, a copy of `fragment`; its samples count anew."""
         average = partial(
             exchange.average_replicas,
             worker,
@@ -267,7 +267,7 @@ class LocalSGD(Replicas[LocalSGDState]):
                 self._treat_moments(worker, state.optimizer, counts)
 
     def _arrive(self, worker: Worker, state: LocalSGDState, index: int) -> None:
-        """What the average becomes, into the replica."""
+        """Apply the outer rule to the replica and the average."""
         fragment, (first, end) = state.fragments[index], state.cuts[index]
         self._land(fragment)
         assert fragment.travelling is not None
@@ -279,7 +279,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         fragment.travelling = None
 
     def _rule(self, fragment: Fragment) -> Outer:
-        """What becomes of the last average of `fragment`."""
+        """The outer rule for the last average of `fragment`."""
         if isinstance(self.outer, SlowMo) and self.outer.every is not None:
             assert self.every is not None
             if fragment.averages % (self.outer.every // self.every):
@@ -322,7 +322,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         self._average_exactly(worker, state)
 
     def _settle(self, worker: Worker, state: LocalSGDState) -> None:
-        """What is on its way arrives; every replica becomes what it is worth."""
+        """Apply averages that are on their way; replicas become what `worth` says of them."""
         self.quiesce(worker, state, state.steps)
         for index, fragment in enumerate(state.fragments):
             if fragment.travelling is not None:

@@ -388,7 +388,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         return Asynchronous() if self.staleness is None else Bounded(self.staleness)
 
     def _rate_divisor(self, workers: int) -> Callable[[int], int]:
-        """What a push's learning rate is divided by, for its staleness."""
+        """The divisor of a push's learning rate, for its staleness."""
         if self.learning_rate == "by_staleness":
             return lambda staleness: max(staleness, 1)
         divisor = workers if self.learning_rate == "divided" else 1

@@ -83,7 +83,7 @@ Of all seeds the median; None: not reached.
 class Standing:
     """Seconds of real runs on each task, and of simulated ones on each cluster that comes along.
 
-    `remark` and `simulated_remark` tell how these were measured.
+    `remark` and `simulated_remark` say how these were measured.
     """
 
     seconds: Seconds

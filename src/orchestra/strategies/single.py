@@ -1,4 +1,4 @@
-"""No distribution: one process, all cores. The honest rival of every other strategy."""
+"""No distribution: one process, all cores. The baseline of every other strategy."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def _announced(self) -> bool:
-        """Whether workers report, and are told when to change; elsewhere all decide alike."""
+        """Workers report, and one announces when to change; elsewhere all decide alike."""
         alike = self.first.synchronous and not self.when.compares_workers
         return not alike and not self.when.counts
 
@@ -172,7 +172,7 @@ class Switch(Strategy[SwitchState]):
         self._watch(worker, state)
 
     def _takes(self, worker: Worker, state: SwitchState) -> bool:
-        """Whether workers take batches from a queue in the phase under way."""
+        """Workers take batches from a queue in the phase under way."""
         return worker.queue_of is not None and self._innermost(state).self_paced
 
     def _innermost(self, state: SwitchState) -> Strategy[Any]:
@@ -298,7 +298,7 @@ class Switch(Strategy[SwitchState]):
             self._switch(worker, state)
 
     def _report(self, worker: Worker, state: SwitchState) -> tuple[float, ...]:
-        """What `Report` says of the step, from its loss on."""
+        """The fields of a `Report` of the step, from its loss on."""
         step, before = worker.step, state.seconds
         state.seconds = exchange.own_seconds(worker)
         rate = step.rates[0] if step.rates else 0.0

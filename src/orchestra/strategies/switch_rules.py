@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RuleState:
-    """What a rule remembers: steps seen, past observations, and the interval under way."""
+    """The memory of a rule: steps seen, past observations, and the interval under way."""
 
     steps: int = 0
     observations: list[float] = field(default_factory=list)
@@ -37,26 +37,26 @@ class Rule(Settings, ABC):
 
     @property
     def reads_loss(self) -> bool:
-        """Whether it depends on the training loss."""
+        """It depends on the training loss."""
         return False
 
     @property
     def counts(self) -> bool:
-        """Whether it depends on the number of the step alone, or on what is planned."""
+        """It depends on the number of the step alone, or on what is planned."""
         return False
 
     @property
     def compares_workers(self) -> bool:
-        """Whether it needs to know of each worker what only that one measures."""
+        """It needs what each worker measures by itself."""
         return False
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether it compares workers by their gradients, which are then averaged."""
+        """It compares workers by their gradients, which are then averaged."""
         return False
 
     def begin(self) -> RuleState:
-        """What it remembers at the beginning."""
+        """The memory at the beginning."""
         return RuleState()
 
     @abstractmethod
@@ -226,7 +226,7 @@ class NoiseScale(Rule):
 
 @dataclass
 class PairState(RuleState):
-    """What two rules remember."""
+    """The memories of two rules."""
 
     first: RuleState = field(default_factory=RuleState)
     second: RuleState = field(default_factory=RuleState)

@@ -21,7 +21,7 @@ Graph = tuple[tuple[int, ...], ...]
 """For each rank the ranks that it sends to, itself not among them, rising."""
 
 Weights = tuple[Mapping[int, float], ...]
-"""For each rank, the weight that it gives to what it has from each rank, itself included: W_ij."""
+"""W_ij: for each rank i the weight of what it has from each rank j, itself included."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,12 +57,12 @@ def sources_of(graph: Graph) -> Graph:
 
 
 def connected(topology: Topology, ranks: int) -> bool:
-    """Whether what any rank knows reaches every other one, through the graphs of a period."""
+    """True if information of any rank reaches every other one, through the graphs of a period."""
     return connect([topology.graph(ranks, step) for step in range(topology.period(ranks))])
 
 
 def connect(graphs: Sequence[Graph]) -> bool:
-    """Whether `graphs`, again and again in turn, carry what any rank knows to every other one."""
+    """True if `graphs`, in turn and repeated, carry information of any rank to every other one."""
     ranks = len(graphs[0])
     forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
     backward: list[set[int]] = [set() for _ in range(ranks)]
@@ -251,13 +251,13 @@ def doubly_stochastic(graph: Graph) -> Weights:
 
 
 def uniform_shares(targets: tuple[int, ...], rank: int, step: int = 0) -> dict[int, float]:
-    """What `rank` sends to each target, and keeps: equal parts of 1, in every step."""
+    """The shares that `rank` sends to each target, and keeps: equal parts of 1, in every step."""
     share = 1.0 / (len(targets) + 1)
     return {rank: share, **dict.fromkeys(targets, share)}
 
 
 def random_shares(targets: tuple[int, ...], rank: int, step: int, seed: int) -> dict[int, float]:
-    """What `rank` sends to each target, and keeps: random parts of 1, its own in every step."""
+    """The shares that `rank` sends to each target, and keeps: parts of 1, random in each step."""
     stream = random.Random(f"{seed}-{rank}-{step}")
     drawn = {to: stream.uniform(0.1, 1.0) for to in (rank, *targets)}
     total = sum(drawn.values())

@@ -96,7 +96,7 @@ def in_words(error: OSError) -> str:
 
 
 def from_environment(environ: Mapping[str, str]) -> TLS | None:
-    """What `ORCHESTRA_TLS_CERTIFICATE`, `_KEY` and `_AUTHORITY` name; None without any of them.
+    """The files that `ORCHESTRA_TLS_CERTIFICATE`, `_KEY` and `_AUTHORITY` name; None if unset.
 
     Raises:
         InputError: some of them are set, and some are not.
@@ -111,7 +111,7 @@ def from_environment(environ: Mapping[str, str]) -> TLS | None:
 
 
 def hello(sender: int, receiver: int, token: bytes) -> bytes:
-    """What `sender` says first, [HELLO_BYTES]: to `receiver` alone it proves that it belongs."""
+    """The first bytes of `sender`, [HELLO_BYTES]; they prove to `receiver` that it belongs."""
     proof = hmac.digest(token, b"%d to %d" % (sender, receiver), "sha256")
     return _HELLO.pack(MAGIC, VERSION, sender) + proof
 
@@ -123,7 +123,7 @@ def sender_of(said: bytes) -> int:
 
 
 def proves(said: bytes, sender: int, receiver: int, token: bytes) -> bool:
-    """Whether `said` is the hello of `sender` to `receiver`."""
+    """True if `said` is the hello of `sender` to `receiver`."""
     return hmac.compare_digest(said, hello(sender, receiver, token))
 
 

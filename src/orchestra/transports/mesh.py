@@ -80,7 +80,7 @@ def connect_mesh(
 
     `listener` is closed when this returns or raises. Connections that do not prove that they
     belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
-    `on_wait` is told which ranks this one waits for, whenever that changes.
+    `on_wait` is called with the ranks that this one waits for, whenever they change.
     Raises `PeerLost` that names the first rank that could not be reached, or did not come.
     """
     deadline = time.perf_counter() + timeout

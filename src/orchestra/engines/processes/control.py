@@ -36,7 +36,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a launcher tells one rank.
+    """A rank as its launcher describes it.
 
     Attributes:
         rank: which of the `ranks`.
@@ -152,7 +152,7 @@ class Control:
     program is doing. It is also the `Reporter` of the rank's program.
 
     Args:
-        spec: what the launcher told this rank.
+        spec: this rank.
         on_orphaned: called with the reason, from the thread, before this process leaves because
             the watcher is gone.
         on_cause: called with the first cause, from the thread, when the run ends by it.

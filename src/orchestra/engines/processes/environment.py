@@ -85,7 +85,7 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, which is never a dedicated server: the one to log and save.
+    """True for rank 0, which is never a dedicated server: the one to log and save.
 
     With one process, always.
     """

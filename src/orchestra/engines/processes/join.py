@@ -124,7 +124,7 @@ def _take_part(
             raise
         if watcher.verdicts.cause is None:  # it could not even reach its own watcher
             watcher.fail(spec.rank, failed)
-        watcher.join()  # the others are told, and given time to leave
+        watcher.join()  # it tells the others the cause, and gives them time to leave
         if watcher.verdicts.bad_input is not None:
             raise InputError(watcher.verdicts.bad_input) from failed
         raise RunFailed(watcher.verdicts.cause or str(failed)) from failed
@@ -205,8 +205,10 @@ def _spec(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS 
 
 @contextmanager
 def _interrupts(watcher: Watcher | None) -> Iterator[None]:
-    """While inside, Ctrl-C and SIGTERM, which torchrun sends to all ranks of a node once one of
-    them has died, are a matter of rank 0: it tells the cause, and the others follow."""
+    """While inside, only rank 0 reacts to Ctrl-C and SIGTERM, and the others follow it.
+
+    torchrun sends SIGTERM to all ranks of a node once one of them has died, whose end is the cause.
+    """
     pressed_at = -math.inf
 
     def interrupt() -> None:

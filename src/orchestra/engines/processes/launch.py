@@ -45,7 +45,7 @@ class Outcome:
         results: what the program returned, by rank; None for a rank that was left out.
         left_out: why, for each rank that the run went on without.
         stopped: the user asked for an orderly stop.
-        notices: what the user was told on the way, one line each.
+        notices: messages for the user on the way, one line each.
         setup: seconds before the program began: `import`, only in the first launch of a process,
             until the process that all ranks are forked from had imported torch; `processes`, from
             there until every rank was there; `connections`, until all were connected to each other.
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank runs.
+    """The program of a rank, and what it needs to start.
 
     Attributes:
         payload: the pickled program and argument.

@@ -1,7 +1,6 @@
-"""What the operating system knows of processes and hosts, and what it is asked to do.
+"""The operating system: processes and hosts, signals, processor use, memory.
 
-Includes what a process uses of its host's processors, and glibc's allocator: how it treats memory
-that is freed and taken again in every step (docs/decisions/0037-memory.md).
+Of glibc's allocator, docs/decisions/0037-memory.md says why it is configured.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WORKING = (0, 1, 2, 5, 6, 7)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel holds process `pid` stopped (state T); False where it cannot be asked."""
+    """True if the kernel holds process `pid` stopped (state T); False where it cannot be asked."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -42,8 +41,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def exit_status(pid: int, *, within: float = 0.0) -> int | None:
-    """How child process `pid` ended, within so many seconds, negative for a signal; it remains to
-    be waited for. None while it runs, or where it is no child of this process."""
+    """The exit status of child process `pid`, negative for a signal; it remains to be waited for.
+
+    Waits up to `within` seconds. None while it runs, or where it is no child of this process.
+    """
     deadline = time.monotonic() + within
     while True:
         try:
@@ -153,8 +154,8 @@ def keep_freed_memory() -> None:
 def keep_one_arena() -> None:
     """Let all threads take their memory from one place, which the caches then hold.
 
-    Where one thread runs at a time, as in a simulation, none waits for another there. It has to be
-    told before the process has a second thread: the place that this one got would be used, too.
+    Where one thread runs at a time, as in a simulation, none waits for another there. Has to be
+    called before the process has a second thread: the arena of that one would be used, too.
     """
     _mallopt(_M_ARENA_MAX, 1)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
-    """What each rank runs; here, so that a launcher can name it without importing torch."""
+    """The program of each rank; here, so that a launcher can name it without importing torch."""
     from orchestra.trainer.program import train
 
     meter = UsageMeter()
@@ -75,7 +75,7 @@ def lacking(run: Run) -> str | None:
 
 
 def has_validation(task: str) -> bool:
-    """Whether the task has validation data; a rank finds out, so that torch stays out of here.
+    """True if the task has validation data; a rank finds out, so that torch stays out of here.
 
     Raises:
         InputError: the task cannot be made.

@@ -33,7 +33,7 @@ from orchestra.transports.handshake import (
 from orchestra.worker.threads import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
-NOT_KNOWN = 255  # what multiprocessing makes of a status that no fork server told
+NOT_KNOWN = 255  # multiprocessing's status of a process whose fork server is gone
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
 SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
@@ -327,8 +327,10 @@ class Watcher:
             self._hang_up(link)
 
     def _prove(self, link: _Link) -> bool:
-        """Whether the token has been shown, which is answered; raises `BadFrame` where it was
-        another one."""
+        """Check the token, and answer it; False while it has not arrived.
+
+        Raises `BadFrame` for another token.
+        """
         said = link.frames.take(HELLO_BYTES)
         if said is None:
             return False
