@@ -363,9 +363,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         if not self.replicas:
             return make(queue=self._queue(worker, roles))
         return exchange.make_replicated_server(
-            worker,
-            homes,
-            lambda mirrors: make(mirrors=mirrors, queue=self._queue(worker, roles)),
+            worker, homes, lambda mirrors: make(mirrors=mirrors, queue=self._queue(worker, roles))
         )
 
     def _make_client(self, worker: Worker, roles: Roles, homes: list[Home]) -> Client:

@@ -102,12 +102,7 @@ def connect_mesh(
 
 
 def _connect(
-    rank: int,
-    peer: int,
-    token: bytes,
-    address: tuple[str, int],
-    tls: TLS | None,
-    deadline: float,
+    rank: int, peer: int, token: bytes, address: tuple[str, int], tls: TLS | None, deadline: float
 ) -> socket.socket:
     """A connection from `rank`, which is here, to `peer` after both hellos."""
     try:

@@ -257,12 +257,7 @@ class Control:
     # Reporter
 
     def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
+        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
     ) -> None:
         progress = {"step": step, "samples": samples, "loss": loss, "fraction": fraction}
         self._pulse = {**self._pulse, **progress}

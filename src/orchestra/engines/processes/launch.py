@@ -331,9 +331,7 @@ def _store_path() -> Iterator[str]:
             yield f"{folder}/store"
 
 
-def printing(
-    on_event: Callable[[Event | Notice], None] | None,
-) -> Callable[[Event | Notice], None]:
+def printing(on_event: Callable[[Event | Notice], None] | None) -> Callable[[Event | Notice], None]:
     """`on_event`, with the notices printed to standard error as well."""
 
     def tell(event: Event | Notice) -> None:

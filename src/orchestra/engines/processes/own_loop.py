@@ -252,10 +252,7 @@ class _Process:
             loop.close(handed_over=loop.optimizer is optimizer)
 
     def _note(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._error = error
         if not isinstance(error, (PeerLost, RunAborted)):
