@@ -181,12 +181,8 @@ class RandomRegular(Topology):
         degree += ranks * degree % 2
         _require_room(ranks, degree, MOST_DRAWN)
         edges = _regular_edges(ranks, degree)
-        _shuffle_edges(edges, random.Random(self.seed))
-        neighbours: list[list[int]] = [[] for _ in range(ranks)]
-        for a, b in edges:
-            neighbours[a].append(b)
-            neighbours[b].append(a)
-        return tuple(tuple(sorted(own)) for own in neighbours)
+        _shuffle_edges(edges, ranks, random.Random(self.seed))
+        return tuple(tuple(sorted(own)) for own in _neighbours(edges, ranks))
 
 
 def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
@@ -198,11 +194,10 @@ def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
     return sorted((min(edge), max(edge)) for edge in edges)
 
 
-def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
+def _shuffle_edges(edges: list[tuple[int, int]], ranks: int, stream: random.Random) -> None:
     """Exchange ends of pairs of edges, until many were tried and the graph is connected."""
-    ranks = 1 + max((b for _, b in edges), default=0)
     present, tried = set(edges), 0
-    while tried < 10 * len(edges) or not _edges_connect(edges, ranks):
+    while tried < 10 * len(edges) or len(_reached(_neighbours(edges, ranks))) < ranks:
         tried += 1
         first, second = stream.randrange(len(edges)), stream.randrange(len(edges))
         (a, b), (c, d) = edges[first], edges[second]
@@ -215,12 +210,12 @@ def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
             edges[first], edges[second] = new
 
 
-def _edges_connect(edges: list[tuple[int, int]], ranks: int) -> bool:
-    links: list[set[int]] = [set() for _ in range(ranks)]
+def _neighbours(edges: list[tuple[int, int]], ranks: int) -> list[set[int]]:
+    neighbours: list[set[int]] = [set() for _ in range(ranks)]
     for a, b in edges:
-        links[a].add(b)
-        links[b].add(a)
-    return len(_reached(links)) == ranks
+        neighbours[a].add(b)
+        neighbours[b].add(a)
+    return neighbours
 
 
 @lru_cache(maxsize=1024)
