@@ -174,7 +174,7 @@ class ReplicatedClient(Client):
         super().__init__(transport, homes, queue)
         self._parameters = parameters
         self._points = 0  # quiet points behind this worker
-        self._stands_in: set[int] = set()  # slices that the next server serves
+        self._failed_over: set[int] = set()  # slices that the next server serves
         self._has_left = False
 
     def _exchange(self, pushes: Sequence[Push], gradient: Tensor, into: Tensor) -> list[Answer]:
@@ -230,13 +230,13 @@ class ReplicatedClient(Client):
     ) -> tuple[list[Handle], list[Handle]]:
         """Send `request` to the server of the slice at `place`: receives, and sends, under way."""
         transport, rank = self._transport, self.server_of(place)
-        stands_in = place in self._stands_in
+        failed_over = place in self._failed_over
         arriving, sending = [], []
         if request.kind is not Kind.LEAVE:
-            tag = Tag.BACKUP_ANSWER if stands_in else Tag.ANSWER
+            tag = Tag.BACKUP_ANSWER if failed_over else Tag.ANSWER
             arriving.append(transport.receive(rank, tag))
         if into is not None:
-            tag = Tag.BACKUP_VALUES if stands_in else Tag.VALUES
+            tag = Tag.BACKUP_VALUES if failed_over else Tag.VALUES
             arriving.append(transport.receive(rank, tag, into))
         if gradient is not None:
             sending.append(transport.send(gradient, rank, Tag.GRADIENT))
@@ -245,18 +245,18 @@ class ReplicatedClient(Client):
 
     def server_of(self, place: int) -> int:
         """The rank that serves the slice at `place` now."""
-        return self.homes[(place + (place in self._stands_in)) % len(self.homes)].rank
+        return self.homes[(place + (place in self._failed_over)) % len(self.homes)].rank
 
-    def turn_from(self, lost: PeerLost, place: int) -> None:
+    def fail_over(self, lost: PeerLost, place: int) -> None:
         """Ask the next server from now on; raises `lost` where there is none."""
         next_rank = self.homes[(place + 1) % len(self.homes)].rank
         if (
             lost.rank != self.server_of(place)
-            or place in self._stands_in
+            or place in self._failed_over
             or next_rank in self._transport.lost()
         ):
             raise lost
-        self._stands_in.add(place)
+        self._failed_over.add(place)
 
 
 class _Question:
@@ -285,5 +285,5 @@ class _Question:
                 first, *_ = [handle.wait() for handle in self._arriving]
                 return first
             except PeerLost as lost:
-                self._client.turn_from(lost, self._place)
+                self._client.fail_over(lost, self._place)
                 self._arriving, self._sending = self._client.ask(self._place, *self._asked)

@@ -125,7 +125,7 @@ class Replica:
         """The other replica has taken the oldest request that it had not confirmed."""
         return self._unconfirmed.popleft()
 
-    def left_alone(self) -> list[Reply]:
+    def backup_lost(self) -> list[Reply]:
         """The other replica is lost: nobody waits for it any more."""
         self.backed = False
         replies = [reply for waiting in self._unconfirmed for reply in waiting]
@@ -336,7 +336,7 @@ class ReplicatedServer:
         rank = lost.rank
         self._lost.add(rank)
         if rank == self._after:
-            self._own.send(transport, self._own.replica.left_alone())
+            self._own.send(transport, self._own.replica.backup_lost())
             self._alone(f"the slice of rank {transport.rank} has no replica without rank {rank}")
         if rank == self._before:
             self._alone(f"rank {transport.rank} serves the slice of rank {rank}, without a replica")

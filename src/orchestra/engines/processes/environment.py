@@ -18,16 +18,16 @@ _PORTS = 15000
 
 @dataclass(frozen=True)
 class Launched:
-    """This process's place in a run that another launcher started.
+    """A process of a run that another launcher started.
 
     Attributes:
         launcher: its name, for messages.
         rank: which of the `ranks`.
         local_rank: its index among the `local_ranks` on its node.
         address: host name or address where rank 0, or the launcher, waits for all.
-        port: the TCP port of that place.
-        hosted: whether the launcher already holds a store there.
-        supervised: whether the launcher stays the parent of this process to its end.
+        port: the TCP port there.
+        hosted: the launcher already holds a store there.
+        supervised: the launcher stays the parent of this process to its end.
     """
 
     launcher: str
@@ -53,7 +53,7 @@ class Launched:
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
-    """The place that the environment variables give to this process; None if they give none.
+    """This process as the environment variables describe it; None if they do not.
 
     Raises `InputError` if they are incomplete, or contradict each other.
     """
@@ -129,17 +129,13 @@ def _torch(variables: _Variables) -> Launched:
         rank=variables.number("RANK"),
         ranks=variables.number("WORLD_SIZE"),
         local_rank=variables.default("LOCAL_RANK", 0),
-        local_ranks=_local_ranks(variables),
+        # Where it is not set, the least that LOCAL_RANK allows.
+        local_ranks=variables.default("LOCAL_WORLD_SIZE", variables.default("LOCAL_RANK", 0) + 1),
         address=variables.text("MASTER_ADDR"),
         port=variables.number("MASTER_PORT"),
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         supervised="TORCHELASTIC_RUN_ID" in environ,
     )
-
-
-def _local_ranks(variables: _Variables) -> int:
-    """LOCAL_WORLD_SIZE, or the least that LOCAL_RANK allows where it is not set."""
-    return variables.default("LOCAL_WORLD_SIZE", variables.default("LOCAL_RANK", 0) + 1)
 
 
 def _pytorch_job(variables: _Variables) -> Launched:

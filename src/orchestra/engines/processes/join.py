@@ -95,7 +95,8 @@ def join(
             )
             watcher.start()
             closing.callback(watcher.abandon)
-            _publish(store, watcher, token, tls)
+            about = {"address": watcher.address, "token": token, "tls": tls is not None}
+            store.set("watcher", json.dumps(about))
         closing.enter_context(_interrupts(watcher))
         spec = replace(_spec(launched, store, address, limits, tls), threads=threads)
         result = _take_part(spec, program, argument, store, watcher, first_is_gone, on_cause)
@@ -168,11 +169,6 @@ def _listen(launched: Launched, host: str | None) -> socket.socket | None:
             f"master address has to be one of rank 0's machine (or name one in {HOST_VARIABLE}), "
             "and its port free"
         ) from error
-
-
-def _publish(store: Store, watcher: Watcher, token: str, tls: TLS | None) -> None:
-    about = {"address": watcher.address, "token": token, "tls": tls is not None}
-    store.set("watcher", json.dumps(about))
 
 
 def _spec(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> RankSpec:

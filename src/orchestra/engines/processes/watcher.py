@@ -73,7 +73,7 @@ class Watcher:
         limits: how long to wait for what.
         host: the address to listen on.
         token: the secret that a rank has to show.
-        children: whether the ranks are child processes, each given to `adopt` once started.
+        children: the ranks are child processes, each given to `adopt` once started.
         tls: encrypts the control connections.
         on_event: called from the thread with each event, and each notice.
     """
