@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import selectors
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -174,3 +175,135 @@ def remaining(deadline: float) -> float:
     if seconds <= 0:
         raise TimeoutError("no answer in time")
     return seconds
+
+
+class _Arrival:
+    """An accepted connection that has yet to prove that it comes from a rank of the run."""
+
+    def __init__(self, connection: socket.socket, host: str) -> None:
+        self.connection = connection
+        self.host = host
+        self.since = time.monotonic()
+        self.hello = b""
+        self._shaken = False
+
+    def advance(self) -> int:
+        """Read what is there; the selector's event to wait for, or 0 once the hello is complete.
+
+        Raises OSError where the other end went or does not speak TLS as it should.
+        """
+        try:
+            if isinstance(self.connection, ssl.SSLSocket) and not self._shaken:
+                self.connection.do_handshake()
+                self._shaken = True
+            while len(self.hello) < HELLO_BYTES:
+                piece = self.connection.recv(HELLO_BYTES - len(self.hello))
+                if not piece:
+                    raise ConnectionError("closed in the hello")
+                self.hello += piece
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            return selectors.EVENT_WRITE
+        return 0
+
+
+class Reception:
+    """Accepts connections, and hands over those that prove that they come from a rank of the run.
+
+    The data of its sockets in `selector` are functions: call them when their socket is ready.
+
+    Args:
+        receiver: the rank of this end, or `WATCHER`.
+        context: TLS of this end; None where there is none.
+        wanted: says of a rank whether its connection is taken.
+        most: the number of connections that may be without proof; one more pushes out the oldest.
+        welcome: called with a rank and its non-blocking connection, after both hellos.
+        refused: called with the host and the error of a connection that failed in TLS.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listener: socket.socket,
+        receiver: int,
+        token: bytes,
+        context: ssl.SSLContext | None,
+        *,
+        wanted: Callable[[int], bool],
+        most: Callable[[], int],
+        welcome: Callable[[int, socket.socket], None],
+        refused: Callable[[str, ssl.SSLError], None],
+    ) -> None:
+        self._selector = selector
+        self._listener = listener
+        self._receiver = receiver
+        self._token = token
+        self._context = context
+        self._wanted, self._most = wanted, most
+        self._welcome, self._refused = welcome, refused
+        self._arrivals: dict[_Arrival, None] = {}  # the oldest first
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def advance_all(self) -> None:
+        """Read what has arrived on all connections that are without proof."""
+        for arrival in list(self._arrivals):
+            self._advance(arrival)
+
+    def drop_since(self, limit: float) -> None:
+        """Close those without proof that came before `limit`, in seconds of `time.monotonic`."""
+        for arrival in [arrival for arrival in self._arrivals if arrival.since < limit]:
+            self._drop(arrival)
+
+    def close(self) -> None:
+        """Close all connections that are without proof."""
+        for arrival in list(self._arrivals):
+            self._drop(arrival)
+
+    def _accept(self) -> None:
+        if len(self._arrivals) >= self._most():
+            self._drop(next(iter(self._arrivals)))
+        try:
+            connection, (host, *_) = self._listener.accept()
+            connection.setblocking(False)  # it may be slow
+            if self._context is not None:
+                connection = wrap_accepted(connection, self._context)
+        except OSError:
+            return  # it went again
+        arrival = _Arrival(connection, host)
+        self._arrivals[arrival] = None
+        self._watch(arrival, selectors.EVENT_READ)
+
+    def _watch(self, arrival: _Arrival, events: int) -> None:
+        self._selector.register(arrival.connection, events, lambda: self._advance(arrival))
+
+    def _advance(self, arrival: _Arrival) -> None:
+        if arrival not in self._arrivals:
+            return  # pushed out just now
+        try:
+            events = arrival.advance()
+            if not events:
+                peer = sender_of(arrival.hello)
+                if not proves(arrival.hello, peer, self._receiver, self._token):
+                    raise ConnectionError("not of this run")
+                if not self._wanted(peer):
+                    raise ConnectionError("not expected")
+                # It fits into the empty buffer of a new connection.
+                arrival.connection.send(hello(self._receiver, peer, self._token))
+        except OSError as error:
+            if isinstance(error, ssl.SSLError):
+                self._refused(arrival.host, error)
+            self._drop(arrival)
+            return
+        self._selector.unregister(arrival.connection)
+        if events:
+            self._watch(arrival, events)
+        else:
+            del self._arrivals[arrival]
+            self._welcome(peer, arrival.connection)
+
+    def _drop(self, arrival: _Arrival) -> None:
+        del self._arrivals[arrival]
+        self._selector.unregister(arrival.connection)
+        arrival.connection.close()

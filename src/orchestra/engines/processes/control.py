@@ -84,7 +84,6 @@ class Frames:
 
     def __init__(self, connection: socket.socket) -> None:
         self.received = 0  # bytes
-        self.error: OSError | None = None  # that ended the connection
         self._connection = connection
         self._buffer = bytearray()
 
@@ -94,25 +93,11 @@ class Frames:
             data = self._connection.recv(most)
         except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
-        except OSError as error:
-            self.error = error
+        except OSError:
             return False
         self._buffer += data
         self.received += len(data)
         return bool(data)
-
-    def take(self, size: int) -> bytes | None:
-        """The first `size` bytes, read up to there and no further; None before all are there.
-
-        Raises `BadFrame` where the connection ends before.
-        """
-        if not self.read(size - len(self._buffer)):
-            raise BadFrame("no hello")
-        if len(self._buffer) < size:
-            return None
-        taken = bytes(self._buffer)
-        self._buffer.clear()
-        return taken
 
     def complete(self) -> Iterator[tuple[Message, bytes]]:
         """The frames that have arrived as a whole."""

@@ -20,16 +20,7 @@ from orchestra.engines import events
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
-from orchestra.transports.handshake import (
-    HELLO_BYTES,
-    TLS,
-    WATCHER,
-    hello,
-    in_words,
-    proves,
-    sender_of,
-    wrap_accepted,
-)
+from orchestra.transports.handshake import TLS, WATCHER, Reception, in_words
 from orchestra.worker.threads import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
@@ -43,16 +34,11 @@ STRANGERS = 32  # such connections, beside those of the ranks; more push out the
 
 @dataclass(eq=False)
 class _Link:
-    """One control connection; it has shown the token of `proven`, and introduced itself as `rank`.
-
-    What comes before the token is a hello of fixed size, which is compared and not interpreted.
-    """
+    """The control connection of the rank `proven`, which introduces itself as `rank`."""
 
     connection: socket.socket
     frames: Frames
-    host: str  # as its address says
-    since: float
-    proven: int | None = None
+    proven: int
     rank: int | None = None
     pid: int = 0
     same_machine: bool = False
@@ -93,12 +79,10 @@ class Watcher:
         self.setup: dict[str, float] = {}
         self.imported = 0.0
         self._ranks = ranks
-        self._token = token.encode()
-        self._tls = None if tls is None else tls.context(server_side=True)
+        context = None if tls is None else tls.context(server_side=True)
         self._on_event = on_event or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
         self._links: dict[int, _Link] = {}
-        self._strangers: dict[_Link, None] = {}  # the oldest first
         self._connected: set[int] = set()
         self._orders: list[Callable[[], None]] = []
         self._abandoned = False
@@ -110,6 +94,11 @@ class Watcher:
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=ranks)
+        self._reception = Reception(
+            self._selector, self._listener, WATCHER, token.encode(), context,
+            wanted=range(ranks).__contains__, most=lambda: STRANGERS + ranks - len(self._links),
+            welcome=self._welcome, refused=self._refuse,
+        )  # fmt: skip
         self._wake_in, self._wake_out = socket.socketpair()
         self._started_at = time.monotonic()
         self.verdicts = Verdicts(ranks, limits, start=self._started_at, children=children)
@@ -124,7 +113,6 @@ class Watcher:
     # From other threads
 
     def start(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._take_orders)
         self._thread.start()
 
@@ -206,8 +194,7 @@ class Watcher:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for link in [link for link in self._strangers if now - link.since > STRANGER_SECONDS]:
-            self._hang_up(link)
+        self._reception.drop_since(now - STRANGER_SECONDS)
         self._look_after_server(now)
         suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
         held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
@@ -275,8 +262,7 @@ class Watcher:
         process = self._children[rank]
         self._selector.unregister(process.sentinel)
         process.join()
-        for stranger in list(self._strangers):
-            self._read(stranger)  # it may be why this one did not join
+        self._reception.advance_all()  # one may be why this rank did not join
         link = self._links.get(rank)
         if link is not None:
             self._drain(link)  # what it said before it ended comes first
@@ -296,58 +282,29 @@ class Watcher:
 
     # Connections
 
-    def _accept(self) -> None:
-        if len(self._strangers) >= STRANGERS + self._ranks - len(self._links):
-            self._hang_up(next(iter(self._strangers)))
-        try:
-            connection, (host, *_) = self._listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setblocking(False)  # a stranger may be slow
-            if self._tls is not None:
-                connection = wrap_accepted(connection, self._tls)
-        except OSError:
-            return  # it went again
-        link = _Link(connection, Frames(connection), host, time.monotonic())
-        self._strangers[link] = None
+    def _welcome(self, rank: int, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = _Link(connection, Frames(connection), rank)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
+        self._read(link)
+
+    def _refuse(self, host: str, error: ssl.SSLError) -> None:
+        text = f"a connection from {host} was refused: {in_words(error)}"
+        self._carry_out(self.verdicts.refused(text))
 
     def _read(self, link: _Link) -> None:
         try:
-            if link.proven is None and not self._prove(link):
-                return
             open_still = link.frames.read()
             for message, payload in link.frames.complete():
                 self._heard(link, message, payload)
         except (BadFrame, KeyError, TypeError, ValueError):
             open_still = False
         if not open_still:
-            if link.proven is None and isinstance(link.frames.error, ssl.SSLError):
-                text = f"a connection from {link.host} was refused: {in_words(link.frames.error)}"
-                self._carry_out(self.verdicts.refused(text))
             self._hang_up(link)
-
-    def _prove(self, link: _Link) -> bool:
-        """Check the token, and answer it; False while it has not arrived.
-
-        Raises `BadFrame` for another token.
-        """
-        said = link.frames.take(HELLO_BYTES)
-        if said is None:
-            return False
-        rank = sender_of(said)
-        known = proves(said, rank, WATCHER, self._token)
-        if not known or rank not in range(self._ranks):
-            raise BadFrame("a stranger")
-        link.proven = rank
-        del self._strangers[link]
-        with contextlib.suppress(OSError):  # it fits into the empty buffer of a new connection
-            link.connection.send(hello(WATCHER, rank, self._token))
-        return True
 
     def _hang_up(self, link: _Link) -> None:
         if link.connection.fileno() < 0:
             return
-        self._strangers.pop(link, None)
         self._selector.unregister(link.connection)
         link.connection.close()
         if link.rank is not None:
@@ -380,7 +337,6 @@ class Watcher:
 
     def _admit(self, link: _Link, message: Message) -> None:
         rank = link.proven
-        assert rank is not None
         if rank in self._links:
             raise BadFrame("this rank is there")
         link.connection.settimeout(SEND_SECONDS)
