@@ -18,8 +18,8 @@ from orchestra.cli import comparison_table
 from orchestra.cluster import load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.engines.processes import launch
+from orchestra.engines.processes.system import busy_seconds
 from orchestra.engines.processes.training import program
-from orchestra.engines.processes.usage import busy_seconds
 from orchestra.experiments.comparison import Comparison
 from orchestra.records.layout import CLUSTER, run_folder
 from orchestra.records.record import RunRecord, Usage, busy_with_others, combine

@@ -37,7 +37,7 @@ from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.cluster.quality import Quality, together
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.display import LINE_SECONDS, Lines
-from orchestra.engines.processes.usage import UsageMeter
+from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.simulation.figures import figures_of
 from orchestra.errors import RunFailed
 from orchestra.strategies.all_reduce import AllReduce
@@ -207,7 +207,7 @@ def kept_by(wanted: int, *meters: UsageMeter, ran: float = 0.0, passed: float = 
 def test_what_others_took_of_what_was_wanted(
     ranks: list[Kept], part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestra.engines.processes.usage.usable_cores", lambda: (0, 1))
+    monkeypatch.setattr("orchestra.engines.processes.system.usable_cores", lambda: (0, 1))
     assert waited(ranks) == pytest.approx(part)
 
 

@@ -15,8 +15,7 @@ from orchestra.cluster import CLUSTERS
 from orchestra.experiments.file import load
 from orchestra.settings import write
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.registry import STRATEGIES
-from orchestra.strategies.standing import Standing, normal
+from orchestra.strategies.registry import STRATEGIES, Standing, normal
 from orchestra.tasks.registry import TASKS
 
 ROOT = Path(__file__).parents[1]

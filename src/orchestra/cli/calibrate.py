@@ -17,7 +17,7 @@ from orchestra.cli.arguments import Parser
 from orchestra.cli.bench import progress_line
 from orchestra.cluster.calibration import Calibration, Curve, TaskCosts
 from orchestra.engines.processes.environment import detect
-from orchestra.engines.processes.usage import now
+from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.tasks.registry import task_text

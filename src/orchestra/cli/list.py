@@ -20,8 +20,7 @@ from orchestra.optimizers.settings import SCHEDULES
 from orchestra.settings import Described, Registry, Settings, describe
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
-from orchestra.strategies.registry import STRATEGIES
-from orchestra.strategies.standing import Standing
+from orchestra.strategies.registry import STRATEGIES, Standing
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.registry import TASKS
 from orchestra.topologies import Topology

@@ -17,7 +17,7 @@ from orchestra.trainer.settings import Run, target_times
 
 
 def roles_of(run: Run) -> Roles:
-    """What each rank of `run` begins as.
+    """The roles in which the ranks of `run` begin.
 
     Raises:
         InputError: the strategy cannot run on that many ranks.

@@ -1,4 +1,7 @@
-"""Graphs of ranks: who sends to whom, and with what weights."""
+"""Graphs of ranks: who sends to whom, and the weights of a mixing step.
+
+A graph may change from step to step, and then repeats.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ MOST_DRAWN = 200_000
 
 Graph = tuple[tuple[int, ...], ...]
 """For each rank the ranks that it sends to, itself not among them, rising."""
+
+Weights = tuple[Mapping[int, float], ...]
+"""W_ij: for each rank i the weight of what it has from each rank j, itself included."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,12 +57,12 @@ def sources_of(graph: Graph) -> Graph:
 
 
 def connected(topology: Topology, ranks: int) -> bool:
-    """Whether what any rank knows reaches every other one, through the graphs of a period."""
+    """True if information of any rank reaches every other one, through the graphs of a period."""
     return connect([topology.graph(ranks, step) for step in range(topology.period(ranks))])
 
 
 def connect(graphs: Sequence[Graph]) -> bool:
-    """Whether `graphs`, again and again in turn, carry what any rank knows to every other one."""
+    """True if `graphs`, in turn and repeated, carry information of any rank to every other one."""
     ranks = len(graphs[0])
     forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
     backward: list[set[int]] = [set() for _ in range(ranks)]
@@ -175,12 +181,8 @@ class RandomRegular(Topology):
         degree += ranks * degree % 2
         _require_room(ranks, degree, MOST_DRAWN)
         edges = _regular_edges(ranks, degree)
-        _shuffle_edges(edges, random.Random(self.seed))
-        neighbours: list[list[int]] = [[] for _ in range(ranks)]
-        for a, b in edges:
-            neighbours[a].append(b)
-            neighbours[b].append(a)
-        return tuple(tuple(sorted(own)) for own in neighbours)
+        _shuffle_edges(edges, ranks, random.Random(self.seed))
+        return tuple(tuple(sorted(own)) for own in _neighbours(edges, ranks))
 
 
 def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
@@ -192,11 +194,10 @@ def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
     return sorted((min(edge), max(edge)) for edge in edges)
 
 
-def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
+def _shuffle_edges(edges: list[tuple[int, int]], ranks: int, stream: random.Random) -> None:
     """Exchange ends of pairs of edges, until many were tried and the graph is connected."""
-    ranks = 1 + max((b for _, b in edges), default=0)
     present, tried = set(edges), 0
-    while tried < 10 * len(edges) or not _edges_connect(edges, ranks):
+    while tried < 10 * len(edges) or len(_reached(_neighbours(edges, ranks))) < ranks:
         tried += 1
         first, second = stream.randrange(len(edges)), stream.randrange(len(edges))
         (a, b), (c, d) = edges[first], edges[second]
@@ -209,16 +210,12 @@ def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
             edges[first], edges[second] = new
 
 
-def _edges_connect(edges: list[tuple[int, int]], ranks: int) -> bool:
-    links: list[set[int]] = [set() for _ in range(ranks)]
+def _neighbours(edges: list[tuple[int, int]], ranks: int) -> list[set[int]]:
+    neighbours: list[set[int]] = [set() for _ in range(ranks)]
     for a, b in edges:
-        links[a].add(b)
-        links[b].add(a)
-    return len(_reached(links)) == ranks
-
-
-Weights = tuple[Mapping[int, float], ...]
-"""For each rank, the weight that it gives to what it has from each rank, itself included: W_ij."""
+        neighbours[a].add(b)
+        neighbours[b].add(a)
+    return neighbours
 
 
 @lru_cache(maxsize=1024)
@@ -249,13 +246,13 @@ def doubly_stochastic(graph: Graph) -> Weights:
 
 
 def uniform_shares(targets: tuple[int, ...], rank: int, step: int = 0) -> dict[int, float]:
-    """What `rank` sends to each target, and keeps: equal parts of 1, in every step."""
+    """The shares that `rank` sends to each target, and keeps: equal parts of 1, in every step."""
     share = 1.0 / (len(targets) + 1)
     return {rank: share, **dict.fromkeys(targets, share)}
 
 
 def random_shares(targets: tuple[int, ...], rank: int, step: int, seed: int) -> dict[int, float]:
-    """What `rank` sends to each target, and keeps: random parts of 1, its own in every step."""
+    """The shares that `rank` sends to each target, and keeps: parts of 1, random in each step."""
     stream = random.Random(f"{seed}-{rank}-{step}")
     drawn = {to: stream.uniform(0.1, 1.0) for to in (rank, *targets)}
     total = sum(drawn.values())

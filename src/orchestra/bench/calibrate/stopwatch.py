@@ -13,7 +13,7 @@ from typing import Any
 from orchestra.bench.turns import Progress
 from orchestra.cluster.calibration import Curve
 from orchestra.cluster.quality import MOST_WAITED
-from orchestra.engines.processes.usage import UsageMeter
+from orchestra.engines.processes.system import UsageMeter
 from orchestra.errors import RunFailed
 from orchestra.records.record import taken_by_others
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from orchestra.engines.processes.display import Display, Progress
-from orchestra.engines.processes.launch import launch
-from orchestra.engines.processes.outcome import Outcome
-from orchestra.engines.processes.usage import UsageMeter
+from orchestra.engines.processes.launch import Outcome, launch
+from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.run_record import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.plain import from_plain, to_plain
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
-    """What each rank runs; here, so that a launcher can name it without importing torch."""
+    """The program of each rank; here, so that a launcher can name it without importing torch."""
     from orchestra.trainer.program import train
 
     meter = UsageMeter()
@@ -61,7 +60,7 @@ def train_run(
 
 
 def has_validation(task: str) -> bool:
-    """Whether the task has validation data; a rank finds out, so that torch stays out of here.
+    """True if the task has validation data; a rank finds out, so that torch stays out of here.
 
     Raises:
         InputError: the task cannot be made.
