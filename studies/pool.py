@@ -16,11 +16,11 @@ from typing import Any
 from orchestra.engines.run import train_run
 from orchestra.engines.run_record import failed_record
 from orchestra.errors import RunFailed
-from orchestra.experiments import Experiment, claim, finished
+from orchestra.experiments import Experiment, finished
 from orchestra.experiments.experiment import alone
-from orchestra.experiments.folder import reclaim
 from orchestra.experiments.retiming import retimed
-from orchestra.records.record import RunRecord, write_summary
+from orchestra.experiments.run import clear_others, make_run
+from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 
 
@@ -40,14 +40,12 @@ def make(job: Job) -> RunRecord:
     """In a process of the pool: the record of a run, which is written into its folder."""
     shutil.rmtree(job.folder, ignore_errors=True)  # what was cut off begins anew
     own = alone(job.experiment, job.run)
-    claim(job.folder, own)
     try:
-        record = replace(_trained(job), tuned=job.tuned)
+        record = make_run(job.run, own, job.folder, lambda *_: _trained(job), tuned=job.tuned)
     except RunFailed as failure:
-        record = failed_record(job.run, job.folder, failure)
+        return failed_record(job.run, job.folder, failure)
     if record.status == "stopped":
         raise KeyboardInterrupt
-    write_summary(job.folder, own.name, [record])
     return record
 
 
@@ -86,7 +84,7 @@ class Pool:
     def make(self, jobs: Sequence[Job]) -> list[RunRecord]:
         """The records of `jobs`, in their order; those that are there are not made again."""
         for job in jobs:  # what is there of another run is none of it
-            reclaim(job.folder, alone(job.experiment, job.run))
+            clear_others(job.folder, alone(job.experiment, job.run))
         records = {
             job.folder: done[0] for job in jobs if (done := finished(job.folder, failed=True))
         }

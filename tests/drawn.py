@@ -90,6 +90,8 @@ def record(label: str, ranks: int = 4, seed: int = 0, **changes: Any) -> RunReco
             seconds={"compute": seconds / 2, "communicate": seconds / 4, "wait": seconds / 8},
             staleness={"mean": 1.0, "max": 2} if serving else None,
             staleness_histogram={"0": 5, "2": 15} if serving else {},
+            distributed=label != "one process",
+            switches=switching,
             switched_at_step=5 if switching else None,
             switched_at_sample=5 * BATCH if switching else None,
             global_batch=BATCH,

@@ -19,17 +19,15 @@ from hypothesis.strategies import SearchStrategy
 from orchestra.cluster.faults import FAULTS
 from orchestra.cluster.jitter import Jitter
 from orchestra.cluster.nodes import Link, Node
-from orchestra.cluster.presets import Preset
-from orchestra.cluster.registry import CLUSTERS
+from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import Unit
 from orchestra.data.sharding import SHARDINGS, Sharding
-from orchestra.experiments.experiment import Experiment
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.optimizers.settings import SCHEDULES, Schedule
 from orchestra.settings import Call, Registry, Settings
 from orchestra.settings.base import REQUIRED, Limits, default_of, settings_of, type_hints
 from orchestra.settings.notation import value_text
-from orchestra.settings.yaml_text import yaml_text
+from orchestra.settings.reading import yaml_text
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from orchestra.errors import RunAborted
 from orchestra.transports.framing import DTYPES
+from orchestra.transports.handshake import TLS
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.protocol import Transport
 from orchestra.transports.sockets import SocketTransport
-from orchestra.transports.tls import TLS
 
 T = TypeVar("T")
 TOKEN = b"the run's token"

@@ -11,14 +11,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from benchmarks import server, shapes, simulation, suspend
+from benchmarks.server import ServerRow, bench_server
+from benchmarks.suspend import RankSteps, Window, row_of
 
-from orchestra.bench import scale, simulation, step, suspend
-from orchestra.bench.models import SUBJECTS, subjects_named
-from orchestra.bench.server import ServerRow, bench_server
-from orchestra.bench.suspend import Walked, Window, row_of
+from orchestra.bench import step
+from orchestra.bench.step import SUBJECTS, subjects_named
 from orchestra.bench.turns import median_ratio, order
-from orchestra.cli import bench
-from orchestra.cli.bench_tables import print_paces, print_rates, print_scales, print_simulations
 from orchestra.cli.main import main
 from orchestra.errors import InputError
 from orchestra.strategies.parameter_server import ParameterServer
@@ -82,13 +81,13 @@ def test_the_pace_is_that_of_the_others_in_each_window() -> None:
     slowest = [t for t in steady if not 10 <= t < 20 or t % 4 == 0]
     stopped = [t for t in steady if t < 10 or 20 <= t < 30]
     assert suspend.VICTIM == 1
-    walked = [Walked(times, 0.5) for times in (slowed, stopped, slowed, slowest)]
+    ranks = [RankSteps(times, 0.5) for times in (slowed, stopped, slowed, slowest)]
     pairs = [
         (Window(0, 10), Window(10, 20)),
         (Window(20, 30), Window(30, 40)),
         (Window(0, 10), Window(10, 20)),
     ]
-    row = row_of("waits", [*walked, Walked([], 0.25), None], pairs)
+    row = row_of("waits", [*ranks, RankSteps([], 0.25), None], pairs)
     assert row.ratios == (0.5, 1.0, 0.5)
     assert (row.ratio, row.before_per_second, row.suspended_per_second) == (0.5, 1.0, 0.5)
     assert row.busy_cores == 2.25
@@ -116,9 +115,9 @@ def test_the_measure_sees_a_server_that_waits_for_everybody() -> None:
         (["step", "--ranks", "1,2"], "--ranks: 1 is below 2"),
         (["step", "--rounds", "0"], "--rounds: 0 is below 1"),
         (["step", "--model", "lennet"], "--model: unknown model 'lennet'; did you mean 'lenet'?"),
-        (["server", "--json", "here"], "--json: here exists; name a new file"),
-        (["server", "--json", "no/file"], "--json: there is no folder no"),
-        (["server", "--suspended"], "did you mean '--suspend'?"),
+        (["step", "--json", "here"], "--json: here exists; name a new file"),
+        (["step", "--json", "no/file"], "--json: there is no folder no"),
+        (["step", "--round", "2"], "did you mean '--rounds'?"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -149,7 +148,7 @@ def test_figures_as_a_table_and_as_json(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(step, "SUBJECTS", (SMALL,))
-    monkeypatch.setattr("orchestra.bench.models.SUBJECTS", (SMALL,))
+    monkeypatch.setattr("orchestra.bench.step.SUBJECTS", (SMALL,))
     file = tmp_path / "figures.json"
     assert main(["bench", "step", "--ranks", "2", "--rounds", "1", "--json", str(file)]) == 0
     captured = capsys.readouterr()
@@ -163,12 +162,12 @@ def test_figures_as_a_table_and_as_json(
 
 
 def test_rates_and_paces_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rates([ServerRow(3, 401.2, 200.6, 2.0)])
+    server.print_rates([ServerRow(3, 401.2, 200.6, 2.0)])
     assert ["3", "401", "201", "2.00"] in [
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
     ratios = (0.9, 0.95, 1.0)
-    print_paces([suspend.SuspendRow("waits", 20.0, 19.0, ratios, 0.95, 0.9, 0.5, 2)])
+    suspend.print_paces([suspend.SuspendRow("waits", 20.0, 19.0, ratios, 0.95, 0.9, 0.5, 2)])
     printed = capsys.readouterr().out
     assert "waits 20.0 19.0 95% 90% to 100% 0.5 of 2" in " ".join(printed.split())
     assert "Required: 90% of the pace" in printed
@@ -179,7 +178,7 @@ def test_help_needs_no_torch() -> None:
         "import sys; from orchestra.cli.main import main; main(sys.argv[1:]); "
         "sys.exit('torch' in sys.modules)"
     )
-    for arguments in (["bench"], ["bench", "step", "--help"], ["bench", "server", "--help"]):
+    for arguments in (["bench"], ["bench", "step", "--help"], ["bench", "fidelity", "--help"]):
         command = [sys.executable, "-c", code, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.startswith("usage: orchestra bench")
@@ -194,28 +193,28 @@ def test_simulated_and_plain_steps_are_measured(capsys: pytest.CaptureFixture[st
     assert len(row.ratios) == 2
     assert row.ratio == sum(row.ratios) / 2
     assert told
-    print_simulations([row])
+    simulation.print_simulations([row])
     assert f"{row.ratio:.2f}" in capsys.readouterr().out
 
 
 def test_simulations_of_time_alone_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = list(scale.bench_scale(["ring", "server"], scale.Scale(32, 2, 1000), 100))
+    rows = list(shapes.bench_scale(["ring", "server"], shapes.Scale(32, 2, 1000), 100))
     for row in rows:
         assert (row.workers, row.steps) == (32, 2)
         assert min(row.seconds or 0, row.virtual_seconds or 0, row.peak_megabytes or 0) > 0
-    print_scales(rows, 100)
+    shapes.print_scales(rows, 100)
     assert "32 workers" in capsys.readouterr().out
 
 
 def test_what_was_measured_before_ctrl_c_is_shown_and_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finished = scale.ScaleRow("ring", "AllReduce()", 64, 100, 1000, 10.0, 7.5, 7.25, 3.0, 400.0)
+    finished = shapes.ScaleRow("ring", "AllReduce()", 64, 100, 1000, 10.0, 7.5, 7.25, 3.0, 400.0)
     measured = Mock(side_effect=[finished, KeyboardInterrupt])
-    monkeypatch.setattr(scale, "_measured", measured)
+    monkeypatch.setattr(shapes, "_measured", measured)
     figures = tmp_path / "figures.json"
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["simulation", "--strategies", "ring,server", "--json", str(figures)])
+        shapes.main(["--strategies", "ring,server", "--json", str(figures)])
     assert "7.5" in capsys.readouterr().out
     assert [row["label"] for row in json.loads(figures.read_text())["rows"]] == ["ring"]
 
@@ -223,8 +222,8 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_written(
 def test_nothing_is_written_where_nothing_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(scale, "_measured", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(shapes, "_measured", Mock(side_effect=KeyboardInterrupt))
     figures = tmp_path / "figures.json"
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["simulation", "--strategies", "ring", "--json", str(figures)])
+        shapes.main(["--strategies", "ring", "--json", str(figures)])
     assert not figures.exists()

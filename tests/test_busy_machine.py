@@ -16,15 +16,14 @@ from tests.training import settings
 
 from orchestra.cli import comparison_table
 from orchestra.cluster import load_cluster
-from orchestra.cluster.writing import cluster_text
+from orchestra.cluster.file import cluster_text
 from orchestra.engines.processes import launch
+from orchestra.engines.processes.system import busy_seconds
 from orchestra.engines.processes.training import program
-from orchestra.engines.processes.usage import busy_seconds
 from orchestra.experiments.comparison import Comparison
 from orchestra.records.layout import CLUSTER, run_folder
-from orchestra.records.record import RunRecord, combine
-from orchestra.records.usage import Usage, busy_with_others
-from orchestra.report.write import write_report
+from orchestra.records.record import RunRecord, Usage, busy_with_others, combine
+from orchestra.report.page import write_report
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer.settings import Run
 

@@ -13,8 +13,8 @@ import pytest
 from tests.simulated import run_ranks, simulated
 from tests.training import settings
 
-from orchestra.bench.calibrate import Subject, calibrate, rounds, sizes_around, thread_counts
-from orchestra.bench.calibrate.links import calibrate_links
+from orchestra.bench.calibrate import Subject, calibrate, sizes_around, stopwatch, thread_counts
+from orchestra.bench.calibrate.messages import calibrate_links
 from orchestra.bench.calibrate.stopwatch import curve_of, spread
 from orchestra.bench.calibrate.training import Profile
 from orchestra.cli.main import main
@@ -412,7 +412,7 @@ def measured() -> Calibration:
     told: list[str] = []
     subject = Subject(TASK, SGD, batch_sizes=(4,))
     with pytest.MonkeyPatch.context() as patch:  # a busy machine would be measured for two minutes
-        patch.setattr(rounds, "_most_in_need", lambda *_: None)
+        patch.setattr(stopwatch, "_most_in_need", lambda *_: None)
         calibration = calibrate([subject], 0.01, lambda what, _: told.append(what))
     assert set(told) <= {"messages", "cores at once", "one thread more", TASK}
     return calibration
@@ -474,7 +474,7 @@ def test_links_between_ranks_make_a_matrix() -> None:
 def test_a_second_task_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(rounds, "_most_in_need", lambda *_: None)
+    monkeypatch.setattr(stopwatch, "_most_in_need", lambda *_: None)
     path = tmp_path / "new" / "machine.json"
     for task in ("digits(channels=1, hidden=2)", "digits(channels=2, hidden=2)"):
         options = ["--task", task, "--batch-size", "4", "--seconds", "0.001", "--keep-anyway"]

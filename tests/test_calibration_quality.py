@@ -19,16 +19,25 @@ from tests.test_calibrate import CALIBRATION, COSTS, SGD, TASK, run_of
 
 from orchestra.bench import calibrate as bench
 from orchestra.bench.calibrate import Subject, stopwatch
-from orchestra.bench.calibrate.rounds import FIRST, Attempt, Measurement, measure_all
 from orchestra.bench.calibrate.sharing import measure_speeds
-from orchestra.bench.calibrate.stopwatch import LEAST, Budget, Kept, repeat, waited
+from orchestra.bench.calibrate.stopwatch import (
+    FIRST,
+    LEAST,
+    Attempt,
+    Budget,
+    Kept,
+    Measurement,
+    measure_all,
+    repeat,
+    waited,
+)
 from orchestra.bench.calibrate.training import measure_task
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.cluster.quality import Quality, together
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.display import LINE_SECONDS, Lines
-from orchestra.engines.processes.usage import UsageMeter
+from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.simulation.figures import figures_of
 from orchestra.errors import RunFailed
 from orchestra.strategies.all_reduce import AllReduce
@@ -198,7 +207,7 @@ def kept_by(wanted: int, *meters: UsageMeter, ran: float = 0.0, passed: float = 
 def test_what_others_took_of_what_was_wanted(
     ranks: list[Kept], part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestra.engines.processes.usage.usable_cores", lambda: (0, 1))
+    monkeypatch.setattr("orchestra.engines.processes.system.usable_cores", lambda: (0, 1))
     assert waited(ranks) == pytest.approx(part)
 
 
@@ -234,7 +243,7 @@ def test_figures_that_are_used_together_are_as_good_as_the_worst() -> None:
 def test_a_calibration_knows_its_quality(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real measurements, each of which the orchestration takes for disturbed by a fifth."""
     monkeypatch.setattr(bench, "waited", lambda ranks: 0.2)
-    monkeypatch.setattr("orchestra.bench.calibrate.rounds._most_in_need", lambda *_: None)
+    monkeypatch.setattr("orchestra.bench.calibrate.stopwatch._most_in_need", lambda *_: None)
     (costs,) = (measured := bench.calibrate([Subject(TASK, SGD, batch_sizes=(4,))], 0.001)).tasks
     assert measured.quality is not None
     assert costs.quality is not None

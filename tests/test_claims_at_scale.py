@@ -20,8 +20,7 @@ from studies.claims_at_scale.verdicts import SECONDS
 from studies.pool import Job, Pool, make
 
 from orchestra.experiments import Experiment, finished, load
-from orchestra.experiments.experiment import refusal
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.experiment import Tune, refusal
 from orchestra.experiments.tuning import Choice, Trial, trials
 from orchestra.records.record import RunRecord
 

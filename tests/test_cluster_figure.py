@@ -11,7 +11,7 @@ import pytest
 
 from orchestra.cli.main import main
 from orchestra.cluster import Cluster, Death, Link, Node, Switch, load_cluster
-from orchestra.cluster.writing import cluster_text
+from orchestra.cluster.file import cluster_text
 from orchestra.report.figures.cluster import cluster_figure
 
 ROOT = Path(__file__).parent.parent

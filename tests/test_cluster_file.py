@@ -29,10 +29,9 @@ from orchestra.cluster import (
 )
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.faults import FAULTS
-from orchestra.cluster.file import KEYS
+from orchestra.cluster.file import KEYS, cluster_text
 from orchestra.cluster.presets import Preset
 from orchestra.cluster.units import BANDWIDTH
-from orchestra.cluster.writing import cluster_text
 from orchestra.errors import InputError
 from orchestra.report.figures.cluster import link_text
 from orchestra.settings import parse, write

@@ -15,7 +15,7 @@ from tests.comparisons import SMALL, TASK, compared, experiment, files, rows, su
 import orchestra
 from orchestra import AllReduce, Single, Strategy
 from orchestra.cli.main import main
-from orchestra.engines.processes.devices import lacking
+from orchestra.engines.processes.training import lacking
 from orchestra.errors import InputError
 from orchestra.experiments import load, runs, to_yaml
 from orchestra.experiments.comparison import carry_out
@@ -200,7 +200,7 @@ FILE = "task: digits\nstrategies: {ring: AllReduce, one process: Single}\n"
         ([*COMPARE, "--ranks", "0"], "--ranks: 0 is below 1"),
         ([*COMPARE, "--seed", "1", "--seeds", "2"], "not allowed with argument"),
         ([*COMPARE, "--baseline", "rign"], "there is no strategy 'rign'; did you mean 'ring'?"),
-        ([*COMPARE, "--set", "tune={sweep: 1}"], "--set tune: Tune has no setting 'sweep'"),
+        ([*COMPARE, "--set", "tune={sweep: 1}"], "--set tune: unknown key 'sweep'"),
         ([*COMPARE, "--set", "strategies={one process: AllReduce}"], "rename AllReduce('ring')"),
         ([*COMPARE, "--set", "devices={rign: cuda}"], "no strategy 'rign'; did you mean 'ring'?"),
         ([*COMPARE, "--set", "task=own:f"], "no package or module 'own'"),

@@ -13,10 +13,10 @@ from tests.comparisons import TASK, compared, experiment, files, rows, summary
 
 from orchestra.errors import InputError
 from orchestra.experiments import finished, load, to_yaml
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.experiment import Tune
 from orchestra.experiments.tuning import Choice, Criterion, trials
 from orchestra.records.record import RunRecord
-from orchestra.report.write import write_report
+from orchestra.report.page import write_report
 from orchestra.trainer.settings import Target
 
 STRATEGIES = {"one": "Single", "ring": "AllReduce", "server": "ParameterServer"}

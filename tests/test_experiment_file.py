@@ -20,7 +20,7 @@ from orchestra.experiments import (
     runs,
     to_yaml,
 )
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.experiment import Tune
 from orchestra.optimizers.settings import Cosine, Group, Optimizer
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import setting
@@ -186,23 +186,29 @@ ERRORS = [
     ("task: a: b\n", "exp.yaml:1: not YAML: mapping values are not allowed here"),
     ("task: !!python/object:os.system x\n", "exp.yaml:1: not YAML: could not determine"),
     ("task: digits\x07\n", "exp.yaml: not YAML: "),
-    ("task: digits\n", "exp.yaml: strategies is missing; add one, such as"),
-    ("strategies: {ring: AllReduce}\n", "exp.yaml: task is missing; add one, such as"),
+    ("task: digits\n", "exp.yaml: strategies is missing; add it, such as strategies: {ring"),
+    ("strategies: {ring: AllReduce}\n", "exp.yaml: task is missing; add it, such as task: digits"),
     ("task: digits\nstrategies:\n", "exp.yaml:2 strategies: expected mapping, got None"),
-    ("task: digits\nstrategies: {}\n", "exp.yaml:2: strategies is empty; give a label"),
-    ("task: digits\nstrategies: [a]\n", "exp.yaml:2: strategies has to map labels"),
+    ("task: digits\nstrategies: {}\n", "exp.yaml:2 strategies: is empty; give a label"),
+    (
+        "task: digits\nstrategies: [a]\n",
+        "exp.yaml:2 strategies: has to be a mapping, such as {ring",
+    ),
     (SMALL + "\nbatchsize: 3\n", "exp.yaml:4: unknown key 'batchsize'; did you mean 'batch_size'"),
-    (SMALL + "tune: 3\n", "exp.yaml:3: tune has to be a mapping such as"),
-    (SMALL + "tune: {}\n", "exp.yaml:3: tune lacks settings, as in {settings: {optimizer.lr:"),
-    (SMALL + "tune:\n  setings: {}\n", "exp.yaml:4: Tune has no setting 'setings'; did you mean"),
-    (SMALL + TUNE.format("clip_norm: [1]"), "exp.yaml:3: tune.settings: lacks optimizer.lr"),
-    (SMALL + TUNE.format("optimizer.lr: 1"), "exp.yaml:3: Tune.settings: expected list of object"),
+    (SMALL + "tune: 3\n", "exp.yaml:3 tune: has to be a mapping, such as {settings"),
+    (
+        SMALL + "tune: {}\n",
+        "exp.yaml:3 tune: settings is missing; add it, such as settings: {optimizer.lr:",
+    ),
+    (SMALL + "tune:\n  setings: {}\n", "exp.yaml:4 tune: unknown key 'setings'; did you mean"),
+    (SMALL + TUNE.format("clip_norm: [1]"), "exp.yaml:3 tune.settings: lacks optimizer.lr"),
+    (SMALL + TUNE.format("optimizer.lr: 1"), "exp.yaml:3 tune.settings: expected list of object"),
     (SMALL + TUNE.format("optimizer.lr: []"), "tune.settings.optimizer.lr: there is no value"),
     (SMALL + TUNE.format("optimizer.lr: [1, 1.0]"), "optimizer.lr: [1, 1.0] holds a value twice"),
     (SMALL + TUNE.format("optimizer.lr: [x]"), "optimizer.lr: 'x' is not a number"),
     (
         SMALL + TUNE.format("optimizer.lr: [1], batch_size: [1, 2]"),
-        "exp.yaml:3: tune.settings.batch_size: cannot be tuned for each strategy on its own",
+        "exp.yaml:3 tune.settings.batch_size: cannot be tuned for each strategy on its own",
     ),
     (
         SMALL + TUNE.format("optimizer.lr: [1], schedule: [Cosin]"),
@@ -226,7 +232,7 @@ ERRORS = [
     ),
     (
         SMALL + "tune: {settings: {optimizer.lr: [1]}, by: los}\n",
-        "exp.yaml:3: Tune.by: 'los' is not known; did you mean 'loss'?",
+        "exp.yaml:3 tune.by: 'los' is not known; did you mean 'loss'?",
     ),
     (SMALL + "seeds: [1000]\n" + TUNE.format("optimizer.lr: [1]"), "1000 is among the seeds"),
     (SMALL + "ranks: 2\nranks: 3\n", "exp.yaml:4: 'ranks' stands in line 3, too"),
@@ -265,13 +271,19 @@ ERRORS = [
     (SMALL + "optimizer: {SGD: 1}\n", "exp.yaml:3 optimizer: {'SGD': 1} is not a constructor call"),
     (SMALL + "optimizer: SGD(0.1)\n", "exp.yaml:3 optimizer: name the arguments of SGD"),
     (SMALL + "schedule: Cosin\n", "exp.yaml:3 schedule: unknown schedule 'Cosin'; did you mean"),
-    (SMALL + "target: 0.9\n", "exp.yaml:3: target has to be a mapping such as"),
-    (SMALL + "target:\n  metric: a\n  atleast: 1\n", "exp.yaml:5: Target has no setting 'atleast'"),
-    (SMALL + "target: {at_least: 1}\n", "exp.yaml:3: target lacks metric, as in {metric:"),
-    (SMALL + "target: {metric: a}\n", "exp.yaml:3: Target: give one of at_least and at_most"),
-    (SMALL + "parameter_groups: 3\n", "exp.yaml:3: parameter_groups has to be a list such as"),
-    (SMALL + "parameter_groups: [{lr: 1}]\n", "exp.yaml:3: parameter_groups has to be a list"),
-    (SMALL + "parameter_groups: [{match: (}]\n", "exp.yaml:3: Group.match: '(' is not a regular"),
+    (SMALL + "target: 0.9\n", "exp.yaml:3 target: has to be a mapping, such as {metric"),
+    (SMALL + "target:\n  metric: a\n  atleast: 1\n", "exp.yaml:5 target: unknown key 'atleast'"),
+    (
+        SMALL + "target: {at_least: 1}\n",
+        "exp.yaml:3 target: metric is missing; add it, such as metric: ",
+    ),
+    (SMALL + "target: {metric: a}\n", "exp.yaml:3 target: give one of at_least and at_most"),
+    (SMALL + "parameter_groups: 3\n", "exp.yaml:3 parameter_groups: has to be a list such as"),
+    (SMALL + "parameter_groups: [{lr: 1}]\n", "exp.yaml:3 parameter_groups: has to be a list"),
+    (
+        SMALL + "parameter_groups: [{match: (}]\n",
+        "exp.yaml:3 parameter_groups: Group.match: '(' is not a regular",
+    ),
     (
         "task: digits\nranks: 1\nstrategies: {ps: ParameterServer}\n",
         "exp.yaml: strategies.ps: ParameterServer: ",

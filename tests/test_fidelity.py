@@ -15,8 +15,7 @@ from tests.test_calibrate import CALIBRATION, COSTS, flat
 from orchestra.bench.fidelity import Fidelity, bench_fidelity
 from orchestra.bench.fidelity.cases import STRATEGIES, TASKS, Case, cases, tasks_named
 from orchestra.bench.fidelity.formula import FORMULAS, closed_formula, constant
-from orchestra.bench.fidelity.judge import verdicts
-from orchestra.bench.fidelity.markdown import markdown
+from orchestra.bench.fidelity.markdown import markdown, verdicts
 from orchestra.bench.fidelity.measure import (
     Observation,
     Row,

@@ -19,7 +19,7 @@ from tests.inputs import Input, inputs
 import orchestra
 from orchestra.cli.main import main
 from orchestra.cluster import load_cluster
-from orchestra.engines.failures import describe
+from orchestra.engines.events import describe
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments import load, runs, to_yaml
 from orchestra.optimizers.spec import OptimizerSpec

@@ -20,7 +20,7 @@ from tests.waiting import descendants, is_running, listening_ports, wait_until
 
 from orchestra.engines.processes.environment import Launched, detect, first_host
 from orchestra.errors import InputError
-from orchestra.transports.tls import from_environment
+from orchestra.transports.handshake import from_environment
 
 ROOT = Path(__file__).parent.parent
 

@@ -23,7 +23,7 @@ from orchestra.errors import InputError
 from orchestra.records.links import MOST, Link, read_links
 from orchestra.records.record import RunRecord, combine
 from orchestra.records.trace import write_trace
-from orchestra.report.figures.exchange import exchanges
+from orchestra.report.figures.trace import exchanges
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run

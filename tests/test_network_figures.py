@@ -11,17 +11,17 @@ import vl_convert
 from tests.drawn import Drawn, drawn_alone, keep, record
 
 from orchestra.cluster import Cluster, load_cluster
-from orchestra.cluster.writing import cluster_text
+from orchestra.cluster.file import cluster_text
 from orchestra.records.layout import run_folder
 from orchestra.records.links import Link, Links, write_links
 from orchestra.records.report import RankReport
 from orchestra.records.timeline import Message, Slice, Timeline
 from orchestra.records.trace import write_trace
-from orchestra.report.figures.exchange import Arrow, exchanges
-from orchestra.report.figures.figure import for_image
-from orchestra.report.figures.links import links
+from orchestra.report.figures.frame import for_image
 from orchestra.report.figures.messages import messages
 from orchestra.report.figures.messages_layout import WIDTH, Stage
+from orchestra.report.figures.trace import Arrow, exchanges
+from orchestra.report.figures.traffic import links
 
 
 def cluster(text: str) -> Cluster:

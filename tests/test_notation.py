@@ -22,7 +22,7 @@ from orchestra.settings import (
     setting,
     write,
 )
-from orchestra.settings.yaml_text import yaml_text, yaml_value
+from orchestra.settings.reading import yaml_text, yaml_value
 from orchestra.strategies.registry import STRATEGIES
 
 

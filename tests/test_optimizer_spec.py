@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from orchestra.errors import InputError
 from orchestra.optimizers import TRANSIENT, capture, restore
-from orchestra.optimizers.moments import export_moments, install_moments
 from orchestra.optimizers.settings import Group, Optimizer
 from orchestra.optimizers.spec import ELEMENTWISE, REFUSED, OptimizerSpec, get_rates, set_rates
+from orchestra.optimizers.state import export_moments, install_moments
 from orchestra.parameter_server.placement import place
 
 TORCH_CLASSES = {

@@ -32,8 +32,8 @@ from orchestra.errors import InputError
 from orchestra.exchange import GroupAverage
 from orchestra.exchange.prague import GroupGenerator, Scheme
 from orchestra.settings import parse
+from orchestra.strategies.group_averaging import Prague, PragueState
 from orchestra.strategies.local_sgd import LocalSGD
-from orchestra.strategies.prague import Prague, PragueState
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.worker.worker import Worker
 

@@ -31,11 +31,11 @@ from tests.waiting import (
 
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes import launch
+from orchestra.engines.processes.control import pack
 from orchestra.engines.processes.watcher import STRANGERS, Watcher
-from orchestra.engines.processes.wire import pack
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.hello import WATCHER, hello
+from orchestra.transports.handshake import WATCHER, hello
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from orchestra.engines import random_streams
 from orchestra.engines.random_streams import RandomStreams, seed
 
 
-@pytest.fixture(params=["as CPython keeps it", "by getstate"])
-def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RandomStreams:
-    """Streams, with either way to keep Python's."""
-    if request.param == "by getstate":
-        monkeypatch.setattr(random_streams, "_GLOBAL", None)
+@pytest.fixture
+def streams() -> RandomStreams:
     return RandomStreams()
 
 

@@ -17,9 +17,8 @@ from orchestra.records.report import Point
 from orchestra.report.collect import collect
 from orchestra.report.figures.curves import curves
 from orchestra.report.figures.subject import Subject
-from orchestra.report.measures import TIME_TO_TARGET
 from orchestra.report.numbers import uncertain
-from orchestra.report.rows import rows_of
+from orchestra.report.rows import TIME_TO_TARGET, rows_of
 from orchestra.report.study import Study
 from orchestra.report.table import table
 from orchestra.strategies.single import Single

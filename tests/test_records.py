@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 
-from orchestra.records.environment import PACKAGES, environment
 from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import (
+    PACKAGES,
     RunRecord,
+    Usage,
     combine,
+    environment,
+    read_summary,
     write_atomically,
     write_curve,
     write_summary,
 )
 from orchestra.records.report import ChiefReport, Point, RankReport
 from orchestra.records.timeline import Instant, Message, Slice, Timeline
-from orchestra.records.usage import Usage
 
 CONTRACT = {
     "name": str,
@@ -202,6 +204,26 @@ def test_what_cannot_be_known_is_null(tmp_path: Path) -> None:
     ):
         assert run[field] is None, field
     assert run["failure"] == "rank 0 is gone"
+
+
+@pytest.mark.parametrize(
+    ("notation", "distributed", "switches"),
+    [
+        ("Single()", False, False),
+        ("AllReduce('ring')", True, False),
+        ("Switch(A(), B())", True, True),
+    ],
+)
+def test_a_record_from_before_is_known_by_its_notation(
+    tmp_path: Path, notation: str, distributed: bool, switches: bool
+) -> None:
+    record = RunRecord("a", notation, "processes", 1, 1, 0, 0, "completed")
+    path = write_summary(tmp_path, "x", [record])
+    document = json.loads(path.read_text())
+    del document["runs"][0]["distributed"], document["runs"][0]["switches"]
+    path.write_text(json.dumps(document))
+    (read,) = read_summary(path)
+    assert (read.distributed, read.switches) == (distributed, switches)
 
 
 def strict(text: str) -> Any:

@@ -16,10 +16,8 @@ from orchestra.records.record import RunRecord
 from orchestra.report.answer import Answer, answer
 from orchestra.report.collect import RunData, Source
 from orchestra.report.fairness import Fairness, fairness
-from orchestra.report.measures import TIME_TO_TARGET
 from orchestra.report.numbers import MINUS, THIN, fixed, significant
-from orchestra.report.rows import rows_of
-from orchestra.report.statistics import mean, paired_difference, spread
+from orchestra.report.rows import TIME_TO_TARGET, mean, paired_difference, rows_of, spread
 from orchestra.report.study import Study
 
 TARGET = {"metric": "accuracy", "at_least": 0.95, "at_most": None}

@@ -16,7 +16,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 from tests.drawn import STRATEGIES, all_runs, keep, record
 
-from orchestra.report.write import write_report
+from orchestra.report.page import write_report
 
 pytestmark = pytest.mark.browser
 

@@ -25,7 +25,7 @@ from tests.drawn import (
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord
 from orchestra.report.figures import save
-from orchestra.report.figures.figure import for_image
+from orchestra.report.figures.frame import for_image
 from orchestra.report.figures.seconds import seconds
 
 

@@ -12,7 +12,7 @@ from tests.drawn import STRATEGIES, all_runs, drawn, keep, record
 from orchestra.records.layout import run_folder
 from orchestra.report.collect import collect
 from orchestra.report.figures import style_of
-from orchestra.report.figures.style import INK
+from orchestra.report.figures.subject import INK
 from orchestra.report.rows import Row, rows_of
 
 

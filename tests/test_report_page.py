@@ -23,7 +23,7 @@ from tests.pages import Page, Shown
 from orchestra.cli.main import main
 from orchestra.errors import InputError
 from orchestra.records.record import write_summary
-from orchestra.report.write import write_report
+from orchestra.report.page import write_report
 
 EVIL = "<img src=x onerror=alert(1)>'\""
 
@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everywhere but in `whole`: neither images nor the plotting library, which take seconds."""
-    monkeypatch.setattr("orchestra.report.write.save", lambda figure, folder: None)
+    monkeypatch.setattr("orchestra.report.page.save", lambda figure, folder: None)
     monkeypatch.setattr("orchestra.report.page._library", lambda: "")
 
 
@@ -179,7 +179,7 @@ def test_timelines_travel_inside_the_page(whole: Path) -> None:
 def test_timelines_stay_outside_where_they_are_large(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestra.report.traces.ROOM", 100)
+    monkeypatch.setattr("orchestra.report.page.ROOM", 100)
     page = Page(write_report([whole], tmp_path))
     assert page.of("button", "data-trace") == []
     assert any(link.endswith("trace.json.gz") for link in page.of("a", "href"))

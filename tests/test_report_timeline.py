@@ -11,7 +11,7 @@ from tests.drawn import drawn, keep, record, traced_reports
 from orchestra.errors import InputError
 from orchestra.records.layout import run_folder
 from orchestra.records.trace import write_trace
-from orchestra.report.figures.trace_window import windows
+from orchestra.report.figures.trace import windows
 
 
 def test_a_timeline_shows_three_steps_of_the_middle_and_their_messages(tmp_path: Path) -> None:

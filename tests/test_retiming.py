@@ -17,8 +17,7 @@ from orchestra.records.record import RunRecord
 from orchestra.report.collect import RunData
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer.settings import Run, Target
-from orchestra.trainer.target_times import target_times
+from orchestra.trainer.settings import Run, Target, target_times
 
 SLOW = "stragglers(4)"
 TO_TARGET = tuple(target_times((), None))

@@ -10,8 +10,7 @@ from tests.drawn import drawn_alone, keep, record
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import answer
 from orchestra.report.collect import collect
-from orchestra.report.figures.scaling import scaling
-from orchestra.report.knee import efficiency, knee
+from orchestra.report.figures.scaling import efficiency, knee, scaling
 from orchestra.report.rows import rows_of
 from orchestra.report.study import Study
 

@@ -30,7 +30,7 @@ from orchestra.parameter_server.consistency import Asynchronous, Bounded, Consis
 from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.state import Push
 from orchestra.parameter_server.wire import Kind, Request, encode_request
-from orchestra.strategies.pairwise_averaging import PairwiseAveraging
+from orchestra.strategies.group_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterFraction

@@ -16,7 +16,7 @@ from tests.training import settings, step_lines
 from orchestra.cluster import Cluster
 from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
-from orchestra.cluster.writing import cluster_text
+from orchestra.cluster.file import cluster_text
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.errors import PeerLost, RunFailed
 from orchestra.records.record import RunRecord
@@ -25,9 +25,9 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.elastic_averaging import ElasticAveraging
 from orchestra.strategies.gossip import Gossip
+from orchestra.strategies.group_averaging import Prague
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.strategies.prague import Prague
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
 from orchestra.worker.reporters import SilentReporter

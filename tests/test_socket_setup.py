@@ -26,18 +26,16 @@ from tests.meshes import (
 )
 from tests.waiting import wait_until
 
-from orchestra.engines.processes.control import Control
-from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.control import Control, RankSpec
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, PeerLost, RunFailed
 from orchestra.transports import streams
 from orchestra.transports.framing import pack_header
-from orchestra.transports.hello import MAGIC, hello
+from orchestra.transports.handshake import MAGIC, TLS, hello
 from orchestra.transports.matching import Mailbox
 from orchestra.transports.mesh import STRANGERS, Listener, connect_mesh
 from orchestra.transports.sockets import SocketTransport
-from orchestra.transports.tls import TLS
 
 # --- set-up ----------------------------------------------------------------------------------
 
@@ -257,9 +255,9 @@ def test_a_certificate_that_is_refused_is_named_on_both_sides(tmp_path: Path) ->
     for ours, theirs, here, there in cases:
         watcher = Watcher(1, Limits(), host="127.0.0.1", token="s", children=False, tls=ours)
         watcher.start()
-        seat = Seat(0, 1, 0, watcher.address, "127.0.0.1", "s", Limits(), tls=theirs)
+        spec = RankSpec(0, 1, 0, watcher.address, "127.0.0.1", "s", Limits(), tls=theirs)
         with pytest.raises(RunFailed, match=there):
-            Control(seat)
+            Control(spec)
         notices = watcher.verdicts.notices
         wait_until(lambda: bool(notices), "the watcher says so")  # noqa: B023
         assert notices[0].startswith(f"a connection from 127.0.0.1 was refused: {here}"), notices

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from orchestra.cli.list import variants_of
 from orchestra.cli.main import main
-from orchestra.cli.strategy_list import variants_of
 from orchestra.cluster import CLUSTERS
 from orchestra.experiments.file import load
 from orchestra.settings import write
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.registry import STRATEGIES
-from orchestra.strategies.standing import Standing, normal
+from orchestra.strategies.registry import STRATEGIES, Standing, normal
 from orchestra.tasks.registry import TASKS
 
 ROOT = Path(__file__).parents[1]

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 
 from orchestra.records.cache import cache_folder
 from orchestra.tasks import Task, TensorData, evaluate, load_task
-from orchestra.tasks import digits28 as module
+from orchestra.tasks import digits as module
 from orchestra.tasks.cache import cached
-from orchestra.tasks.digits import split_digits
-from orchestra.tasks.digits28 import Digits28, distorted_digits
+from orchestra.tasks.digits import Digits28, distorted_digits, split_digits
 
 #: Of the images at the default distortion: another value needs another RECIPE.
 SHA256 = "21b50bef06336718374e9221b381e3b9b44620efb7b0d3cb0c875afd669d03ab"

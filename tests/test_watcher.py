@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from orchestra.engines.deadlock import stuck, tell
 from orchestra.engines.events import (
     Abort,
     Beat,
@@ -19,6 +18,7 @@ from orchestra.engines.events import (
     Event,
     Exited,
     Failed,
+    Failure,
     Finished,
     Instruction,
     Interrupted,
@@ -27,9 +27,10 @@ from orchestra.engines.events import (
     Notice,
     Pulse,
     Stop,
+    stuck,
+    tell,
 )
-from orchestra.engines.failures import Failure
-from orchestra.engines.processes.wire import BadFrame, Frames, pack
+from orchestra.engines.processes.control import BadFrame, Frames, pack
 from orchestra.engines.verdicts import Limits, Verdicts
 
 LIMITS = Limits(patience=60.0)

@@ -26,8 +26,7 @@ from orchestra.tasks import load_task
 from orchestra.tasks.evaluation import evaluate
 from orchestra.topologies import Ring, Star
 from orchestra.trainer.curve import MOST_JUDGED
-from orchestra.trainer.settings import Target, Training
-from orchestra.trainer.target_times import target_times
+from orchestra.trainer.settings import Target, Training, target_times
 
 RANKS = 3
 

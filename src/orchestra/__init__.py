@@ -10,7 +10,7 @@ Names are imported when first used, so that the command line answers at once.
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.lazy import lazy_names
+from orchestra.settings.registry import lazy_names
 
 __version__ = "0.1.0"
 
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
-    from orchestra.strategies.gossip import Gossip
-    from orchestra.strategies.hop import Hop
+    from orchestra.strategies.gossip import Gossip, Hop
+    from orchestra.strategies.group_averaging import PairwiseAveraging, Prague
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
-    from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.strategies.pipeline import Pipeline
-    from orchestra.strategies.prague import Prague
     from orchestra.strategies.single import Single
     from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
     from orchestra.strategies.switch import Switch
@@ -99,17 +97,17 @@ else:
         "ElasticAveraging": "strategies.elastic_averaging",
         "Exponential": "topologies.graphs",
         "Gossip": "strategies.gossip",
-        "Hop": "strategies.hop",
+        "Hop": "strategies.gossip",
         "InputError": "errors",
         "LocalSGD": "strategies.local_sgd",
         "LossStable": "strategies.switch_rules",
         "Nesterov": "strategies.outer",
         "NoiseScale": "strategies.switch_rules",
         "OrchestraError": "errors",
-        "PairwiseAveraging": "strategies.pairwise_averaging",
+        "PairwiseAveraging": "strategies.group_averaging",
         "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline",
-        "Prague": "strategies.prague",
+        "Prague": "strategies.group_averaging",
         "RandomRegular": "topologies.graphs",
         "Ring": "topologies.graphs",
         "Roles": "strategies.base",

@@ -16,9 +16,18 @@ from pathlib import Path
 
 from orchestra.records.record import RunRecord
 from orchestra.report.collect import collect
-from orchestra.report.measures import STALENESS, TIME_TO_TARGET, TRAIN, target_of
-from orchestra.report.rows import Read, Row, rows_of
-from orchestra.report.statistics import CONFIDENCE, Difference, paired_difference
+from orchestra.report.rows import (
+    CONFIDENCE,
+    STALENESS,
+    TIME_TO_TARGET,
+    TRAIN,
+    Difference,
+    Read,
+    Row,
+    paired_difference,
+    rows_of,
+    target_of,
+)
 
 POWER = 0.8
 ACCURACY, TRAINING, SECONDS = "accuracy", "training seconds", "seconds to the target"

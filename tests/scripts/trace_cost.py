@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from orchestra.bench.models import SUBJECTS
+from orchestra.bench.step import SUBJECTS
 from orchestra.bench.turns import join_gloo, take_turns
 from orchestra.engines.processes import launch
 from orchestra.optimizers.spec import OptimizerSpec

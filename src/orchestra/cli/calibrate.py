@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+
 from orchestra.cli.arguments import Parser
 from orchestra.cli.bench import progress_line
+from orchestra.cluster.calibration import Calibration, Curve, TaskCosts
 from orchestra.engines.processes.environment import detect
-from orchestra.engines.processes.usage import now
+from orchestra.engines.processes.system import now
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.tasks.registry import task_text
@@ -21,6 +25,7 @@ from orchestra.tasks.registry import task_text
 if TYPE_CHECKING:
     from orchestra.bench.calibrate import Subject
     from orchestra.cluster.calibration import Calibration
+
 
 DESCRIPTION = """\
 Measure what a simulation needs to know of this machine: seconds of a gradient of a task, with
@@ -77,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     limit = options.limit or LIMIT
     with progress_line() as tell:
         measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
-    from orchestra.cli.calibration_tables import print_calibration
+    from orchestra.cli.calibrate import print_calibration
 
     print_calibration(measured)
     quality = measured.quality_of(measured.tasks[0])
@@ -191,13 +196,13 @@ def _links(options: Namespace) -> int:
     for name, value, least in (("--ranks", ranks, 2), ("--bytes", options.bytes, 1)):
         if value < least:
             raise InputError(f"{name}: {value} is below {least}")
-    from orchestra.bench.calibrate.links import calibrate_links
+    from orchestra.bench.calibrate.messages import calibrate_links
 
     with progress_line() as tell:
         matrix = calibrate_links(ranks, options.bytes, launched, tell)
     if matrix is None:
         return 0
-    from orchestra.cli.calibration_tables import print_links
+    from orchestra.cli.calibrate import print_links
     from orchestra.schedules import ring_order
 
     order = ring_order(matrix)
@@ -205,3 +210,90 @@ def _links(options: Namespace) -> int:
     if options.out is not None:
         options.out.write_text(json.dumps({"seconds": matrix, "order": order}, indent=1) + "\n")
     return 0
+
+
+Row = tuple[str, ...]
+
+
+def print_calibration(calibration: Calibration) -> None:
+    """What was measured: medians, and how far the repeats lie apart."""
+    for task in calibration.tasks:
+        name, optimizer, precision = task.key
+        _print(
+            f"a step of {name}, {optimizer}, {precision}",
+            (
+                "",
+                "amount",
+                "1 thread",
+                "spread",
+                *(f"{t.threads} threads" for t in task.timings[1:]),
+            ),
+            _task_rows(task),
+        )
+    messages = calibration.messages
+    rows = [
+        *_rows("send", "bytes", messages.send),
+        *_rows("receive", "bytes", messages.receive),
+        *_rows("to itself", "bytes", messages.local),
+        ("around a message", "", _seconds(messages.handling), ""),
+        ("an all-reduce itself", "", _seconds(messages.collective), ""),
+        *(
+            row
+            for kind, curve in calibration.work.items()
+            for row in _rows(kind, "elements", curve)
+        ),
+    ]
+    _print("a message, and work on float32", ("", "amount", "seconds", "spread"), rows)
+    console = Console(highlight=False)
+    console.print(
+        f"A thread keeps a core for {_seconds(calibration.time_slice)} if another one waits. "
+        f"A send of up to {messages.buffer_bytes / 1e6:.1f} MB is over at once.",
+        soft_wrap=True,
+    )
+    console.print(f"This machine as a cluster: {calibration.cluster}", soft_wrap=True, markup=False)
+
+
+def print_links(matrix: Sequence[Sequence[float]], size: int, order: Sequence[int]) -> None:
+    """The costs between ranks, and what to do with them."""
+    headings = ("us", *(f"to {rank}" for rank in range(len(matrix))))
+    rows = [
+        (f"from {source}", *("-" if s == source else f"{x * 1e6:.0f}" for s, x in enumerate(row)))
+        for source, row in enumerate(matrix)
+    ]
+    _print(f"a message of {size} bytes, one way", headings, rows)
+    print(f'AllReduce("ring", order={tuple(order)})')
+
+
+def _task_rows(task: TaskCosts) -> Iterable[Row]:
+    for kind, unit in (("gradient", "samples"), ("update", "elements"), ("step", "samples")):
+        more = [dict(getattr(timing, kind).points) for timing in task.timings[1:]]
+        for row, (amount, _) in zip(
+            _rows(kind, unit, getattr(task.one, kind)), getattr(task.one, kind).points, strict=True
+        ):
+            yield *row, *(_seconds(known[amount]) if amount in known else "" for known in more)
+    empty = ("",) * len(task.timings)
+    yield "in turn with an exchange", "", f"+{_seconds(task.cold)}", *empty
+    yield "on all cores at once", "", f"{1 / task.shared_speed:.2f} times as long", *empty
+    yield "on another's core", "", f"+{_seconds(task.refill)}", *empty
+
+
+def _rows(name: str, unit: str, curve: Curve) -> Iterable[Row]:
+    for index, (amount, seconds) in enumerate(curve.points):
+        spread = f"{curve.spread[index]:.0%}" if curve.spread else ""
+        yield name if index == 0 else "", f"{amount:.0f} {unit}", _seconds(seconds), spread
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def _print(title: str, headings: Sequence[str], rows: Iterable[Row]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row[: len(headings)])
+    console = Console(highlight=False)
+    console.print(title, style="bold", soft_wrap=True, markup=False)
+    console.print(table)
+    console.print()

@@ -7,8 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestra.cli.arguments import Parser
-from orchestra.cli.number_lists import numbers
+from orchestra.cli.arguments import Parser, numbers
 from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError

@@ -14,9 +14,8 @@ from orchestra.report.answer import answer
 from orchestra.report.collect import collect
 from orchestra.report.conditions import conditions, doubts
 from orchestra.report.fairness import fairness
-from orchestra.report.measures import SENT, TIME_TO_TARGET, TRAIN, Measure, known_to
 from orchestra.report.numbers import significant, uncertain
-from orchestra.report.rows import Row, rows_of
+from orchestra.report.rows import SENT, TIME_TO_TARGET, TRAIN, Measure, Row, known_to, rows_of
 from orchestra.report.study import Study
 
 FAIR = (
@@ -85,8 +84,8 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
     yield chief.title.removeprefix("final "), lambda row: _figure(row, chief)
     yield "seconds", lambda row: _figure(row, TRAIN)
     yield "MB sent", lambda row: _figure(row, SENT).partition(" ")[0]
-    if any(_switches(row) for row in rows):
-        yield "switched", lambda row: _switched(row) if _switches(row) else ""
+    if any(row.switches for row in rows):
+        yield "switched", lambda row: _switched(row) if row.switches else ""
 
 
 def _figure(row: Row, measure: Measure) -> str:
@@ -104,10 +103,6 @@ def _share(study: Study, row: Row) -> str:
     """In how many of its runs a row reached the target, where not in all."""
     reached = study.reached(row)
     return f" ({reached} of {len(row.runs)})" if 0 < reached < len(row.runs) else ""
-
-
-def _switches(row: Row) -> bool:
-    return row.strategy.startswith("Switch(")
 
 
 def _switched(row: Row) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestra.cli.arguments import Parser
-from orchestra.cli.strategy_list import print_strategies
-from orchestra.cli.tables import print_names, print_settings, print_wrapped
+from orchestra.cli.tables import print_names, print_settings, print_variants, print_wrapped
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.jitter import ASSUMED
-from orchestra.cluster.registry import is_file
+from orchestra.cluster.presets import is_file
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments import Experiment
@@ -21,7 +20,7 @@ from orchestra.optimizers.settings import SCHEDULES
 from orchestra.settings import Described, Registry, Settings, describe
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
-from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.registry import STRATEGIES, Standing
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.registry import TASKS
 from orchestra.topologies import Topology
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     elif name == "experiment":
         _describe_experiment()
     elif "(" in name or is_file(name):
-        from orchestra.cluster.writing import cluster_text
+        from orchestra.cluster.file import cluster_text
 
         print(cluster_text(load_cluster(name, where="list", folder=Path())), end="")
     else:
@@ -161,7 +160,7 @@ def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:
         raise InputError(f"--ranks {ranks}: has to be 1 or more")
     cluster = load_cluster(name, where="list", folder=Path())
     from orchestra.report.figures.cluster import cluster_figure
-    from orchestra.report.figures.figure import save_as
+    from orchestra.report.figures.frame import save_as
 
     figure, width = cluster_figure(cluster, ranks)
     save_as(figure, path, width)
@@ -219,3 +218,38 @@ def _describe_experiment() -> None:
     name, *rows = (row for row in describe(Experiment) if row.name != "training")
     rows += (row for row in describe(Training) if row.name in TRAINING_KEYS)
     print_settings([name._replace(default="the file's"), *rows, GROUPS])
+
+
+EXPLANATION = """\
+"fast on": best, or within 5 % of the best, by the seconds to a target. A variant without it was \
+not fastest on any task in real runs ({real}), nor on any cluster in simulated runs \
+({simulated})."""
+
+
+def print_strategies(strategies: Mapping[str, tuple[str, type[Strategy[Any]]]]) -> None:
+    """Of each name its first line, its use, and its variants with their own and their standing."""
+    standing = Standing.shipped()
+    for name, (first_line, strategy) in strategies.items():
+        print_variants(name, [first_line, strategy.use], _rows(name, strategy, standing))
+    print_wrapped(EXPLANATION.format(real=standing.remark, simulated=standing.simulated_remark))
+
+
+def variants_of(name: str, strategy: type[Strategy[Any]]) -> tuple[tuple[str, str], ...]:
+    """Notations and when to use them; without any, the strategy as it is."""
+    return strategy.variants or ((f"{name}()", strategy.use),)
+
+
+def _rows(
+    name: str, strategy: type[Strategy[Any]], standing: Standing
+) -> Iterator[tuple[str, ...]]:
+    for notation, use in variants_of(name, strategy):
+        own = use if use != strategy.use else ""  # which stands above already
+        yield notation, *filter(None, (own, _seen(notation, standing)))
+
+
+def _seen(notation: str, standing: Standing) -> str:
+    """Where it was seen best, in words; nothing if it was not."""
+    real, simulated = standing.good_on(notation), standing.good_in_simulation(notation)
+    parts = [f"on {', '.join(real)} in real runs"] if real else []
+    parts += [f"on {', '.join(simulated)} in simulated runs"] if simulated else []
+    return f"fast {' and '.join(parts)}" if parts else ""

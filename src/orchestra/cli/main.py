@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from orchestra import __version__
@@ -71,13 +71,18 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process); its exit status."""
+    return guarded(_dispatch, argv)
+
+
+def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run `command` on `argv` (default: that of the process); an error is a line and a status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed when the process began
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     try:
         with _ended_by_sigterm():
-            return _dispatch(arguments)
+            return command(arguments)
     except InputError as error:
         return _complain(error, 2)
     except RunFailed as error:

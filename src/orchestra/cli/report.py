@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.read(arguments)
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] if len(folders) == 1 else Path("report"))
-    from orchestra.report.write import TABLES, write_report
+    from orchestra.report.page import TABLES, write_report
 
     kinds = [kind for kind in TABLES if getattr(options, kind)]
     print(write_report(folders, out, options.baseline, kinds))

@@ -13,7 +13,6 @@ from orchestra.records.record import RunRecord
 from orchestra.report.conditions import costs_text
 from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import Described
-from orchestra.strategies.switch import Switch
 from orchestra.trainer.settings import Run
 
 _NARROWEST = 20  # columns of text, on however small a terminal
@@ -118,7 +117,7 @@ def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
     if record.staleness is not None:
         mean, most = record.staleness["mean"], record.staleness["max"]
         yield "staleness", f"{mean:.2f} updates in the mean, at most {most:.0f}"
-    if isinstance(run.strategy, Switch):
+    if run.strategy.switches:
         step = record.switched_at_step
         yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
     for rank, reason in record.left_out.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from argparse import Namespace
@@ -18,11 +17,10 @@ from orchestra.experiments import (
     PARENT,
     Entry,
     Experiment,
-    finished,
     for_training,
     fresh_folder,
-    held,
     load,
+    make_run,
     runs,
 )
 from orchestra.settings import read
@@ -30,6 +28,7 @@ from orchestra.settings.notation import bound
 from orchestra.tasks.registry import TASKS
 
 if TYPE_CHECKING:
+    from orchestra.experiments.run import Train
     from orchestra.records.record import RunRecord
     from orchestra.trainer.settings import Run
 
@@ -67,13 +66,14 @@ def _run(options: Namespace, launched: Launched | None) -> int:
     if launched is not None and launched.rank > 0:
         return _follow(run, options.out, launched, experiment.name)
     folder = options.out or fresh_folder(PARENT, _folder_name(experiment))
-    with held(folder, experiment) as resumed:
-        records = finished(folder) if resumed else []
-        if records:
-            print(f"{folder}: this run was completed before; its record:")
-        elif resumed:
-            print(f"{folder}: going on with this run")
-        record = _train(run, folder, experiment.name, launched, *records)
+
+    def tell_resumed(completed: RunRecord | None) -> None:
+        state = "going on with this run"
+        if completed is not None:
+            state = "this run was completed before; its record:"
+        print(f"{folder}: {state}")
+
+    record = make_run(run, experiment, folder, _trainer(launched), on_resume=tell_resumed)
     from orchestra.cli.tables import print_record
 
     print_record(record, run)
@@ -142,9 +142,10 @@ def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
     """Take part as a rank beside the first, which keeps the record and tells how the run ended;
     where that one is gone, this one does. The first rank of each node tells it in any case."""
     from orchestra.engines.processes.training import take_part
+    from orchestra.experiments.run import write_failure
 
     def first_is_gone(reason: str) -> None:
-        _write_failed(run, folder, experiment, RunFailed(reason))
+        write_failure(run, folder, experiment, RunFailed(reason))
 
     try:
         take_part(run, folder, launched, first_is_gone=first_is_gone)
@@ -155,34 +156,17 @@ def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
     return 0
 
 
-def _write_failed(run: Run, folder: Path, experiment: str, failure: RunFailed) -> None:
-    from orchestra.engines.run_record import failed_record
-    from orchestra.records.record import write_summary
+def _trainer(launched: Launched | None) -> Train:
+    """How this process trains: it starts the ranks, or is rank 0 of those that were launched."""
 
-    with contextlib.suppress(OSError):  # on a full disk that is the failure
-        write_summary(folder, experiment, [failed_record(run, folder, failure)])
+    def train(run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
+        from orchestra.engines.processes.training import take_part
+        from orchestra.engines.run import train_run
 
+        if launched is None:
+            return completed or train_run(run, folder)
+        record = take_part(run, folder, launched, completed=completed)
+        assert record is not None  # on rank 0
+        return record
 
-def _train(
-    run: Run,
-    folder: Path,
-    experiment: str,
-    launched: Launched | None,
-    completed: RunRecord | None = None,
-) -> RunRecord:
-    """The record of `run`, after it; `summary.json` tells of a failed one, too."""
-    from orchestra.engines.processes.training import take_part
-    from orchestra.engines.run import train_run
-    from orchestra.records.record import write_summary
-
-    try:
-        if launched is not None:
-            record = take_part(run, folder, launched, completed=completed)
-            assert record is not None  # on rank 0
-        else:
-            record = completed or train_run(run, folder)
-    except RunFailed as failure:
-        _write_failed(run, folder, experiment, failure)
-        raise
-    write_summary(folder, experiment, [record])
-    return record
+    return train

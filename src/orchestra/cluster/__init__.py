@@ -4,7 +4,7 @@ from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
 from orchestra.cluster.jitter import Drift, ExponentialTail, Jitter, LogNormal, Normal
 from orchestra.cluster.nodes import Channel, Link, Node, Path, Switch
-from orchestra.cluster.registry import CLUSTERS, load_cluster
+from orchestra.cluster.presets import CLUSTERS, load_cluster
 
 __all__ = [
     "CLUSTERS",

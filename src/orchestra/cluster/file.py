@@ -1,35 +1,59 @@
-"""The file of a cluster, read with the place of whatever is wrong."""
+"""The file of a cluster: read with the place of whatever is wrong, and written in full."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.cluster import Cluster, Part, Unfit
-from orchestra.cluster.costs import Line, Overhead
+from orchestra.cluster.costs import Cost, Line, Overhead
 from orchestra.cluster.faults import FAULTS, Fault
+from orchestra.cluster.jitter import Drift
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.reading import (
-    LINE,
-    LINK,
-    mapping,
-    read_field,
-    read_settings,
-    refuse_others,
-    require,
-)
+from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, REQUIRED, Settings, setting
-from orchestra.settings.document import Entry, read_document
+from orchestra.settings import MOST_RANKS, REQUIRED, Settings, parse, setting, write
+from orchestra.settings.base import default_of, settings_of
+from orchestra.settings.reading import (
+    Entry,
+    Reader,
+    mapping,
+    read_document,
+    refuse_others,
+    require,
+    yaml_text,
+)
 
 KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "overhead", "faults")
 """The keys of a file."""
 
 ROOT = "switch"
 """The name of the one switch where a file has no `switches`."""
+
+LINK = "{bandwidth: 1 Gbit/s, latency: 50 us}"
+LINE = "{fixed: 20 us, each: 0.3 ns/B}"
+
+READER = Reader(
+    examples={
+        "cores": "4",
+        "down": LINK,
+        "drift": "{sigma: 0.1, time_constant: 60 s}",
+        "factor": "4",
+        "local": LINE,
+        "loopback": LINK,
+        "node": "worker-3",
+        "of": "worker-3",
+        "receive": LINE,
+        "send": LINE,
+        "up": LINK,
+        "wire": "1.06",
+    },
+    special={"jitter": lambda entry, key: parse(entry.value, CLUSTERS, where=entry.at(key))},
+)
 
 _NODES = "{worker: {count: 8, cores: 4, speed: 1}}"
 _FAULT = "Death: {of: worker-3, at: 90 s}"
@@ -72,8 +96,8 @@ def read_cluster(path: Path) -> Cluster:
     document = read_document(path, needs="nodes and ranks", example="ranks: spread")
     refuse_others(document, "", KEYS)
     require(document, {"nodes": _NODES, "ranks": "spread"}, str(path))
-    places: dict[Part, str] = {("placement", ""): f"{document['ranks'].where} ranks"}
-    places["nodes", ""] = f"{document['nodes'].where} nodes"
+    places: dict[Part, str] = {("placement", ""): document["ranks"].at("ranks")}
+    places["nodes", ""] = document["nodes"].at("nodes")
     values: dict[str, Any] = {
         "name": path.stem,
         "switches": tuple(_switches(document.get("switches"), places)),
@@ -82,7 +106,7 @@ def read_cluster(path: Path) -> Cluster:
     }
     for key, name in (("name", "name"), ("ranks", "placement")):
         if key in document:
-            values[name] = read_field(Cluster, name, document[key], key)
+            values[name] = READER.read_setting(Cluster, name, document[key], key)
     if "overhead" in document:
         values["overhead"] = _overhead(document["overhead"])
     try:
@@ -100,9 +124,9 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
         key = f"nodes.{name}"
         own = mapping(group, key, "{cores: 4, speed: 1}")
         inside = {**_without_rival(common, own), **own}
-        node = _node(str(name), inside, group.where, key, switch)
+        node = _node(str(name), inside, group, key, switch)
         for each in [node] if "count" not in own else _copies(node, own["count"], key):
-            places["nodes", each.name] = f"{group.where} {key}"
+            places["nodes", each.name] = group.at(key)
             yield each
 
 
@@ -112,18 +136,20 @@ def _without_rival(common: Mapping[Any, Entry], own: Mapping[Any, Entry]) -> dic
     return {key: entry for key, entry in common.items() if key not in rivals}
 
 
-def _node(name: str, inside: Mapping[Any, Entry], where: str, key: str, switch: str | None) -> Node:
+def _node(
+    name: str, inside: Mapping[Any, Entry], group: Entry, key: str, switch: str | None
+) -> Node:
     given: dict[str, Any] = {"name": name, **_links(inside, key)}
     if "link" in inside and switch is not None:
         given["switch"] = switch
     settings = {name: entry for name, entry in inside.items() if name not in ("count", "link")}
-    return read_settings(Node, settings, where, key, given, also=("count", "link"))
+    return READER.read_settings(Node, group, key, settings, given, also=("count", "link"))
 
 
 def _copies(node: Node, entry: Entry, key: str) -> list[Node]:
     count = entry.value
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_RANKS:
-        where = f"{entry.where} {key}.count"
+        where = entry.at(f"{key}.count")
         raise InputError(f"{where}: {count!r} is no number of nodes; write 1 to {MOST_RANKS}")
     return [replace(node, name=f"{node.name}-{index}") for index in range(count)]
 
@@ -138,8 +164,8 @@ def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
         inside = mapping(switch, key, f"{{to: core, link: {LINK}}}")
         settings = {name: entry for name, entry in inside.items() if name != "link"}
         given = {"name": str(name), **_links(inside, key)}
-        places["switches", str(name)] = f"{switch.where} {key}"
-        yield read_settings(Switch, settings, switch.where, key, given, also=("link",))
+        places["switches", str(name)] = switch.at(key)
+        yield READER.read_settings(Switch, switch, key, settings, given, also=("link",))
 
 
 def _links(inside: Mapping[Any, Entry], key: str) -> dict[str, Link | None]:
@@ -149,9 +175,9 @@ def _links(inside: Mapping[Any, Entry], key: str) -> dict[str, Link | None]:
     entry, key = inside["link"], f"{key}.link"
     parts = mapping(entry, key, LINK)
     if not {"up", "down"} & {*parts}:
-        both = read_settings(Link, parts, entry.where, key)
+        both = READER.read_settings(Link, entry, key)
         return {"up": both, "down": both}
-    cable = read_settings(_Cable, parts, entry.where, key)
+    cable = READER.read_settings(_Cable, entry, key)
     return {"up": cable.up, "down": cable.down}
 
 
@@ -159,22 +185,22 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
     if entry is None:
         return
     if not isinstance(entry.value, list):
-        raise InputError(f"{entry.where} faults: has to be a list, such as [{_FAULT}]")
+        raise InputError(f"{entry.at('faults')}: has to be a list, such as [{_FAULT}]")
     for index, item in entry.inside.items():
         named = mapping(item, "faults", _FAULT)
         refuse_others(named, "faults", FAULTS)
         if len(named) != 1:
-            raise InputError(f"{item.where} faults: one fault an item, such as - {_FAULT}")
+            raise InputError(f"{item.at('faults')}: one fault an item, such as - {_FAULT}")
         [(name, settings)] = named.items()
         key = f"faults.{name}"
-        places["faults", index] = f"{item.where} {key}"
+        places["faults", index] = item.at(key)
         inside = mapping(settings, key, "{of: worker-3, at: 90 s}")
-        yield read_settings(FAULTS[name], inside, item.where, key)
+        yield READER.read_settings(FAULTS[name], item, key, inside)
 
 
 def _overhead(entry: Entry) -> Overhead:
     inside = mapping(entry, "overhead", f"{{send: {LINE}, receive: {LINE}}}")
-    read = read_settings(_Overhead, inside, entry.where, "overhead")
+    read = READER.read_settings(_Overhead, entry, "overhead", inside)
     return Overhead(
         send=Line(read.send.fixed, read.send.each),
         receive=Line(read.receive.fixed, read.receive.each),
@@ -183,3 +209,76 @@ def _overhead(entry: Entry) -> Overhead:
         buffer_bytes=round(read.buffer),
         wire=read.wire,
     )
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """The file that says `cluster` in full; `read_cluster` gives an equal one back.
+
+    Raises:
+        InputError: its overhead is not made of lines.
+    """
+    document: dict[str, Any] = {
+        "name": cluster.name,
+        "nodes": dict(_groups(cluster.nodes)),
+        "switches": {switch.name: _plain(switch) for switch in cluster.switches},
+        "ranks": cluster.placement if isinstance(cluster.placement, str) else [*cluster.placement],
+        "faults": [{type(fault).__name__: _plain(fault)} for fault in cluster.faults],
+    }
+    if cluster.overhead is not None:
+        document["overhead"] = _overhead_text(cluster.overhead)
+    return yaml_text(document)
+
+
+def alike(nodes: Sequence[Node]) -> list[list[Node]]:
+    """`nodes` in their order, those together that follow one another and differ in name alone."""
+    return [list(group) for _, group in groupby(nodes, lambda node: replace(node, name="any"))]
+
+
+def _groups(nodes: Sequence[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = {node.name for node in nodes}
+    for group in alike(nodes):
+        base = group[0].name.removesuffix("-0")
+        counted = [node.name for node in group] == [f"{base}-{i}" for i in range(len(group))]
+        if counted and base not in names:
+            yield base, {"count": len(group), **_plain(group[0])}
+        else:
+            for node in group:
+                yield node.name, _plain(node)
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """Those settings that differ from their defaults, with units; without the name."""
+    found: dict[str, Any] = {}
+    for field in settings_of(type(settings)):
+        value = getattr(settings, field.name)
+        if field.name == "name" or value == default_of(field):
+            continue
+        unit = field.metadata.get("unit")
+        if unit is not None:
+            value = unit.write(value)
+        elif isinstance(value, Link | Drift):
+            value = _plain(value)
+        elif isinstance(value, Settings):
+            value = write(value, CLUSTERS)
+        found[field.name] = value
+    if isinstance(settings, Node | Switch) and settings.up is not None:
+        up, down = found.pop("up"), found.pop("down")
+        found["link"] = up if up == down else {"up": up, "down": down}
+    return found
+
+
+def _overhead_text(overhead: Overhead) -> dict[str, Any]:
+    return {
+        "send": _line_text(overhead.send),
+        "receive": _line_text(overhead.receive),
+        "local": _line_text(overhead.local or Line(0.0, 0.0)),
+        "add": SECONDS_PER_BYTE.write(overhead.add),
+        "buffer": BYTES.write(overhead.buffer_bytes),
+        "wire": overhead.wire,
+    }
+
+
+def _line_text(line: Cost) -> dict[str, str]:
+    if not isinstance(line, Line):
+        raise InputError("a measured overhead is no part of a file; leave overhead out")
+    return {"fixed": SECONDS.write(line.fixed), "each": SECONDS_PER_BYTE.write(line.each)}

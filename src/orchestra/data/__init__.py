@@ -5,7 +5,7 @@ Names are imported when first used: shardings, which are settings too, load with
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.lazy import lazy_names
+from orchestra.settings.registry import lazy_names
 
 if TYPE_CHECKING:
     from orchestra.data.feed import (
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
         open_samples,
         open_shard,
     )
-    from orchestra.data.order import GlobalOrder
     from orchestra.data.own_loop import ShardedLoader, shard_loader
-    from orchestra.data.plan import Plan, apportion
+    from orchestra.data.plan import GlobalOrder, Plan, apportion
 
     __all__ = [
         "Feed",

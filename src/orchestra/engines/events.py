@@ -1,15 +1,39 @@
-"""What happens in a run, and what the watcher does about it: the words of the verdicts."""
+"""What happens to the ranks of a run, what the watcher does about it, and why a run failed."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from orchestra.engines.failures import Failure
+from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed, text_of
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that ended a rank's program.
+
+    `lost` is the rank whose loss the exception reports; `aborted`: it reports the end of the run.
+    Either is a consequence, seldom the cause. `bad_input`: what the user asked for cannot be done,
+    and the message says all.
+    """
+
+    type: str
+    message: str
+    traceback: str = ""
+    lost: int | None = None
+    aborted: bool = False
+    bad_input: bool = False
+
+    @property
+    def headline(self) -> str:
+        first_line = self.message.strip().split("\n", 1)[0]
+        return ": ".join(part for part in (self.type, first_line) if part)
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a beat says of its rank. `activity` changes whenever anything progressed."""
+    """The content of a beat. `activity` changes whenever anything progressed."""
 
     step: int = 0
     samples: int = 0
@@ -74,7 +98,7 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class ServerLost:
-    """What starts the ranks, and knows how they end, is gone or does not run."""
+    """The fork server, which starts the ranks and learns how they end, is gone or does not run."""
 
     how: str
 
@@ -117,3 +141,76 @@ class Notice:
 
 
 Instruction = Abort | Disconnect | Kill | Stop | Notice
+
+# Texts --------------------------------------------------------------------------------------
+
+
+def describe(error: BaseException) -> Failure:
+    """`error` for the watcher, with the loss or the end of the run that it may be due to."""
+    behind = error
+    while not isinstance(behind, PeerLost | RunAborted) and _reason(behind) is not None:
+        behind = _reason(behind) or behind
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = traceback.format_exception(type(error), error, frames)
+    clear = isinstance(error, RunFailed)  # its message says all
+    return Failure(
+        type="" if clear else type(error).__name__,
+        message=text_of(error),
+        traceback="" if clear else "".join(lines),
+        lost=behind.rank if isinstance(behind, PeerLost) else None,
+        aborted=isinstance(behind, RunAborted),
+        bad_input=isinstance(error, InputError),
+    )
+
+
+def _reason(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def failed_text(name: str, failure: Failure, verb: str = "failed") -> str:
+    """One line that says who failed and how; the traceback follows it."""
+    text = f"{name} {verb}: {failure.headline}"
+    return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text
+
+
+def stuck(
+    waiting: Mapping[int, tuple[int, ...]], alive: Collection[int]
+) -> dict[int, tuple[int, ...]]:
+    """The ranks of `waiting` that no living rank outside can release.
+
+    Args:
+        waiting: for each rank that has been blocked for long, the ranks any of which may
+            release it.
+        alive: the ranks that still take part.
+
+    Returns:
+        The largest part of `waiting` in which every wait leads to a rank of that part, or to
+        one that no longer takes part.
+    """
+    blocked = dict(waiting)
+    while True:
+        free = [
+            rank
+            for rank, targets in blocked.items()
+            if any(target in alive and target not in blocked for target in targets)
+        ]
+        if not free:
+            return blocked
+        for rank in free:
+            del blocked[rank]
+
+
+def tell(
+    blocked: Mapping[int, tuple[int, ...]], whats: Mapping[int, str], states: Mapping[int, str]
+) -> str:
+    """Follow the waits from the first blocked rank, until they repeat or lead to nobody alive."""
+    rank, path, lines = min(blocked), set[int](), list[str]()
+    while rank in blocked and rank not in path:
+        path.add(rank)
+        target = next((t for t in blocked[rank] if t in blocked), blocked[rank][0])
+        what = f" ({whats[rank]})" if whats.get(rank) else ""
+        lines.append(f"rank {rank} waits for rank {target}{what}")
+        rank = target
+    if rank not in blocked:
+        lines.append(f"rank {rank} {states.get(rank, 'is not part of the run')}")
+    return ", ".join(lines)

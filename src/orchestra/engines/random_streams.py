@@ -19,7 +19,7 @@ def seed(number: int) -> None:
 
 
 class Streams(NamedTuple):
-    """Where the generators of a rank stand; `legacy` where NumPy keeps a second normal number."""
+    """The states of a rank's generators; `legacy` where NumPy keeps a second normal number."""
 
     torch: Tensor
     python: Any
@@ -28,10 +28,10 @@ class Streams(NamedTuple):
 
 
 class RandomStreams:
-    """Torch's, Python's and NumPy's global generators, put in place for the rank whose turn it is.
+    """Torch's, Python's and NumPy's global generators, in place for one rank at a time.
 
-    Only a rank's main flow draws from them. NumPy's state is dear to copy, so each rank has a bit
-    generator of its own, which is put in place whole.
+    Only a rank's main flow draws from them. NumPy's state takes long to copy, so each rank has a
+    bit generator of its own, which is put in place whole.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class RandomStreams:
         self._given: bytes | None = None  # NumPy's state as it was put in place, without a normal
 
     def give(self, rank: int | None) -> None:
-        """The streams of `rank` are in place from now on; None: those of the process itself."""
+        """Put the streams of `rank` in place; None: those of the process itself."""
         if rank == self._owner:
             return
         self._saved[self._owner] = self.present()
@@ -54,12 +54,12 @@ class RandomStreams:
         """The streams that are in place, as they are now."""
         bits = np.random.mtrand.get_bit_generator()
         legacy = self._second_normal(bits)
-        return Streams(torch.default_generator.get_state(), _python_state(), bits, legacy)
+        return Streams(torch.default_generator.get_state(), random.getstate(), bits, legacy)
 
     def _second_normal(self, bits: Any) -> Any:
         """NumPy's state, if it keeps a normal number for later.
 
-        To ask takes a while. Without one to begin with, it has none until it has drawn something.
+        Asking takes long. Without one to begin with, it has none until it has drawn something.
         """
         if self._given is not None and _bytes_of(bits) == self._given:
             return None
@@ -74,7 +74,7 @@ class RandomStreams:
 
     def _install(self, streams: Streams) -> None:
         torch.default_generator.set_state(streams.torch)
-        _set_python_state(streams.python)
+        random.setstate(streams.python)
         self._put(streams.bits)
         if streams.legacy is not None:
             np.random.set_state(streams.legacy)
@@ -86,43 +86,9 @@ class RandomStreams:
 
 
 class _Twister(ctypes.Structure):
-    """NumPy's MT19937, as it lies in memory."""
+    """The state of NumPy's MT19937, at the address that its `ctypes` interface gives."""
 
     _fields_ = (("key", ctypes.c_uint32 * 624), ("position", ctypes.c_int))
-
-
-class _PythonTwister(ctypes.Structure):
-    """Python's, as it lies in memory behind the head of its object."""
-
-    _fields_ = (("position", ctypes.c_int), ("key", ctypes.c_uint32 * 624))
-
-
-def _python_twister() -> _PythonTwister | None:
-    """That of the global stream, if it lies where CPython has had it so far."""
-    generator = random.random.__self__  # type: ignore[attr-defined]
-    if type(generator).__basicsize__ < object.__basicsize__ + ctypes.sizeof(_PythonTwister):
-        return None
-    twister = _PythonTwister.from_address(id(generator) + object.__basicsize__)
-    _, state, _ = random.getstate()
-    return twister if state == (*twister.key, twister.position) else None
-
-
-_GLOBAL = _python_twister()
-
-
-def _python_state() -> Any:
-    """As `random.getstate`, which makes an object of each of 625 numbers, at every turn."""
-    if _GLOBAL is None:
-        return random.getstate()
-    return bytes(_GLOBAL), random.random.__self__.gauss_next  # type: ignore[attr-defined]
-
-
-def _set_python_state(state: Any) -> None:
-    if _GLOBAL is None:
-        random.setstate(state)
-        return
-    twister, random.random.__self__.gauss_next = state  # type: ignore[attr-defined]
-    ctypes.memmove(ctypes.addressof(_GLOBAL), twister, len(twister))
 
 
 def _bytes_of(bits: Any) -> bytes | None:

@@ -10,10 +10,7 @@ from orchestra.engines.simulation import training as simulation
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 
-ENGINES = {
-    "processes": processes.train_run,
-    "simulation": simulation.train_run,
-}
+ENGINES = {"processes": processes.train_run, "simulation": simulation.train_run}
 
 
 def train_run(

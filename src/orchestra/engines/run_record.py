@@ -9,17 +9,15 @@ from typing import Any
 
 from orchestra.data.plan import apportion
 from orchestra.errors import InputError, RunFailed
-from orchestra.records.environment import environment
-from orchestra.records.record import RunRecord, combine, write_atomically, write_curve
+from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
 from orchestra.records.report import RankReport
 from orchestra.records.trace import write_trace
 from orchestra.strategies.base import Roles, Strategy
-from orchestra.trainer.settings import Run
-from orchestra.trainer.target_times import target_times
+from orchestra.trainer.settings import Run, target_times
 
 
 def roles_of(run: Run) -> Roles:
-    """What each rank of `run` begins as.
+    """The roles in which the ranks of `run` begin.
 
     Raises:
         InputError: the strategy cannot run on that many ranks.
@@ -95,6 +93,8 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "servers": len(roles.servers),
         "seed": run.seed,
         "global_batch": run.training.global_batch(roles.shares),
+        "distributed": run.strategy.distributed,
+        "switches": run.strategy.switches,
         "synchronous": run.strategy.synchronous,
         "steps_together": run.steps_together,
         "work": run.training.work if run.strategy.self_paced and len(roles.workers) > 1 else None,

@@ -23,29 +23,11 @@ import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from orchestra.engines.deadlock import stuck, tell
-from orchestra.engines.events import (
-    Abort,
-    Beat,
-    Disconnect,
-    Disconnected,
-    Event,
-    Exited,
-    Failed,
-    Finished,
-    Instruction,
-    Interrupted,
-    Joined,
-    Kill,
-    Notice,
-    Pulse,
-    ServerLost,
-    Stop,
-)
-from orchestra.engines.failures import Failure, failed_text
+from orchestra.engines import events
+from orchestra.engines.events import Instruction
 
 REFUSALS = 8
-"""Refused connections of which a run tells: strangers cause them, too."""
+"""Refused connections that a run reports at most: strangers cause them, too."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +58,14 @@ ALIVE = (State.RUNNING, State.STOPPED)
 
 @dataclass
 class Member:
-    """What is known of one rank."""
+    """The knowledge about one rank."""
 
     rank: int
     seen_at: float  # its last sign of life
     active_at: float  # its last sign of progress
     state: State = State.ABSENT
     host: str = ""
-    pulse: Pulse = field(default_factory=Pulse)
-    connected: bool = False
+    pulse: events.Pulse = field(default_factory=events.Pulse)
     disconnected_at: float | None = None
     gone: bool = False  # its process, or its connection where it is nobody's child
     settled_at: float | None = None  # when it finished, failed or was left out
@@ -99,27 +80,18 @@ class Member:
 
     @property
     def has_no_work_left(self) -> bool:
-        """Whether it only waits for others: it leaves, or serves those that still work."""
+        """It only waits for others: it leaves, or serves those that still work."""
         return self.leaving or self.pulse.phase == "serving"
 
 
-@dataclass(frozen=True)
-class Echo:
-    """A consequence that waits for its cause until `deadline`."""
-
-    rank: int
-    failure: Failure
-    deadline: float
-
-
 class Verdicts:
-    """The mind of the watcher.
+    """Decides what a watcher does.
 
     Args:
         ranks: how many ranks the run has.
         limits: how long to wait for what.
         start: the time at which the run was started.
-        children: whether the ranks are child processes whose exit status will be reported.
+        children: the ranks are child processes whose exit status will be reported.
             Otherwise the end of its connection is all that is known of a rank's end.
     """
 
@@ -133,47 +105,50 @@ class Verdicts:
         self._children = children
         self._started_at = self._ticked_at = start
         self._failed_at: float | None = None
-        self._echoes: list[Echo] = []
+        self._consequences: list[tuple[float, Member, events.Failure]] = []  # deadlines
         self._refused: list[str] = []
         self._killed: set[int] = set()
         self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Nothing is left to wait for."""
         return all(member.gone for member in self._members.values())
 
     def suspects(self, now: float) -> list[int]:
         """The ranks of which the watcher should ask the kernel whether they are stopped."""
         silent = now - self.limits.silence
-        return [m.rank for m in self._members.values() if m.state in ALIVE and m.seen_at < silent]
+        return [member.rank for member in self._in(*ALIVE) if member.seen_at < silent]
 
-    def observe(self, now: float, event: Event) -> list[Instruction]:
+    def observe(self, now: float, event: events.Event) -> list[Instruction]:
         """Take in one event; what is to be done now."""
-        if isinstance(event, Interrupted):
-            return self._kept(self._interrupted(now))
-        if isinstance(event, ServerLost):
-            return self._kept(self._fail(now, event.how))
+        return self._kept(self._observe(now, event))
+
+    def _observe(self, now: float, event: events.Event) -> Iterable[Instruction]:
+        if isinstance(event, events.Interrupted):
+            return self._interrupted(now)
+        if isinstance(event, events.ServerLost):
+            return self._fail(now, event.how)
         member = self._members[event.rank]
         member.seen_at = now
         match event:
-            case Joined(host=host):
+            case events.Joined(host=host):
                 member.state, member.host = State.RUNNING, host
                 for other in self._members.values():  # they could only wait for it
                     other.active_at = now
                 return []
-            case Beat(pulse=pulse):
-                return self._kept(self._beat(now, member, pulse))
-            case Finished():
+            case events.Beat(pulse=pulse):
+                return self._beat(now, member, pulse)
+            case events.Finished():
                 self._settle(now, member, State.DONE)
                 return []
-            case Failed(failure=failure):
-                return self._kept(self._failed(now, member, failure))
-            case Disconnected():
-                return self._kept(self._disconnected(now, member))
-            case Exited(status=status):
+            case events.Failed(failure=failure):
+                return self._failed(now, member, failure)
+            case events.Disconnected():
+                return self._disconnected(now, member)
+            case events.Exited(status=status):
                 member.gone = True
-                return self._kept(self._dead(now, member, describe_exit(status)))
+                return self._dead(now, member, describe_exit(status))
 
     def tick(self, now: float, stopped: Collection[int] = ()) -> list[Instruction]:
         """Let time pass; `stopped` are the suspects that their kernel holds stopped."""
@@ -181,7 +156,13 @@ class Verdicts:
         if self.cause is not None:
             return self._kept(self._clear_out(now))
         instructions: list[Instruction] = []
-        for rule in (self._late, self._unknown_ends, self._silences, self._echoes_due, self._hangs):
+        for rule in (
+            self._late,
+            self._unknown_ends,
+            self._silences,
+            self._consequences_due,
+            self._hangs,
+        ):
             if self.cause is None:
                 instructions += rule(now, stopped)
         if self.cause is None:
@@ -190,11 +171,11 @@ class Verdicts:
         return self._kept(instructions)
 
     def refused(self, text: str) -> list[Instruction]:
-        """A connection was refused, which may have been a rank's: told once, and a few at most."""
+        """Report once that a connection was refused, which may have been a rank's."""
         if text in self._refused or len(self._refused) == REFUSALS:
             return []
         self._refused.append(text)
-        return self._kept([Notice(text)])
+        return self._kept([events.Notice(text)])
 
     # What events mean
 
@@ -203,11 +184,12 @@ class Verdicts:
             self.stopped = True
             if self.cause is not None:
                 return []
-            return [Stop(), Notice("stopping in good order; press Ctrl-C again to end at once")]
+            notice = "stopping in good order; press Ctrl-C again to end at once"
+            return [events.Stop(), events.Notice(notice)]
         ending = self._fail(now, "interrupted")
         return [*ending, *self._kill(m for m in self._members.values() if not m.gone)]
 
-    def _beat(self, now: float, member: Member, pulse: Pulse) -> Iterable[Instruction]:
+    def _beat(self, now: float, member: Member, pulse: events.Pulse) -> Iterable[Instruction]:
         back = member.state is State.STOPPED
         if pulse.activity != member.pulse.activity or back:
             member.active_at = now
@@ -215,9 +197,9 @@ class Verdicts:
         if not back:
             return []
         member.state = State.RUNNING
-        return [Notice(f"{member.name} is back")]
+        return [events.Notice(f"{member.name} is back")]
 
-    def _failed(self, now: float, member: Member, failure: Failure) -> Iterable[Instruction]:
+    def _failed(self, now: float, member: Member, failure: events.Failure) -> Iterable[Instruction]:
         if member.state is State.LEFT_OUT:
             return []
         self._settle(now, member, State.FAILED)
@@ -226,8 +208,8 @@ class Verdicts:
         if failure.lost is None and not failure.aborted:
             if failure.bad_input and member.pulse.phase == "set-up":
                 self.bad_input = failure.message
-            return self._fail(now, failed_text(member.name, failure))
-        self._echoes.append(Echo(member.rank, failure, now + self.limits.echo))
+            return self._fail(now, events.failed_text(member.name, failure))
+        self._consequences.append((now + self.limits.echo, member, failure))
         return []
 
     def _disconnected(self, now: float, member: Member) -> Iterable[Instruction]:
@@ -254,8 +236,8 @@ class Verdicts:
         self.left_out[member.rank] = how
         for other in self._members.values():  # whoever waited for it has a new start
             other.active_at = now
-        notice = Notice(f"{member.name} {how}; going on without it")
-        return [Disconnect(member.rank, how), notice, *self._kill([member])]
+        notice = events.Notice(f"{member.name} {how}; going on without it")
+        return [events.Disconnect(member.rank, how), notice, *self._kill([member])]
 
     # What time means
 
@@ -270,7 +252,7 @@ class Verdicts:
             member.active_at = min(member.active_at + absence, now)
 
     def _late(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
-        absent = [m for m in self._members.values() if m.state is State.ABSENT]
+        absent = self._in(State.ABSENT)
         if not absent or now - self._started_at < self.limits.joining:
             return []
         names = ", ".join(m.name for m in absent)
@@ -301,25 +283,22 @@ class Verdicts:
         member.seen_at = now - self.limits.silence
         if member.state is State.RUNNING:
             member.state = State.STOPPED
-            yield Notice(f"{member.name} is stopped; going on without it")
+            yield events.Notice(f"{member.name} is stopped; going on without it")
 
-    def _echoes_due(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
-        due = [echo for echo in self._echoes if echo.deadline <= now]
-        if not due:
-            return []
-        return self._fail(now, self._echo_text(self._members[due[0].rank], due[0].failure))
+    def _consequences_due(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
+        """Of a failure whose cause did not come in time."""
+        for deadline, member, failure in self._consequences[:1]:
+            if deadline <= now:
+                return self._fail(now, self._consequence_text(member, failure))
+        return []
 
     def _hangs(self, now: float, _: Collection[int]) -> Iterable[Instruction]:
         patience = self.limits.patience
-        if any(m.state is State.ABSENT for m in self._members.values()):
+        if self._in(State.ABSENT):
             return  # all others wait for it, which `_late` judges
-        beating = [
-            m
-            for m in self._members.values()
-            if m.state is State.RUNNING and m.seen_at >= now - self.limits.silence
-        ]
+        beating = [m for m in self._in(State.RUNNING) if m.seen_at >= now - self.limits.silence]
         under_way = any(m.pulse.step > 0 for m in self._members.values())
-        alive = {m.rank for m in self._members.values() if m.state in ALIVE}
+        alive = {m.rank for m in self._in(*ALIVE)}
         waiting: dict[int, tuple[int, ...]] = {}
         for member in beating:
             idle = now - member.active_at
@@ -330,22 +309,22 @@ class Verdicts:
                     waiting[member.rank] = tuple(alive) if beside else member.pulse.waits_for
             elif idle > patience * (1 if member.pulse.step > 0 else 3) and self._is_awaited(member):
                 yield from self._lose(now, member, self._idle_text(member, idle))
-        deadlocked = stuck(waiting, alive)
+        deadlocked = events.stuck(waiting, alive)
         if deadlocked and self.cause is None:
             whats = {rank: self._members[rank].pulse.waits_what for rank in deadlocked}
             states = {m.rank: m.state.value for m in self._members.values()}
-            yield from self._fail(now, f"the run hangs: {tell(deadlocked, whats, states)}")
+            yield from self._fail(now, f"the run hangs: {events.tell(deadlocked, whats, states)}")
             return
-        held = [m for m in self._members.values() if m.state is State.STOPPED]
-        if held and stuck(waiting, alive - {m.rank for m in held}):  # at a checkpoint, say
+        held = self._in(State.STOPPED)
+        if held and events.stuck(waiting, alive - {m.rank for m in held}):  # at a checkpoint, say
             for member in held:
                 yield from self._lose(now, member, "is stopped, and all others wait for it")
 
-    def _echo_text(self, member: Member, failure: Failure) -> str:
+    def _consequence_text(self, member: Member, failure: events.Failure) -> str:
         if failure.lost not in self.left_out:
-            return failed_text(member.name, failure)
+            return events.failed_text(member.name, failure)
         lost = self._members[failure.lost]
-        consequence = failed_text(member.name, failure, "could not go on")
+        consequence = events.failed_text(member.name, failure, "could not go on")
         return f"{lost.name} {self.left_out[lost.rank]}; {consequence}"
 
     def _is_awaited(self, member: Member) -> bool:
@@ -365,7 +344,7 @@ class Verdicts:
         return f"{text}; {self.limits.advice}" if self.limits.advice else text
 
     def _only_stopped_missing(self, now: float) -> Iterable[Instruction]:
-        held = [m for m in self._members.values() if m.state is State.STOPPED]
+        held = self._in(State.STOPPED)
         others = [m for m in self._members.values() if m.state is not State.STOPPED]
         waiting = all(m.has_no_work_left and m.state is not State.ABSENT for m in others)
         if held and waiting and any(m.leaving for m in others):
@@ -378,7 +357,7 @@ class Verdicts:
             m
             for m in self._members.values()
             if not m.gone and m.settled_at is not None and now - m.settled_at > limit
-            if m.state is not State.FAILED  # it waits to be told the cause
+            if m.state is not State.FAILED  # it waits for the cause
         )
 
     def _clear_out(self, now: float) -> Iterable[Instruction]:
@@ -389,16 +368,19 @@ class Verdicts:
 
     # Shared by all
 
+    def _in(self, *states: State) -> list[Member]:
+        return [member for member in self._members.values() if member.state in states]
+
     def _fail(self, now: float, cause: str) -> Iterable[Instruction]:
         if self.cause is not None:
             return []
         self.cause, self._failed_at = cause, now
-        return [Abort(cause)]
+        return [events.Abort(cause)]
 
     def _kill(self, members: Iterable[Member]) -> list[Instruction]:
         ranks = [m.rank for m in members if not m.gone and m.rank not in self._killed]
         self._killed.update(ranks)
-        return [Kill(rank) for rank in ranks]
+        return [events.Kill(rank) for rank in ranks]
 
     @staticmethod
     def _settle(now: float, member: Member, state: State) -> None:
@@ -406,7 +388,7 @@ class Verdicts:
 
     def _kept(self, instructions: Iterable[Instruction]) -> list[Instruction]:
         listed = list(instructions)
-        self.notices += [item.text for item in listed if isinstance(item, Notice)]
+        self.notices += [item.text for item in listed if isinstance(item, events.Notice)]
         return listed
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce, broadcast, gather_objects
-from orchestra.optimizers.moments import Moments, export_moments
+from orchestra.optimizers.state import Moments, export_moments
 from orchestra.transports.protocol import Task
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker

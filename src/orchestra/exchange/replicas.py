@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from orchestra.collectives import all_reduce
-from orchestra.optimizers.moments import export_moments
+from orchestra.optimizers.state import export_moments
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work

@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from orchestra.collectives import Group, all_reduce, gather_objects
 from orchestra.errors import PeerLost
 from orchestra.exchange.average import agree_within
-from orchestra.optimizers.moments import install_moments
-from orchestra.optimizers.state import capture, restore
+from orchestra.optimizers.state import capture, install_moments, restore
 from orchestra.parameter_server.client import Client, Home
-from orchestra.parameter_server.compensation import DelayCompensation
 from orchestra.parameter_server.consistency import Consistency
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.replicated_server import ReplicatedServer
-from orchestra.parameter_server.server import Server
+from orchestra.parameter_server.server import DelayCompensation, Server
 from orchestra.parameter_server.state import ServerState
 from orchestra.schedules.work_queue import Applied, WorkQueue
 from orchestra.transports.protocol import Transport

@@ -10,8 +10,8 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import Bucket, cut_into_buckets
 from orchestra.exchange.collective import Collective
-from orchestra.optimizers.moments import install_moments
 from orchestra.optimizers.spec import set_rates
+from orchestra.optimizers.state import install_moments
 from orchestra.parameter_server.placement import place, slice_edges
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import Task

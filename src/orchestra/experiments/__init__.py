@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load, to_yaml
-from orchestra.experiments.folder import PARENT, claim, finished, fresh_folder, held
-from orchestra.settings.document import Entry
+from orchestra.experiments.run import PARENT, claim, finished, fresh_folder, make_run
+from orchestra.settings.reading import Entry
 
 __all__ = [
     "PARENT",
@@ -15,8 +15,8 @@ __all__ = [
     "finished",
     "for_training",
     "fresh_folder",
-    "held",
     "load",
+    "make_run",
     "runs",
     "to_yaml",
 ]

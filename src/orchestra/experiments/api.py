@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.data.sharding import SHARDINGS
 from orchestra.engines.run import train_run
-from orchestra.engines.run_record import failed_record
-from orchestra.errors import InputError, RunFailed
+from orchestra.errors import InputError
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load
-from orchestra.experiments.folder import PARENT, finished, fresh_folder, held
+from orchestra.experiments.run import PARENT, fresh_folder, make_run
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
-from orchestra.records.record import RunRecord, write_summary
+from orchestra.records.record import RunRecord
 from orchestra.settings import Settings, write
-from orchestra.settings.document import Entry
+from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import TASKS
 
@@ -73,18 +71,13 @@ def train(
     experiment = for_training(_experiment(None, given), "ranks")
     (label,) = experiment.strategies
     folder = Path(out) if out is not None else fresh_folder(PARENT, f"{experiment.name}-{label}")
-    with held(folder, experiment) as resumed:
-        if resumed and (records := finished(folder)):
-            return records[0]
-        (run,) = runs(experiment)
-        try:
-            record = train_run(run, folder, quiet=quiet)
-        except RunFailed as failure:
-            with contextlib.suppress(OSError):  # on a full disk that is the failure
-                write_summary(folder, experiment.name, [failed_record(run, folder, failure)])
-            raise
-        write_summary(folder, experiment.name, [record])
-        return record
+    (run,) = runs(experiment)
+    return make_run(
+        run,
+        experiment,
+        folder,
+        lambda run, folder, completed: completed or train_run(run, folder, quiet=quiet),
+    )
 
 
 def compare(

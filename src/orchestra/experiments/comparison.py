@@ -13,25 +13,36 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from orchestra.cluster.registry import load_cluster
-from orchestra.engines.processes import devices, training
+from orchestra.cluster.presets import load_cluster
+from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
+from orchestra.engines.run import train_run
+from orchestra.engines.run_record import failed_record
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.experiment import (
     Experiment,
+    Tune,
+    alone,
     not_run,
     on_ranks,
     ranks_text,
     runs,
     with_one_process,
 )
-from orchestra.experiments.folder import PARENT, finished, fresh_folder, held
-from orchestra.experiments.runner import Runner
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.run import (
+    PARENT,
+    claim,
+    clear_others,
+    finished,
+    fresh_folder,
+    held,
+    make_run,
+    write_failure,
+)
 from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_summary
-from orchestra.trainer.settings import Run
+from orchestra.trainer.settings import Run, Target
 
 
 @dataclass(frozen=True)
@@ -87,15 +98,15 @@ def carry_out(
         raise InputError(f"baseline: there is no strategy {baseline!r}; {hint}")
     folder = folder or fresh_folder(PARENT, experiment.name)
     with held(folder, experiment):
-        course = _Course(experiment, folder, retry=retry, quiet=quiet)
-        stopped = course.run()
-    records = course.rows()
+        execution = _Execution(experiment, folder, retry=retry, quiet=quiet)
+        stopped = execution.run()
+    records = execution.rows()
     page = _report(folder, baseline) if report and records else None
-    return Comparison(records, folder, page, len(course.runs), course.not_run, stopped)
+    return Comparison(records, folder, page, len(execution.runs), execution.not_run, stopped)
 
 
 def _report(folder: Path, baseline: str | None) -> Path:
-    from orchestra.report.write import write_report
+    from orchestra.report.page import write_report
 
     return write_report([folder], out=folder, baseline=baseline)
 
@@ -105,7 +116,7 @@ def _lacking(experiment: Experiment) -> list[dict[str, Any]]:
     return [
         {"name": run.name, "ranks": run.training.ranks, "reason": reason}
         for run in runs(replace(experiment, seeds=experiment.seeds[:1]))
-        if (reason := devices.lacking(run)) is not None
+        if (reason := training.lacking(run)) is not None
     ]
 
 
@@ -125,17 +136,17 @@ def idle_nodes(planned: Sequence[Run]) -> list[str]:
     return lines
 
 
-class _Course:
-    """The way from what is done already to the end, or to Ctrl-C."""
+class _Execution:
+    """Makes the runs that are missing, until the end or Ctrl-C."""
 
     def __init__(self, experiment: Experiment, folder: Path, *, retry: bool, quiet: bool) -> None:
         self.not_run = not_run(experiment) + _lacking(experiment)
-        self.runs = [run for run in runs(experiment) if devices.lacking(run) is None]
+        self.runs = [run for run in runs(experiment) if training.lacking(run) is None]
         self._experiment, self._folder, self._retry = experiment, folder, retry
-        self._trials = [it for it in trials(experiment) if devices.lacking(it.run) is None]
+        self._trials = [it for it in trials(experiment) if training.lacking(it.run) is None]
         self._choices: Mapping[tuple[str, int], Choice] = {}
         self._progress = Progress(len(self._trials) + len(self.runs), quiet=quiet)
-        self._runner = Runner(experiment, self._progress)
+        self._runner = _Runner(experiment, self._progress)
         self._records = {
             place: record
             for place in map(self._place, self.runs)
@@ -214,3 +225,88 @@ class _Course:
 
     def _write_summary(self) -> None:
         write_summary(self._folder, self._experiment.name, self.rows(), self.not_run)
+
+
+class _Runner:
+    """Makes the runs of `experiment`. A run that fails is a record, too: the others go on."""
+
+    def __init__(self, experiment: Experiment, progress: Progress) -> None:
+        self._experiment = experiment
+        self._progress = progress
+        self._bad_input: list[InputError] = []
+        self._made = 0
+
+    def make(
+        self,
+        run: Run,
+        folder: Path,
+        what: str,
+        *,
+        retry: bool = False,
+        tuned: Mapping[str, Any] | None = None,
+    ) -> RunRecord:
+        """The record of `run` in `folder`; it is made unless it was completed, or failed, before.
+
+        Args:
+            what: names the run for the user.
+            retry: make it again if it failed.
+            tuned: the settings that were chosen for it.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; what the run needs to go on is in `folder`.
+        """
+        self._made += 1
+        done = finished(folder, failed=not retry)
+        if done:
+            self._progress.skip()
+            return done[0]
+        if self._progress.interrupted:  # too late for the run before
+            raise KeyboardInterrupt
+        own = alone(self._experiment, run)
+        clear_others(folder, own)
+        self._progress.begin(what)
+        try:
+            record = make_run(run, own, folder, self._train, tuned=tuned)
+        except (RunFailed, InputError) as failure:
+            if self._progress.interrupted:
+                raise KeyboardInterrupt from None
+            if isinstance(failure, InputError):
+                self._bad_input.append(failure)
+            claim(folder, own)
+            record = write_failure(run, folder, own.name, failure)
+        if record.status == "stopped":
+            raise KeyboardInterrupt
+        failed = record.status == "failed"
+        self._progress.finish(outcome(record, run.training.target), failed=failed)
+        return record
+
+    def give_up(self, run: Run, folder: Path, what: str, failure: RunFailed) -> RunRecord:
+        """The record of a run that need not be begun."""
+        self._made += 1
+        self._progress.begin(what)
+        record = failed_record(run, folder, failure)
+        self._progress.finish(outcome(record, run.training.target), failed=True)
+        return record
+
+    def require_good_input(self) -> None:
+        """Raise the first error if every run so far was refused as bad input."""
+        if self._bad_input and len(self._bad_input) == self._made:
+            raise self._bad_input[0]
+
+    def _train(self, run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
+        return completed or train_run(run, folder, progress=self._progress)
+
+
+def outcome(record: RunRecord, target: Target | None) -> str:
+    """What has become of a run, in a few words."""
+    if record.failure is not None:
+        return f"failed: {record.failure.splitlines()[0]}"
+    name, value = headline(record, target)
+    figure = "" if value is None else f"{name} {value:.4g}, "
+    return f"{figure}{record.train_seconds or 0.0:.1f} s"
+
+
+def headline(record: RunRecord, target: Target | None) -> tuple[str, float | None]:
+    """The figure by which a run is judged: the target's metric, else the first, else the loss."""
+    name = target.metric if target is not None else next(iter(record.metrics), "loss")
+    return name, record.metrics.get(name, record.final_loss if name == "loss" else None)

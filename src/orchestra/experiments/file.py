@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from orchestra.cluster.registry import is_file, load_cluster
+from orchestra.cluster.presets import is_file, load_cluster
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
-from orchestra.experiments.experiment import Experiment
-from orchestra.experiments.tune import Tune
+from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
-from orchestra.settings import REQUIRED, Settings, parse, read, replace_setting, write
-from orchestra.settings.base import checked, default_of, require_setting, settings_of, type_hints
-from orchestra.settings.document import Entry, read_document
+from orchestra.settings import Settings, parse, read, replace_setting, write
+from orchestra.settings.base import settings_of
 from orchestra.settings.notation import bound, build
-from orchestra.settings.yaml_text import yaml_text, yaml_value
+from orchestra.settings.reading import (
+    Entry,
+    Reader,
+    mapping,
+    read_document,
+    refuse_others,
+    require,
+    yaml_text,
+    yaml_value,
+)
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.registry import replace_task_setting, task_name, task_text
-from orchestra.trainer.settings import Target, Training
-
-S = TypeVar("S", bound=Settings)
+from orchestra.trainer.settings import Training
 
 _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")
 
@@ -128,9 +133,14 @@ def _replaced(document: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict
 
 def _experiment(document: Mapping[str, Entry], path: Path | None) -> Experiment:
     source = str(path) if path else "command line"
-    _check_keys(document, source)
-    values = {key: _value(key, entry) for key, entry in document.items()}
-    groups = values.pop("parameter_groups", None) or ()
+    refuse_others(document, "", KNOWN_KEYS)
+    require(document, {"task": "digits", "strategies": "{ring: AllReduce}"}, source)
+    entries = dict(document)
+    groups = _groups(entries.pop("parameter_groups", Entry(None, source)))
+    values = {
+        key: READER.read_setting(Experiment if key in _HEAD else Training, key, entry, key)
+        for key, entry in entries.items()
+    }
     head: dict[str, Any] = {"name": path.stem if path else task_name(values["task"])}
     head |= {key: values.pop(key) for key in _HEAD if key in values}
     try:
@@ -143,44 +153,13 @@ def _experiment(document: Mapping[str, Entry], path: Path | None) -> Experiment:
         raise InputError(f"{source}: {error}") from None
 
 
-def _check_keys(document: Mapping[str, Entry], source: str) -> None:
-    for key, entry in document.items():
-        if key not in KNOWN_KEYS:
-            raise InputError(f"{entry.where}: unknown key {key!r}; {nearest(key, KNOWN_KEYS)}")
-    for key, example in (("task", "task: digits"), ("strategies", "strategies: {ring: AllReduce}")):
-        if key not in document:
-            raise InputError(f"{source}: {key} is missing; add one, such as {example!r}")
-
-
-def _value(key: str, entry: Entry) -> Any:
-    """The value of a key as its setting wants it; messages begin with where it stands."""
-    read = _READERS.get(key)
-    value = read(entry) if read and entry.value is not None else entry.value
-    if key == "parameter_groups":
-        return value
-    cls = Experiment if key in _HEAD else Training
-    field = next(field for field in settings_of(cls) if field.name == key)
-    try:
-        return checked(cls, field, value, type_hints(cls)[key])
-    except InputError as error:
-        reason = str(error).removeprefix(f"{cls.__name__}.{key}: ")
-        raise InputError(f"{_at(entry, key)}: {reason}") from None
-
-
-def _at(entry: Entry, key: str) -> str:
-    """Where `entry` stands, with its key unless that is an option's or `--set`'s anyway."""
-    return entry.where if entry.where.startswith("--") else f"{entry.where} {key}"
-
-
-def _strategies(entry: Entry) -> dict[str, object]:
-    if not isinstance(entry.value, Mapping):
-        raise InputError(f"{entry.where}: strategies has to map labels to strategies")
-    if not entry.value:
-        raise InputError(f"{entry.where}: strategies is empty; give a label and a strategy")
+def _strategies(entry: Entry, key: str) -> dict[str, object]:
+    if not (inside := mapping(entry, key, "{ring: AllReduce}")):
+        raise InputError(f"{entry.at(key)}: is empty; give a label and a strategy")
     strategies = {}
-    for label, text in entry.value.items():
-        where = _at(Entry(text, entry.place_of(label)), f"strategies.{label}")
-        call = read(text, where=where)
+    for label, item in inside.items():
+        where = item.at(f"{key}.{label}")
+        call = read(item.value, where=where)
         target = bound(call, STRATEGIES, where=where)
         if not (isinstance(target, type) and issubclass(target, Strategy)):
             raise InputError(f"{where}: expected Strategy, got {call.name}")
@@ -188,67 +167,47 @@ def _strategies(entry: Entry) -> dict[str, object]:
     return strategies
 
 
-def _target(entry: Entry) -> Target:
-    return _mapped(Target, entry, "target", "{metric: accuracy, at_least: 0.9}")
-
-
-def _tune(entry: Entry) -> Tune:
-    return _mapped(Tune, entry, "tune", "{settings: {optimizer.lr: [0.01, 0.1]}}")
-
-
-def _mapped(cls: type[S], entry: Entry, key: str, example: str) -> S:
-    """The settings `cls` that the mapping of `key` spells."""
-    if not isinstance(entry.value, Mapping):
-        raise InputError(f"{entry.where}: {key} has to be a mapping such as {example}")
-    for name in entry.value:
-        try:
-            require_setting(cls, str(name))
-        except InputError as error:
-            raise InputError(f"{entry.place_of(name)}: {error}") from None
-    for field in settings_of(cls):
-        if default_of(field) is REQUIRED and field.name not in entry.value:
-            raise InputError(f"{entry.where}: {key} lacks {field.name}, as in {example}")
-    try:
-        return cls(**entry.value)
-    except InputError as error:
-        raise InputError(f"{entry.where}: {error}") from None
-
-
 def _groups(entry: Entry) -> tuple[Group, ...]:
     groups = []
-    for item in entry.value if isinstance(entry.value, list) else [None]:
+    items = [] if entry.value is None else entry.value
+    for item in items if isinstance(items, list) else [None]:
+        where = entry.at("parameter_groups")
         if not isinstance(item, Mapping) or "match" not in item:
             example = "[{match: bias, weight_decay: 0.0}]"
-            raise InputError(f"{entry.where}: parameter_groups has to be a list such as {example}")
+            raise InputError(f"{where}: has to be a list such as {example}")
         arguments = {str(key): value for key, value in item.items() if key != "match"}
         try:
             groups.append(Group(item["match"], arguments=arguments))
         except InputError as error:
-            raise InputError(f"{entry.where}: {error}") from None
+            raise InputError(f"{where}: {error}") from None
     return tuple(groups)
 
 
-def _cluster(entry: Entry) -> str:
+def _cluster(entry: Entry, key: str) -> str:
     """The cluster's notation, or the full path of its file, which the experiment's lies beside."""
-    where = _at(entry, "cluster")
     from_option = entry.where.startswith("--")
     folder = Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
-    load_cluster(entry.value, where=where, folder=folder)
+    load_cluster(entry.value, where=entry.at(key), folder=folder)
     return str((folder / entry.value).resolve()) if is_file(entry.value) else str(entry.value)
 
 
-_READERS: dict[str, Callable[[Entry], Any]] = {
-    "task": lambda entry: task_text(entry.value, where=_at(entry, "task")),
-    "strategies": _strategies,
-    "optimizer": lambda entry: Optimizer.parse(entry.value, where=_at(entry, "optimizer")),
-    "schedule": lambda entry: parse(entry.value, SCHEDULES, where=_at(entry, "schedule")),
-    "sharding": lambda entry: parse(entry.value, SHARDINGS, where=_at(entry, "sharding")),
-    "ranks": lambda entry: entry.value if isinstance(entry.value, list) else [entry.value],
-    "cluster": _cluster,
-    "target": _target,
-    "tune": _tune,
-    "parameter_groups": _groups,
-}
+READER = Reader(
+    examples={
+        "metric": "accuracy",
+        "settings": "{optimizer.lr: [0.01, 0.1]}",
+        "target": "{metric: accuracy, at_least: 0.9}",
+        "tune": "{settings: {optimizer.lr: [0.01, 0.1]}}",
+    },
+    special={
+        "task": lambda entry, key: task_text(entry.value, where=entry.at(key)),
+        "strategies": _strategies,
+        "optimizer": lambda entry, key: Optimizer.parse(entry.value, where=entry.at(key)),
+        "schedule": lambda entry, key: parse(entry.value, SCHEDULES, where=entry.at(key)),
+        "sharding": lambda entry, key: parse(entry.value, SHARDINGS, where=entry.at(key)),
+        "ranks": lambda entry, key: entry.value if isinstance(entry.value, list) else [entry.value],
+        "cluster": _cluster,
+    },
+)
 
 
 def _changed(experiment: Experiment, key: str, text: str, where: str) -> Experiment:

@@ -11,7 +11,7 @@ from orchestra.engines.simulation.replay import STATES, replay_run
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import for_training, runs
 from orchestra.experiments.file import load
-from orchestra.experiments.folder import PARENT, RESOLVED, SUMMARY, fresh_folder
+from orchestra.experiments.run import PARENT, RESOLVED, SUMMARY, fresh_folder
 from orchestra.records.record import read_summary
 
 

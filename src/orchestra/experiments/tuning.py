@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestra.experiments.experiment import Experiment, on_ranks, runs
-from orchestra.experiments.tune import Tune, grid, tuned
+from orchestra.experiments.experiment import Experiment, Tune, grid, on_ranks, runs, tuned
 from orchestra.records.layout import trial_folder
 from orchestra.records.record import RunRecord, write_atomically
 from orchestra.trainer.settings import Run, Target, Training

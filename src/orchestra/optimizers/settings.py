@@ -94,7 +94,7 @@ class Schedule(Protocol):
     """The learning rate as a function of the samples that the whole cluster has consumed."""
 
     def factor(self, fraction: float) -> float:
-        """What to multiply the learning rate by.
+        """The factor of the learning rate.
 
         Args:
             fraction: samples consumed by the cluster / samples of the whole run, 0 to 1.

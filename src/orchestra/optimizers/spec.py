@@ -83,7 +83,7 @@ class OptimizerSpec:
 
     @property
     def elementwise(self) -> bool:
-        """Whether a tensor may be cut and its parts updated apart."""
+        """A tensor may be cut and its parts updated apart."""
         return self.cls in ELEMENTWISE
 
     @property

@@ -2,14 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.lazy import lazy_names
+from orchestra.settings.registry import lazy_names
 
 if TYPE_CHECKING:
-    from orchestra.parameter_server.client import Client, Home
-    from orchestra.parameter_server.compensation import DelayCompensation
-    from orchestra.parameter_server.replicated_client import ReplicatedClient
+    from orchestra.parameter_server.client import Client, Home, ReplicatedClient
     from orchestra.parameter_server.replicated_server import ReplicatedServer
-    from orchestra.parameter_server.server import Server
+    from orchestra.parameter_server.server import DelayCompensation, Server
     from orchestra.parameter_server.state import Pause
 
     __all__ = [
@@ -26,9 +24,9 @@ else:
         __name__,
         {
             "Client": "client",
-            "DelayCompensation": "compensation",
+            "DelayCompensation": "server",
             "Home": "client",
-            "ReplicatedClient": "replicated_client",
+            "ReplicatedClient": "client",
             "ReplicatedServer": "replicated_server",
             "Server": "server",
         },

@@ -1,66 +1,56 @@
-"""When pushes become updates, and when pulls are answered: one class for each kind of server.
-
-Each answers two questions. Which pushes may be applied now, and together? May this worker's pull
-be answered yet?
-"""
+"""When pushes become updates, and when pulls are answered: one class for each kind of server."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from orchestra.parameter_server.state import Push
 
 
-class Consistency(Protocol):
-    """The two answers, and what follows from them.
+class Consistency(ABC):
+    """Decides which pushes are applied now, and together, and which pulls may be answered yet."""
 
-    `tolerates_loss`: the others can go on without a worker. `drops_late`: a push for a step that
-    is over is not applied. `bounds`: a worker may have to wait for the slowest.
-    """
+    tolerates_loss: ClassVar[bool] = True
+    """The others can go on without a worker."""
 
-    tolerates_loss: bool
-    drops_late: bool
-    bounds: bool
+    drops_late: ClassVar[bool] = False
+    """A push for a step that is over is not applied."""
 
+    bounds: ClassVar[bool] = False
+    """A worker may have to wait for the slowest."""
+
+    @abstractmethod
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
-        """Groups of workers whose pending pushes are to be applied now, each as one update.
+        """Groups of workers whose pending pushes are to be applied now, each group as one update.
 
         `pending` holds the pushes by worker, in the order in which they came.
         """
-        ...
 
     def may_answer(self, ahead: int) -> bool:
-        """Whether a worker that is so many steps ahead of the slowest may go on."""
-        ...
+        """True if a worker that is `ahead` steps ahead of the slowest may go on."""
+        return True
 
 
-class Synchronous:
+class Synchronous(Consistency):
     """One update a step, from the average over all workers that are still there."""
 
     tolerates_loss = False
-    drops_late = False
-    bounds = False
 
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
         """All pending pushes together, once every live worker has pushed."""
         return [sorted(pending)] if pending and live <= pending.keys() else []
 
-    def may_answer(self, ahead: int) -> bool:
-        """At once: the update held everybody's gradient."""
-        return True
 
-
-class FirstArrivals:
+class FirstArrivals(Consistency):
     """One update a step, from the average of the first `count` pushes; later ones are dropped.
 
     The others are backup workers (Chen et al., 2016): nobody waits for the slowest of them.
     """
 
-    tolerates_loss = True
     drops_late = True
-    bounds = False
 
     def __init__(self, count: int) -> None:
         assert count > 0
@@ -71,25 +61,13 @@ class FirstArrivals:
         needed = min(self.count, len(live))
         return [sorted(pending)] if pending and len(pending) >= needed else []
 
-    def may_answer(self, ahead: int) -> bool:
-        """At once: whoever waits has its step behind it."""
-        return True
 
-
-class Asynchronous:
+class Asynchronous(Consistency):
     """One update a push, on arrival."""
-
-    tolerates_loss = True
-    drops_late = False
-    bounds = False
 
     def ready(self, pending: Mapping[int, Push], live: frozenset[int]) -> list[list[int]]:
         """Each push alone."""
         return [[worker] for worker in sorted(pending)]
-
-    def may_answer(self, ahead: int) -> bool:
-        """At once."""
-        return True
 
 
 class Bounded(Asynchronous):

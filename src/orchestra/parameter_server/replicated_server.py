@@ -1,8 +1,15 @@
-"""The loop of a server whose slice has a replica on the next server."""
+"""A slice on two servers: the loop of each, and what may be answered when.
+
+Both replicas take the same requests in the same order, and so hold the same values. Workers ask the
+first one. It passes each new request on to the second, and answers nobody before the second has
+confirmed it: what a worker knows outlives either server. Where the first dies its workers ask the
+second again. A request that it has taken before is not taken twice, and gets the same answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.parameter_server.replica import Replica, Reply
 from orchestra.parameter_server.server import Server
-from orchestra.parameter_server.state import Answer, Pause, ServerState
+from orchestra.parameter_server.state import Answer, Decision, Pause, ServerState
 from orchestra.parameter_server.wire import (
     Kind,
     Request,
@@ -27,8 +33,134 @@ from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
 
+@dataclass(frozen=True)
+class Reply:
+    """The reply to `worker`: the answer to its push, a quiet point, its next work; None if all have
+    left. With `values` the values come with it."""
+
+    worker: int
+    content: Answer | Pause | WorkItem | None
+    values: bool
+
+
+class Replica:
+    """One replica of a slice's state, and the replies that are still due. No input or output.
+
+    `backed`: another server takes the requests that this one passes on. `points` counts quiet
+    points; `pause` is the last one, and `gives_values` says that its workers asked for values.
+    """
+
+    def __init__(self, state: ServerState, *, backed: bool) -> None:
+        self.state = state
+        self.backed = backed
+        self.points = 0
+        self.pause = Pause(0, complete=True)
+        self.gives_values = False
+        self._last_pause: Request
+        self._answers: dict[int, Answer] = {}
+        self._work: dict[int, WorkItem] = {}
+        self._waits: dict[int, int] = {}  # requests for work that were taken of each worker
+        self._asking: dict[int, Request] = {}
+        self._left: set[int] = set()
+        self._unconfirmed: deque[list[Reply]] = deque()  # what each request passed on led to
+
+    @property
+    def confirmed_all(self) -> bool:
+        """Nobody has to wait for the other replica."""
+        return not self._unconfirmed
+
+    def hear(self, request: Request) -> bool:
+        """A request has come from its worker; True if it is new, and so to be taken."""
+        worker = request.worker
+        if request.kind in (Kind.PUSH, Kind.PAUSE, Kind.WAIT) and worker not in self.state.live:
+            return False  # it is lost, and its loss came first
+        if request.kind is Kind.LOST:
+            self._asking.pop(worker, None)
+        else:
+            self._asking[worker] = request
+        new = self._is_new(request)
+        if new and self.backed:
+            self._unconfirmed.append([])
+        return new
+
+    def take(self, request: Request) -> Decision:
+        """Let a new request count; both replicas do, in one order."""
+        state, worker = self.state, request.worker
+        if request.kind is Kind.PUSH:
+            assert request.push is not None
+            decision = state.push(request.push)
+        elif request.kind is Kind.PAUSE:
+            self._last_pause = request
+            decision = state.pause(worker)
+        elif request.kind is Kind.WAIT:
+            self._waits[worker] = request.step
+            decision = state.wait(worker)
+        else:
+            if request.kind is Kind.LEAVE:
+                self._left.add(worker)
+            decision = state.leave(worker)
+        self._answers.update((answer.worker, answer) for answer in decision.answers)
+        self._work.update(decision.work)
+        if decision.quiet and state.live:
+            self.points += 1
+            self.pause = Pause(self._last_pause.step, complete=not self._left)
+            self.gives_values = self._last_pause.values
+            state.resume()
+        return decision
+
+    def due(self) -> list[Reply]:
+        """The replies for now; those that wait for the other replica come with `confirmed`."""
+        replies = []
+        for worker in sorted(self._asking):
+            reply = self._reply(self._asking[worker])
+            if reply is not None:
+                replies.append(reply)
+                del self._asking[worker]
+        if not self._unconfirmed:
+            return replies
+        self._unconfirmed[-1] += replies
+        return []
+
+    def confirmed(self) -> list[Reply]:
+        """The other replica has taken the oldest request that it had not confirmed."""
+        return self._unconfirmed.popleft()
+
+    def backup_lost(self) -> list[Reply]:
+        """The other replica is lost: nobody waits for it any more."""
+        self.backed = False
+        replies = [reply for waiting in self._unconfirmed for reply in waiting]
+        self._unconfirmed.clear()
+        return replies
+
+    def _is_new(self, request: Request) -> bool:
+        state, worker = self.state, request.worker
+        if request.kind is Kind.PUSH:
+            assert request.push is not None
+            seen = request.push.clock <= state.clocks.get(worker, 0)
+            return not seen and worker not in state.pending
+        if request.kind is Kind.PAUSE:
+            return request.points == self.points and worker not in state.paused
+        if request.kind is Kind.WAIT:
+            return request.step > self._waits.get(worker, 0)
+        return worker in state.live
+
+    def _reply(self, request: Request) -> Reply | None:
+        """The reply to `request`, if it is known."""
+        state, worker = self.state, request.worker
+        if request.kind is Kind.PUSH:
+            done = worker not in state.pending and worker not in state.waiting
+            return Reply(worker, self._answers[worker], values=True) if done else None
+        if request.kind is Kind.PAUSE:
+            done = self.points > request.points
+            return Reply(worker, self.pause, request.values) if done else None
+        if request.kind is Kind.WAIT:
+            done = worker not in state.idle
+            return Reply(worker, self._work[worker], values=False) if done else None
+        return None if state.live else Reply(worker, None, values=True)
+
+
 @dataclass
-class Held:
+class HeldSlice:
     """A slice as one of its two servers holds it; `home` is the place of the slice among all.
 
     `given` are the values that each worker's last answer holds, `agreed` those of the last quiet
@@ -90,7 +222,8 @@ class ReplicatedServer:
 
     `own` and `mirror` are the two slices. The servers of slice i are the ranks homes[i], which
     serves it, and the next of `homes`, which serves it once homes[i] is lost. `lost` are the ranks
-    that were lost before; `alone` is told, in words, of a slice that has no other replica now.
+    that were lost before; `alone` is called with a message about
+    a slice that has no other replica now.
     """
 
     def __init__(
@@ -107,8 +240,8 @@ class ReplicatedServer:
             server.state.live.difference_update(lost)
         self._before, self._after = homes[home - 1], homes[(home + 1) % len(homes)]
         backed = self._after not in lost
-        self._own = Held(home, own, Replica(own.state, backed=backed), Tag.ANSWER, Tag.VALUES)
-        self._mirror = Held(
+        self._own = HeldSlice(home, own, Replica(own.state, backed=backed), Tag.ANSWER, Tag.VALUES)
+        self._mirror = HeldSlice(
             (home - 1) % len(homes), mirror, Replica(mirror.state, backed=False),
             Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES,
         )  # fmt: skip
@@ -121,7 +254,7 @@ class ReplicatedServer:
 
     @property
     def state(self) -> ServerState:
-        """What is known of the workers here."""
+        """The state of the own slice."""
         return self._own.server.state
 
     def serve_to_the_end(self, transport: Transport) -> None:
@@ -186,7 +319,7 @@ class ReplicatedServer:
     def _answer(
         self,
         transport: Transport,
-        held: Held,
+        held: HeldSlice,
         request: Request,
         message: Tensor,
         gradient: Tensor | None,
@@ -203,7 +336,7 @@ class ReplicatedServer:
         rank = lost.rank
         self._lost.add(rank)
         if rank == self._after:
-            self._own.send(transport, self._own.replica.left_alone())
+            self._own.send(transport, self._own.replica.backup_lost())
             self._alone(f"the slice of rank {transport.rank} has no replica without rank {rank}")
         if rank == self._before:
             self._alone(f"rank {transport.rank} serves the slice of rank {rank}, without a replica")
@@ -219,14 +352,14 @@ class ReplicatedServer:
             for request, message, gradient in early:
                 self._answer(transport, self._mirror, request, message, gradient)
 
-    def _served(self) -> Iterator[Held]:
+    def _served(self) -> Iterator[HeldSlice]:
         """The slices whose workers ask here."""
         yield self._own
         if self._before in self._lost:
             yield self._mirror
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps; taken at a quiet point."""
+        """State for a checkpoint, taken at a quiet point."""
         return {"own": self._own.server, "mirror": self._mirror.server}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

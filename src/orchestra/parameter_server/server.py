@@ -1,4 +1,4 @@
-"""The loop around a server's mind: it receives, lets the mind decide, computes, and answers."""
+"""The loop of a server: it receives, asks `ServerState` what to do, computes, and answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import restore
-from orchestra.parameter_server.compensation import DelayCompensation
 from orchestra.parameter_server.state import Answer, Decision, Pause, ServerState, Update
 from orchestra.parameter_server.wire import (
     Kind,
@@ -27,6 +26,62 @@ from orchestra.transports.tags import Tag
 Charge = Callable[[str, int, Callable[[], None]], None]
 
 
+EPSILON = 1e-7
+"""Inside the root of the adaptive strength, as in the authors' code of DC-ASGD."""
+
+
+class DelayCompensation:
+    """DC-ASGD (Zheng et al., ICML 2017) on one server's slice.
+
+    w_bak(m) are the values that worker m was last given. The gradient g of worker m was computed at
+    w_bak(m), and the slice w has moved since. Its Taylor expansion around w_bak(m), with
+    lambda g*g for the diagonal of the Hessian, gives g + lambda g*g*(w - w_bak(m)), element by
+    element. lambda is `lambda0` where `mean_square` is None (DC-ASGD-c). Otherwise (DC-ASGD-a),
+    with m = `mean_square`,
+
+        MS <- m MS + (1 - m) g*g        lambda = lambda0 / sqrt(MS + 1e-7)
+
+    where each worker has an MS of its own, 0 at first. Memory: a copy of the slice for each
+    worker, and as much again for MS.
+    """
+
+    def __init__(
+        self, lambda0: float, mean_square: float | None, values: Tensor, workers: Sequence[int]
+    ) -> None:
+        self.lambda0 = lambda0
+        self.mean_square = mean_square
+        self._given = dict.fromkeys(workers, values.clone())
+        self._squares: dict[int, Tensor] = {}
+
+    def correct(self, worker: int, gradient: Tensor, values: Tensor) -> None:
+        """Change the `gradient` of `worker`, in place, to what it would be at `values`."""
+        if not self.lambda0:
+            return
+        square = gradient * gradient
+        if self.mean_square is not None:
+            mean = self._squares.setdefault(worker, torch.zeros_like(square))
+            mean.mul_(self.mean_square).add_(square, alpha=1 - self.mean_square)
+            square.div_((mean + EPSILON).sqrt_())
+        gradient.addcmul_(square, values - self._given[worker], value=self.lambda0)
+
+    def give(self, worker: int, values: Tensor) -> None:
+        """`worker` computes its next gradient at `values`, which nobody changes from now on."""
+        self._given[worker] = values
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """State for a checkpoint."""
+        return {
+            "given": {str(worker): values for worker, values in self._given.items()},
+            "squares": {str(worker): mean for worker, mean in self._squares.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        device = next(iter(self._given.values())).device
+        self._given = {int(worker): values.to(device) for worker, values in saved["given"].items()}
+        self._squares = {int(worker): mean.to(device) for worker, mean in saved["squares"].items()}
+
+
 class Server:
     """Owner of one slice: `values`, flat, [elements of the slice].
 
@@ -35,9 +90,9 @@ class Server:
     `charge(kind, amount, function)` runs and charges computation; `clip` clips an averaged
     gradient together with the other servers; `rate_divisor` gives, for the staleness of an
     update, what its learning rates are divided by; `compensation` corrects a push before it is
-    applied; `on_update` is told the samples consumed and the new values. An `elastic` server owns
-    a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and
-    the answer is alpha (x - c).
+    applied; `on_update` is called with the samples consumed and the new values. An `elastic`
+    server owns a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha
+    (x - c), and the answer is alpha (x - c).
     """
 
     def __init__(
@@ -183,7 +238,7 @@ class Server:
         ]
 
     def copy_for(self, worker: int) -> Tensor:
-        """What `worker` is given now: a copy, so that a slow worker holds up nobody."""
+        """The values for `worker`: a copy, so that a slow worker holds up nobody."""
         copy = self._buffers[worker]
         if self._elastic:
             return copy
@@ -224,7 +279,7 @@ class Server:
                 self._compensation.give(worker, given)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps; taken at a quiet point."""
+        """State for a checkpoint, taken at a quiet point."""
         return {
             "values": self.values,
             "version": self.state.version,

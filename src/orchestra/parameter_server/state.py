@@ -1,4 +1,4 @@
-"""A server's mind: messages in, decisions out, no input or output of its own."""
+"""How a server decides: messages in, decisions out, no input or output of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Push:
 
     `samples` are those behind the gradient; 0 where the worker had no data in this step.
     `step_samples` are those of the step over all workers. `position`: where they begin in the
-    global order, if they came from a queue. `report`: what a rule that ends the phase is told of
-    the step, from its loss on, where there is such a rule.
+    global order, if they came from a queue. `report`: the input of a rule that ends
+    the phase, from the step's loss on, where there is such a rule.
     """
 
     worker: int
@@ -44,7 +44,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a pull is told beside the values.
+    """The reply to a push, beside the values.
 
     `version` counts the updates applied when the answer leaves; `staleness` those applied between
     this worker's read and its push. `loss` and `stop` are those of the pushes applied together.
@@ -79,7 +79,7 @@ class Decision:
 class Pause:
     """A quiet point: nothing is in flight. All workers paused, the last one after `step`.
 
-    `complete` tells whether no worker of the phase has left; a lost one has not.
+    `complete`: no worker of the phase has left; a lost one has not.
     """
 
     step: int
@@ -88,16 +88,16 @@ class Pause:
 
 @dataclass
 class ServerState:
-    """What a server knows of its workers.
+    """A server's knowledge about its workers.
 
     `live` workers are expected to push; `paused` ones wait for the quiet point, and nobody waits
     for them. `clocks` holds the step that each worker has behind it, `read` the version of the
     values that it was last given, `waiting` the answers held back. `staleness` is that of each
     push applied, `dropped` the number of those that came too late.
 
-    Where workers take batches from a queue, `applied` tells which are, `positions` where the last
-    batch of each worker began, and `round` how many samples all workers take together. One server
-    holds the `queue`; `idle` workers wait for something to come back to it, or for the end.
+    Where workers take batches from a queue, `applied` holds those that are, `positions` where
+    the last one of each worker began, and `round` the samples that all workers take together. One
+    server holds the `queue`; `idle` workers wait for something to come back to it, or for the end.
     """
 
     consistency: Consistency
@@ -141,7 +141,7 @@ class ServerState:
         return self._decide()
 
     def wait(self, worker: int) -> Decision:
-        """`worker` was told to wait, and asks for work."""
+        """`worker`, whose last answer held no work, asks again."""
         self.idle.add(worker)
         self._at_work = None
         return self._decide()
@@ -193,7 +193,7 @@ class ServerState:
                 yield worker, item
 
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
-        """To those who may go on."""
+        """For those who may go on."""
         released = sorted(self.waiting)
         if released and self.consistency.bounds:
             slowest = self._slowest(at_work)
@@ -260,13 +260,6 @@ class ServerState:
         self.dropped += 1
         self.clocks[push.worker] = newest
         self.waiting[push.worker] = Answer(
-            push.worker,
-            self.version,
-            0,
-            push.loss,
-            push.stop,
-            self.consumed,
-            newest,
-            True,
-            push.used,
-        )
+            push.worker, self.version, 0, push.loss, push.stop, self.consumed, newest,
+            dropped=True, used=push.used,
+        )  # fmt: skip

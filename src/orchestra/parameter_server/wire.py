@@ -23,7 +23,7 @@ NOTHING = (-1, 0, 0, 0)
 
 
 class Kind(enum.IntEnum):
-    """What a request asks for, or says; LOST, CONFIRMED and DONE where slices have replicas."""
+    """Kinds of requests; LOST, CONFIRMED and DONE where slices have replicas."""
 
     PUSH = 0
     PAUSE = 1
@@ -36,7 +36,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """What `worker` asks of a slice, or that it is lost.
+    """A request of `worker` to a slice, or the news that it is lost.
 
     `push` comes with PUSH. A PAUSE comes after step `step`, from a worker that has `points` quiet
     points behind it; with `values` it wants them as they are at this one. `step` numbers the WAITs
@@ -76,7 +76,7 @@ def decode_request(message: Tensor) -> tuple[int, Request]:
 
 
 def encode_pause(pause: Pause) -> Tensor:
-    """What a paused worker is told at the quiet point."""
+    """The message to a paused worker at the quiet point."""
     return torch.tensor([pause.step, pause.complete], dtype=torch.float64)
 
 
@@ -87,7 +87,7 @@ def decode_pause(message: Tensor) -> Pause:
 
 
 def encode_work(item: WorkItem) -> Tensor:
-    """What a worker that waits for work is told."""
+    """The message to a worker that waits for work."""
     return torch.tensor(item, dtype=torch.float64)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.records.report import Point, RankReport
-from orchestra.records.usage import NOTABLE, busy_with_others
 
 SCHEMA = 1
 
@@ -30,13 +32,15 @@ class RunRecord:
     the stopwatch ran, None where not known; `threads` are the most that a rank computed with;
     `tuned` are the settings that were chosen for it in trials, none where none were made. Of a full
     step at the start `global_batch` are the samples of all workers, and `worker_batches` those of
-    each one; `synchronous` tells whether one update is made of all of them, and `steps_together`
-    whether workers wait for one another, each with a part of the samples; `work` whether workers
-    took batches from one queue ("shared") or had parts of their own ("equal"), None where they step
-    together; `shares` are the weights of the ranks' parts, where they were measured. `nodes` are
-    figures of the replicas at the last snapshot, None where all ranks had the same parameters: how
-    many `replicas` there were, how many were `judged`, their `mean`, and the `worst` of each figure
-    of which it is known whether more is better. `folder` is where everything else lies.
+    each one; `distributed` is False of `Single` alone, and `switches` tells whether a rule could
+    begin another phase; `synchronous` tells whether one update is made of all of them, and
+    `steps_together` whether workers wait for one another, each with a part of the samples; `work`
+    whether workers took batches from one queue ("shared") or had parts of their own ("equal"), None
+    where they step together; `shares` are the weights of the ranks' parts, where they were
+    measured. `nodes` are figures of the replicas at the last snapshot, None where all ranks had the
+    same parameters: how many `replicas` there were, how many were `judged`, their `mean`, and the
+    `worst` of each figure of which it is known whether more is better. `folder` is where everything
+    else lies.
     """
 
     name: str
@@ -74,6 +78,8 @@ class RunRecord:
     peak_buffer_bytes: int = 0
     global_batch: int = 0
     worker_batches: Sequence[int] = ()
+    distributed: bool | None = None
+    switches: bool | None = None
     synchronous: bool | None = None
     steps_together: bool | None = None
     work: str | None = None
@@ -180,11 +186,18 @@ def read_summary(path: Path) -> list[RunRecord]:
     """
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-        return [RunRecord(**entry, folder=path.parent) for entry in summary["runs"]]
+        runs = [{**_told_before(entry), **entry} for entry in summary["runs"]]
+        return [RunRecord(**entry, folder=path.parent) for entry in runs]
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: is damaged ({error}); choose another --out") from None
+
+
+def _told_before(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What entries did not say when the notation of the strategy was all that told it."""
+    name = str(entry["strategy"]).partition("(")[0]
+    return {"distributed": name != "Single", "switches": name == "Switch"}
 
 
 def write_curve(folder: Path, points: Sequence[Point]) -> None:
@@ -260,3 +273,82 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")
+
+
+def environment() -> dict[str, Any]:
+    """Machine, system and versions, as far as they can bear on a result."""
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "command": sys.argv,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+NOTABLE = 0.1
+"""Part of a machine's processor time that other programs took: from here on there is a warning."""
+LEAST_SECONDS = 0.25
+"""Shorter stretches tell nothing: the system counts processor time in hundredths of a second."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Processor seconds of a process and of its machine, over the same stretch of time.
+
+    Attributes:
+        machine: equal for processes of one machine.
+        cores: those that the process may run on.
+        passed: seconds on the clock.
+        own: processor seconds of the process, all of its threads.
+        busy: processor seconds of all programs on those cores, what a hypervisor gave to other
+            machines included; None where the system does not tell.
+    """
+
+    machine: str
+    cores: int
+    passed: float
+    own: float
+    busy: float | None
+
+
+def taken_by_others(usages: Sequence[Usage]) -> float | None:
+    """How many cores other programs kept busy in the mean, beside the processes of `usages`,
+    which ran on one machine at the same time; None where that is not known."""
+    longest = max(usages, key=lambda usage: usage.passed, default=None)
+    if longest is None or longest.busy is None or longest.passed < LEAST_SECONDS:
+        return None
+    own = sum(usage.own for usage in usages)
+    return min(max(longest.busy - own, 0.0) / longest.passed, float(longest.cores))
+
+
+def busy_with_others(usages: Iterable[Usage | None]) -> float | None:
+    """The part of a machine's processor time that other programs took; the largest of all machines,
+    None where it is known of none."""
+    by_machine: dict[str, list[Usage]] = {}
+    for usage in usages:
+        if usage is not None:
+            by_machine.setdefault(usage.machine, []).append(usage)
+    known = [(taken_by_others(group), group[0].cores) for group in by_machine.values()]
+    return max((taken / cores for taken, cores in known if taken is not None), default=None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from orchestra.records.record import Usage
 from orchestra.records.timeline import Timeline
-from orchestra.records.usage import Usage
 
 
 @dataclass(frozen=True)

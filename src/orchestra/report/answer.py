@@ -6,16 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestra.records.record import RunRecord
-from orchestra.report.batches import unequal_shares
-from orchestra.report.measures import (
-    FINAL_LOSS,
-    PACE,
-    SENT,
-    STALENESS,
-    TIME_TO_TARGET,
-    Measure,
-    known_to,
-)
+from orchestra.report.conditions import unequal_shares
 from orchestra.report.numbers import (
     THIN,
     count,
@@ -30,8 +21,17 @@ from orchestra.report.numbers import (
     times,
     uncertain,
 )
-from orchestra.report.rows import Row
-from orchestra.report.statistics import Difference
+from orchestra.report.rows import (
+    FINAL_LOSS,
+    PACE,
+    SENT,
+    STALENESS,
+    TIME_TO_TARGET,
+    Difference,
+    Measure,
+    Row,
+    known_to,
+)
 from orchestra.report.study import Study
 
 

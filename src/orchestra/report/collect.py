@@ -17,7 +17,7 @@ from orchestra.records.layout import CLUSTER, run_folder
 from orchestra.records.links import Links, read_links
 from orchestra.records.record import RunRecord, read_summary
 from orchestra.records.report import Point
-from orchestra.settings.yaml_text import yaml_value
+from orchestra.settings.reading import yaml_value
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestra.records.record import RunRecord
-from orchestra.report.batches import unlike_batches
 from orchestra.report.collect import Source
-from orchestra.report.conditions import doubts
+from orchestra.report.conditions import doubts, unlike_batches
 from orchestra.report.methods import text_of
 from orchestra.report.numbers import count, listed, some
 from orchestra.report.rows import Row

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.report.batches import worker_batch
 from orchestra.report.collect import Source
+from orchestra.report.conditions import worker_batch
 from orchestra.report.numbers import count, listed
 from orchestra.report.study import Study
-from orchestra.settings.yaml_text import yaml_text
+from orchestra.settings.reading import yaml_text
 
 HELD_GLOBAL = "the global batch: workers together process ranks x batch_size samples a step"
 

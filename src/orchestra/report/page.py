@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 import vl_convert
 from markupsafe import Markup, escape
 
+from orchestra.errors import InputError
+from orchestra.records.record import write_atomically
 from orchestra.report.answer import answer
+from orchestra.report.collect import collect
 from orchestra.report.conditions import conditions
 from orchestra.report.fairness import fairness
-from orchestra.report.figures import Figure, style_of
-from orchestra.report.figures.figure import for_page
-from orchestra.report.figures.style import INK, SIGNS, lines_of
+from orchestra.report.figures import Figure, figures, save, style_of
+from orchestra.report.figures.frame import for_page
+from orchestra.report.figures.subject import INK, SIGNS, lines_of
 from orchestra.report.methods import agreement, endings, methods
-from orchestra.report.outcomes import switched, troubles
+from orchestra.report.outcomes import switched, trials, troubles
+from orchestra.report.rows import Row, rows_of
 from orchestra.report.study import Study
-from orchestra.report.table import figures_of, table
-from orchestra.report.traces import traces
-from orchestra.report.tuning import trials
+from orchestra.report.table import csv_text, figures_of, latex_text, table
 
 SCHEMA = 1
 
@@ -159,3 +164,78 @@ def _library() -> Markup:
             "</script", "<\\/script"
         )
     )
+
+
+ROOM = 3_000_000
+"""The most characters that copies may add to a page."""
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The timelines of a row.
+
+    `links` are their places, seen from the page, by seed. `copy` is the first of them in base64,
+    None where it would have made the page too large.
+    """
+
+    name: str
+    links: Mapping[int, str]
+    copy: str | None = None
+
+
+def traces(rows: Sequence[Row], page: Path) -> list[Traces]:
+    """The timelines of the runs of `rows`, for a page in the folder `page`."""
+    found = []
+    room = ROOM
+    for row in rows:
+        paths = {run.record.seed: run.trace for run in row.runs if run.trace is not None}
+        if not paths:
+            continue
+        links = {seed: Path(os.path.relpath(path, page)) for seed, path in paths.items()}
+        copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
+        fits = len(copy) <= room
+        room -= len(copy) * fits
+        places = {seed: quote(link.as_posix()) for seed, link in links.items()}
+        found.append(Traces(row.name, places, copy if fits else None))
+    return found
+
+
+PAGE = "report.html"
+TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
+"""What else the table of a report can be written as."""
+
+
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    baseline: str | None = None,
+    tables: Collection[str] = (),
+) -> Path:
+    """Report on the runs in `folders`, those of trainings or of comparisons, into the folder `out`.
+
+    Args:
+        baseline: the label, or the name in the report, of the row that differences are taken from;
+            without it one process with all cores.
+        tables: "csv" for a `table.csv` beside the page, "latex" for a `table.tex`.
+
+    Returns:
+        The path of `report.html`; the images lie beside it in `figures`. What was there is
+        replaced, each file whole or not at all.
+
+    Raises:
+        InputError: a folder that is none of a run, no run yet, or an unknown baseline.
+    """
+    sources = collect(folders)
+    study = Study(sources, rows_of(sources), baseline)
+    drawn = figures(sources, study.ranked, baseline)
+    try:
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be made: {error.strerror}; choose another --out") from None
+    for figure in drawn:
+        save(figure, out / "figures")
+    for kind in tables:
+        name, text = TABLES[kind]
+        write_atomically(out / name, text(study))
+    write_atomically(out / PAGE, page(study, drawn, out))
+    return out / PAGE

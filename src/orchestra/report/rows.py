@@ -1,7 +1,9 @@
-"""One row of a report: a strategy at one number of ranks, over its seeds."""
+"""A strategy over its seeds: means, spreads, differences, and the figures runs are measured by."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +11,79 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.records.record import RunRecord
+from orchestra.records.report import is_rising
 from orchestra.report.collect import RunData, Source
 from orchestra.report.numbers import count
-from orchestra.report.statistics import mean, spread
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences over `n` pairs, with its confidence interval.
+
+    `low` and `high` are None where there is one pair: nothing is known of the spread then.
+    `below` and `above`: so much less or more it may be, since the figures are read at snapshots;
+    the interval has that in it.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+    below: float = 0.0
+    above: float = 0.0
+
+    @property
+    def too_coarse(self) -> bool:
+        """Whether the snapshots are too far apart to say which figure is the larger."""
+        return -self.above < self.mean < self.below
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval lies on one side of zero."""
+        return self.low is not None and self.high is not None and self.low * self.high > 0
+
+    def widened(self, below: float, above: float) -> Difference:
+        """The same, of figures that may be smaller than they were read: by as much as `below` in
+        the mean of the first ones, and as `above` in that of those taken off."""
+        low = None if self.low is None else self.low - below
+        high = None if self.high is None else self.high + above
+        return Difference(self.mean, low, high, self.n, below, above)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of nothing."""
+    return statistics.fmean(values) if values else None
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """The sample standard deviation (n - 1); None below two values."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
+    """`ours` - `theirs`, paired by seed; None where they share no seed.
+
+    The interval is Student's t over the differences, at 95 %. It assumes that they are about
+    normal, and takes nothing as known of the two spreads.
+    """
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not differences:
+        return None
+    n = len(differences)
+    middle = statistics.fmean(differences)
+    if n == 1:
+        return Difference(middle, None, None, 1)
+    half = _quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n)
+    return Difference(middle, middle - half, middle + half, n)
+
+
+def _quantile(freedom: int) -> float:
+    from scipy.special import stdtrit  # 0.1 s, which a page without seeds need not pay
+
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
 
 Read = Callable[[RunRecord], float | None]
 """A figure of a record; None where the run has none."""
@@ -52,7 +124,12 @@ class Row:
     @property
     def single(self) -> bool:
         """Whether nothing is distributed: one process with all cores."""
-        return self.strategy.partition("(")[0] == "Single"
+        return self.runs[0].record.distributed is False
+
+    @property
+    def switches(self) -> bool:
+        """Whether a rule could end a phase and begin another one."""
+        return self.runs[0].record.switches is True
 
     def values(self, read: Read) -> dict[int, float]:
         """By seed, a figure of the completed runs that have it."""
@@ -137,3 +214,95 @@ def _numbered(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         counts[name] += 1
         yield name if counts[name] == 1 else f"{name} #{counts[name]}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The bound that the runs were to reach."""
+
+    metric: str
+    bound: float
+    rising: bool
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'' if self.rising else '≤ '}{self.bound:g}"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a run. `rising`: more is better; False: less is; None: neither.
+
+    `resolution`: of a figure that is read at snapshots, how far before it the true one may lie.
+    """
+
+    key: str
+    title: str
+    unit: str
+    read: Read
+    rising: bool | None = None
+    digits: int = 3
+    resolution: Read | None = None
+
+    def order(self, value: float) -> float:
+        """`value` so that the smallest is the best."""
+        return -value if self.rising else value
+
+
+def _spacing(record: RunRecord) -> float | None:
+    after, reached = record.time_to_target_after_seconds, record.time_to_target_seconds
+    return None if after is None or reached is None else reached - after
+
+
+TIME_TO_TARGET = Measure(
+    "time_to_target_seconds", "time to target", "s", lambda r: r.time_to_target_seconds, False,
+    resolution=_spacing,
+)  # fmt: skip
+TRAIN = Measure("train_seconds", "training", "s", lambda r: r.train_seconds, False)
+PACE = Measure("samples_per_second", "speed", "samples/s", lambda r: r.samples_per_second, True)
+SETUP = Measure("setup_seconds", "set-up", "s", lambda r: r.setup_seconds, False)
+SENT = Measure("bytes_sent", "sent", "MB", lambda r: r.bytes_sent / 1e6, False)
+STALENESS = Measure(
+    "staleness_mean", "staleness, mean", "updates", lambda r: _staleness(r, "mean"), False
+)
+STALEST = Measure("staleness_max", "largest", "updates", lambda r: _staleness(r, "max"), False)
+FINAL_LOSS = Measure("final_loss", "final loss", "", lambda r: r.final_loss, False, 4)
+
+
+def known_to(row: Row, measure: Measure) -> float | None:
+    """How well the mean of a figure that is read at snapshots is known: to the mean spacing of
+    the snapshots, or the spread over the seeds where that is larger. None of other figures."""
+    spacing = None if measure.resolution is None else row.mean(measure.resolution)
+    return None if spacing is None else max(spacing, row.spread(measure.read) or 0.0)
+
+
+def target_of(experiment: Mapping[str, Any]) -> Target | None:
+    """The target of an experiment; None where it has none."""
+    target = experiment.get("target")
+    if not isinstance(target, Mapping) or "metric" not in target:
+        return None
+    rising = target.get("at_least") is not None
+    bound = target.get("at_least") if rising else target.get("at_most")
+    return Target(str(target["metric"]), float(bound), rising) if bound is not None else None
+
+
+def final_measures(rows: Sequence[Row], target: Target | None) -> list[Measure]:
+    """The figures of the final parameters: the target's metric first, then the others, the loss."""
+    names = list(dict.fromkeys(name for row in rows for run in row.completed
+                               for name in run.record.metrics))  # fmt: skip
+    if target is not None and target.metric in names:
+        names.remove(target.metric)
+        names.insert(0, target.metric)
+    measures = [_metric(name, target) for name in names if name != "loss"]
+    return [*measures, FINAL_LOSS]
+
+
+def _metric(name: str, target: Target | None) -> Measure:
+    def read(record: RunRecord) -> float | None:
+        return record.metrics.get(name)
+
+    rising = target.rising if target is not None and target.metric == name else is_rising(name)
+    return Measure(f"metrics.{name}", f"final {name}", "", read, rising, 4)
+
+
+def _staleness(record: RunRecord, which: str) -> float | None:
+    return None if record.staleness is None else record.staleness[which]

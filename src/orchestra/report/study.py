@@ -8,7 +8,7 @@ from functools import cached_property
 
 from orchestra.errors import InputError, nearest
 from orchestra.report.collect import Source
-from orchestra.report.measures import (
+from orchestra.report.rows import (
     PACE,
     SENT,
     SETUP,
@@ -16,13 +16,15 @@ from orchestra.report.measures import (
     STALEST,
     TIME_TO_TARGET,
     TRAIN,
+    Difference,
     Measure,
+    Row,
     Target,
+    common_settings,
     final_measures,
+    paired_difference,
     target_of,
 )
-from orchestra.report.rows import Row, common_settings
-from orchestra.report.statistics import Difference, paired_difference
 
 _AT_WILL = ("checkpoint_every", "patience")
 """Settings that make no run better or worse."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestra.report.batches import worker_batch
-from orchestra.report.measures import (
-    SENT,
-    STALENESS,
-    STALEST,
-    TIME_TO_TARGET,
-    TRAIN,
-    Measure,
-    known_to,
-)
+from orchestra.report.conditions import worker_batch
 from orchestra.report.numbers import (
+    MINUS,
     THIN,
     count,
     decimals_for,
@@ -27,8 +21,17 @@ from orchestra.report.numbers import (
     places_of,
     uncertain,
 )
-from orchestra.report.rows import Row
-from orchestra.report.statistics import Difference
+from orchestra.report.rows import (
+    SENT,
+    STALENESS,
+    STALEST,
+    TIME_TO_TARGET,
+    TRAIN,
+    Difference,
+    Measure,
+    Row,
+    known_to,
+)
 from orchestra.report.study import Study
 
 NONE = "–"
@@ -225,12 +228,8 @@ def _verdict(measure: Measure, difference: Difference | None) -> str:
     return "better" if (difference.mean > 0) is measure.rising else "worse"
 
 
-def _switches(row: Row) -> bool:
-    return row.strategy.startswith("Switch(")
-
-
 def _switched(row: Row) -> Cell:
-    if not _switches(row) or not row.completed:
+    if not row.switches or not row.completed:
         return Cell(NONE)
     steps = [run.record.switched_at_step for run in row.completed]
     fired = [step for step in steps if step is not None]
@@ -258,3 +257,69 @@ def _beside(study: Study) -> str:
     if all(row.global_batch == rival.global_batch for row, rival in pairs):
         return "one process with all cores, the same global batch and the same seed"
     return "one process with all cores and the same seed, though not every row has its global batch"
+
+
+_CSV_HEAD = ("name", "strategy", "ranks", "workers", "servers", "global_batch", "runs", "completed")
+_TEX = {
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "²": "$^2$",
+    "≤": r"$\leq$",
+    MINUS: "$-$",
+    NONE: "--",
+    THIN: r"\,",
+}
+
+
+def csv_text(study: Study) -> str:
+    """A line for each row, best first; of every figure the mean over the seeds, the sample standard
+    deviation (_sd), the number of seeds (_n), and the paired difference from the rival with its
+    95 % interval (_difference, _low, _high). A field is empty where nothing is known."""
+    file = io.StringIO()
+    keys = [measure.key for measure in study.measures]
+    parts = ("", "_sd", "_n", "_difference", "_low", "_high")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*_CSV_HEAD, *(f"{key}{part}" for key in keys for part in parts)])
+    for row in study.ranked:
+        known = [row.name, row.strategy, row.ranks, row.workers, row.servers, row.global_batch]
+        values: list[object] = [*known, len(row.runs), len(row.completed)]
+        for figure in figures_of(study, row).values():
+            difference = figure["difference"] or {}
+            values += [figure["mean"], figure["spread"], figure["n"]]
+            values += [difference.get(part) for part in ("mean", "low", "high")]
+        writer.writerow(values)
+    return file.getvalue()
+
+
+def latex_text(study: Study) -> str:
+    """The table as a `tabular`, best first, for the package booktabs."""
+    found = table(study)
+    lines = [" & ".join(["strategy", *map(_latex_title, found.columns)])]
+    for line in found.lines:
+        texts = [line.row.name, *(cell.text for cell in line.cells)]
+        lines.append(" & ".join(map(_tex, texts)))
+    head, *body = (f"{line} \\\\" for line in lines)
+    return "\n".join(
+        [
+            r"% \usepackage{booktabs}",
+            rf"\begin{{tabular}}{{l{'r' * len(found.columns)}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
+    )
+
+
+def _latex_title(column: Column) -> str:
+    return _tex(f"{column.title} ({column.unit})" if column.unit else column.title)
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(letter, letter) for letter in text)

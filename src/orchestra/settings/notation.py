@@ -12,15 +12,57 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestra.errors import InputError, nearest
-from orchestra.settings.annotations import wants_notation
-from orchestra.settings.base import Settings, call_text, require_setting, type_hints
-from orchestra.settings.python_text import expression
+from orchestra.settings.base import (
+    MOST_DIGITS,
+    MOST_NESTED,
+    Settings,
+    call_text,
+    require_setting,
+    type_hints,
+    wants_notation,
+)
 from orchestra.settings.registry import Registry
+
+MOST_CHARACTERS = 400_000
+
+
+def expression(text: str) -> ast.expr:
+    """The tree of one expression.
+
+    Raises:
+        ValueError: it is none, or too long, too deep, or has a number with too many digits.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the syntax: an unknown escape stays as it is
+            tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(error.msg) from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"it is nested more than {MOST_NESTED} deep") from None
+    _check(tree)
+    return tree
+
+
+def _check(tree: ast.expr) -> None:
+    level: list[ast.AST] = [tree]
+    for _ in range(MOST_NESTED):
+        for node in level:
+            number = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(number, int) and abs(number) >= 10**MOST_DIGITS:
+                raise ValueError(f"a number of more than {MOST_DIGITS} digits is beyond any use")
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise ValueError(f"it is nested more than {MOST_NESTED} deep")
+
 
 # A quoted text (kept as it is), or `package.module:Name` (which Python's grammar does not have).
 _REFERENCE = re.compile(
@@ -86,7 +128,7 @@ def literal(text: str) -> object:
         return ast.literal_eval(expression(text.strip()))
     except (ValueError, TypeError):
         pass
-    from orchestra.settings.yaml_text import yaml_value
+    from orchestra.settings.reading import yaml_value
 
     return yaml_value(text)
 

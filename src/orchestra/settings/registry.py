@@ -1,8 +1,9 @@
-"""Names for things that are imported when they are first used."""
+"""Names that are imported when they are first used, so that settings load without torch."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -113,3 +114,16 @@ def _imported(name: str, where: str) -> Any:
 def _failed_import(name: str, where: str, error: Exception) -> InputError:
     reason = "".join(text_of(error).splitlines()[:1])
     return InputError(f"{where}: importing {name} failed: {type(error).__name__}: {reason}")
+
+
+def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that finds each name in the submodule `places` gives for it."""
+
+    def find(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"{package}.{places[name]}"), name)
+        setattr(sys.modules[package], name, found)  # it is there from now on
+        return found
+
+    return find

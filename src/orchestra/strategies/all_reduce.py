@@ -118,6 +118,11 @@ class AllReduce(Strategy[AllReduceState]):
                 "AllReduce: order and backup do not go with algorithm='native': name a schedule"
             )
 
+    @property
+    def native(self) -> bool:
+        """By the algorithm of that name."""
+        return self.algorithm == "native"
+
     def roles(self, ranks: int) -> Roles:
         """Every rank is a worker."""
         if self.order is not None and len(self.order) != ranks:

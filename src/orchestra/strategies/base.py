@@ -1,4 +1,6 @@
-"""What every strategy is: settings, and what it does at each point of a run.
+"""The base of all strategies: settings, and a method for each point of a run.
+
+`Replicas` is the base of those whose workers train apart, each with an optimizer of its own.
 
 State never lives in a strategy object: all ranks of a simulation share it. `start` returns it.
 """
@@ -7,23 +9,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from orchestra import optimizers
+from orchestra import exchange, optimizers
 from orchestra.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from orchestra.exchange import SharedWork
     from orchestra.parameter_server import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
 S = TypeVar("S")
+R = TypeVar("R", bound="ReplicaState")
 
 CHANGED = -1
 """In place of the step of a pause: the workers paused because the phase changes.
@@ -38,8 +42,8 @@ class Roles:
 
     `shares` has one entry for each process: its part of the data in per-worker batches a step
     (0: a rank without data). `servers` are the ranks that own slices of the parameters. `reads`
-    tells of each rank whose part of the data it works on; if empty, each on its own. Where slices
-    have `replicas` the run goes on without a server.
+    holds for each rank the rank whose part of the data it works on; if empty, each its own. Where
+    slices have `replicas` the run survives the loss of a server.
     """
 
     shares: tuple[float, ...]
@@ -69,7 +73,7 @@ class WorkSource(Protocol):
     """Gives one worker its batches, one after the other."""
 
     def take(self) -> WorkItem:
-        """What the worker does next; the one before is done."""
+        """The next item of work; the one before is done."""
         ...
 
     def skip(self, values: Tensor) -> None:
@@ -82,8 +86,8 @@ class WorkSource(Protocol):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a rank keeps in memory while it trains, in multiples of what it trains: a whole model,
-    or its `ModelPart`.
+    """The memory of a rank while it trains, in multiples of what it trains: a whole model, or its
+    `ModelPart`.
 
     `copies` are vectors of all parameters beside the optimizer's state: for what arrives, for
     anchors and outer momenta. `batches` are per-worker batches whose activations are there at a
@@ -124,12 +128,12 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def synchronous(self) -> bool:
-        """Whether all workers take every step together, and agree on its loss."""
+        """All workers take every step together, and agree on its loss."""
         return True
 
     @property
     def depends_on_speed(self) -> bool:
-        """Whether the parameters depend on how fast ranks and links are.
+        """The parameters depend on how fast ranks and links are.
 
         Where they do not, a simulation on one cluster knows them for every other.
         """
@@ -137,7 +141,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def steps_together(self) -> bool:
-        """Whether workers wait for one another, so that the slowest sets the pace of all."""
+        """Workers wait for one another, so that the slowest sets the pace of all."""
         return self.synchronous or not self.depends_on_speed
 
     def currently_together(self, state: S) -> bool:
@@ -149,7 +153,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.synchronous
 
     def currently_lockstep(self, state: S) -> bool:
-        """Whether, in the phase under way, a worker takes part in steps in which it has no samples.
+        """In the phase under way, a worker takes part in steps in which it has no samples.
 
         Synchronous strategies need that, and others that exchange in every step.
         """
@@ -157,7 +161,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def self_paced(self) -> bool:
-        """Whether a worker that is free can take the next batch, whatever the others do.
+        """A worker that is free can take the next batch, whatever the others do.
 
         The batches of the run then lie in one queue (`worker.make_queue`), unless the experiment
         says that all workers get equal parts.
@@ -165,7 +169,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return False
 
     def work(self, state: S) -> WorkSource | None:
-        """What this worker takes its batches from, in the phase under way; None: from the plan."""
+        """The source of this worker's batches in the phase under way; None: the plan."""
         return None
 
     def end_phase(self, worker: Worker, state: S, level: int) -> None:
@@ -177,18 +181,33 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def hands_over_moments(self) -> bool:
-        """Whether a following phase can inherit the optimizer's moments from the workers."""
+        """A following phase can inherit the optimizer's moments from the workers."""
         return True
 
     @property
+    def distributed(self) -> bool:
+        """Whether several processes train, given several ranks; False of `Single` alone."""
+        return True
+
+    @property
+    def switches(self) -> bool:
+        """Whether a rule may end a phase and begin another one, as in `Switch`."""
+        return False
+
+    @property
+    def native(self) -> bool:
+        """Whether torch.distributed's own collectives (gloo, NCCL) are used."""
+        return False
+
+    @property
     def divides_model(self) -> bool:
-        """Whether each rank has a part of the model only."""
+        """Each rank has a part of the model only."""
         return False
 
     def part_of(
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
     ) -> ModelPart | None:
-        """What `rank` trains of `module`; None: all of it.
+        """The part of `module` that `rank` trains; None: all of it.
 
         Pure, so that all ranks agree. `loss_of` gives a model's loss on a few samples.
         """
@@ -199,7 +218,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """What `rank` keeps in memory, with a budget of `ranks`: a model and its optimizer."""
+        """The memory of `rank`, with a budget of `ranks`: by default a model and its optimizer."""
         roles = roles_of(self, ranks)
         return Footprint(batches=roles.shares[roles.part(rank)])
 
@@ -213,16 +232,16 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_loss(self) -> bool:
-        """Whether its decisions depend on the training loss."""
+        """Its decisions depend on the training loss."""
         return False
 
     @property
     def reads_values(self) -> bool:
-        """Whether what it does when depends on losses, gradients or parameters."""
+        """When it does what depends on losses, gradients or parameters."""
         return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:
-        """What is to happen before a step's first forward pass: the place to share buffers."""
+        """Called before a step's first forward pass: the place to share buffers."""
 
     def gradient(self, worker: Worker, state: S, batch: Batch | None) -> None:
         """The gradient of `batch` (None: this rank has no samples in this step), exchanged."""
@@ -231,7 +250,7 @@ class Strategy(Settings, ABC, Generic[S]):
         self.reduce(worker, state)
 
     def reduce(self, worker: Worker, state: S) -> None:
-        """What is to happen to a complete gradient before anybody reads it, clipping included."""
+        """Called with a complete gradient, before anybody reads it, clipping included."""
 
     @abstractmethod
     def update(self, worker: Worker, state: S) -> None:
@@ -244,7 +263,7 @@ class Strategy(Settings, ABC, Generic[S]):
     def quiesce(self, worker: Worker, state: S, step: int) -> bool:
         """On a worker after its step `step`: return when nothing is in flight anywhere.
 
-        Whether all workers are there; some may have finished, or were lost.
+        False if some workers have finished, or were lost.
         """
         return True
 
@@ -284,3 +303,59 @@ def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
 @lru_cache(maxsize=256)
 def _roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
     return strategy.roles(ranks)
+
+
+@dataclass
+class ReplicaState:
+    """Of a worker that trains a replica: its own optimizer, and its end of the queue of batches."""
+
+    optimizer: Optimizer
+    work: SharedWork | None = field(default=None, kw_only=True, metadata=optimizers.TRANSIENT)
+
+
+@dataclass(frozen=True, repr=False)
+class Replicas(Strategy[R]):
+    """Each worker trains a replica of its own, which it averages with some or all others.
+
+    The final parameters are the exact mean of the replicas.
+    """
+
+    synchronous = False  # replicas differ, and losses are each worker's own
+
+    def work(self, state: R) -> WorkSource | None:
+        """The queue of the first worker, where workers take batches at their own pace."""
+        return state.work
+
+    def currently_lockstep(self, state: R) -> bool:
+        """Where work is dealt out, all count the steps alike."""
+        return state.work is None
+
+    def start(self, worker: Worker) -> R:
+        """Everyone begins with the parameters of the first rank."""
+        exchange.agree_on_parameters(worker)
+        worker.reporter.expendable(False)
+        work = None
+        if self.self_paced:
+            work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
+        return self.allocate(worker, work)
+
+    @abstractmethod
+    def allocate(self, worker: Worker, work: SharedWork | None) -> R:
+        """The state at the start."""
+
+    def reduce(self, worker: Worker, state: R) -> None:
+        """The gradient stays here."""
+        exchange.keep_gradient(worker)
+
+    def agree(self, worker: Worker, state: R) -> None:
+        """The exact mean of the replicas, and of their buffers."""
+        exchange.exact_mean(worker)
+        exchange.exact_mean_of_buffers(worker)
+
+    def stop(self, worker: Worker, state: R) -> None:
+        """The exact mean of the replicas."""
+        exchange.exact_mean(worker)
+
+    def optimizer_of(self, state: R) -> Optimizer:
+        """This worker's own."""
+        return state.optimizer

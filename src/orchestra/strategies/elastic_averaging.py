@@ -60,6 +60,9 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     is the synchronous variant.
     """
 
+    synchronous = False  # nobody waits, and losses are each worker's own
+    self_paced = True  # nobody waits for another worker
+
     use = "for workers of unlike speed and slow links: nobody waits, and an exchange is rare"
     variants = (
         ("ElasticAveraging(10)", use),
@@ -80,16 +83,6 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
     )
-
-    @property
-    def synchronous(self) -> bool:
-        """Nobody waits, and losses are each worker's own."""
-        return False
-
-    @property
-    def self_paced(self) -> bool:
-        """Nobody waits for another worker."""
-        return True
 
     def work(self, state: ElasticAveragingState) -> SharedWork | None:
         """From the first server."""
@@ -209,5 +202,4 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
             self._push(worker, state, 0.0, nothing)
 
     def optimizer_of(self, state: ElasticAveragingState) -> Optimizer | None:
-        """This worker's own."""
         return state.optimizer

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MOST_STEPS, setting
-from orchestra.strategies.base import Footprint, Strategy
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState
 from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from orchestra.exchange import SharedWork
     from orchestra.exchange.replicas import Counts
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
@@ -49,14 +50,13 @@ class Fragment:
 
 
 @dataclass
-class LocalSGDState:
+class LocalSGDState(ReplicaState):
     """`fragments` lie at `cuts` (first, end) of the flat parameters; `epochs` are those over.
 
     `ended` are the fragments whose round is over, where the outer rule takes them with the next
     gradient. `samples` are this worker's since its buffers were last averaged.
     """
 
-    optimizer: Optimizer
     fragments: list[Fragment]
     cuts: list[tuple[int, int]] = field(metadata=optimizers.TRANSIENT)
     steps: int = 0
@@ -66,7 +66,7 @@ class LocalSGDState:
 
 
 @dataclass(frozen=True, repr=False)
-class LocalSGD(Strategy[LocalSGDState]):
+class LocalSGD(Replicas[LocalSGDState]):
     """Each worker takes `every` steps of its own; then the replicas are averaged.
 
     Averages are weighted by the samples behind each replica since the last one; so is the one at
@@ -78,6 +78,8 @@ class LocalSGD(Strategy[LocalSGDState]):
     applies the result `overlap` steps after it was sent, mixed with what the worker learnt since:
     theta <- mix theta + (1 - mix) theta_outer.
     """
+
+    depends_on_speed = False  # averages arrive at the step at which they are due
 
     use = "for slow links: an exchange a round, not a step"
     variants = (
@@ -107,7 +109,7 @@ class LocalSGD(Strategy[LocalSGDState]):
     )
     _: KW_ONLY
     every_epochs: int | None = setting(
-        None, "rounds of so many passes over the data, in place of `every`", low=1, high=MOST_STEPS
+        None, "passes over the data of a round, in place of `every`", low=1, high=MOST_STEPS
     )
     outer: Outer = setting(
         Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
@@ -126,7 +128,7 @@ class LocalSGD(Strategy[LocalSGDState]):
     )
 
     def check(self) -> None:
-        """What overlaps has to fit between two exchanges."""
+        """Overlapping averages have to fit between two exchanges."""
         if self.every_epochs is not None and self.every not in (None, 8):
             raise InputError("LocalSGD: every and every_epochs are both set; give one")
         by_steps = self.every is not None and self.every_epochs is None
@@ -162,39 +164,19 @@ class LocalSGD(Strategy[LocalSGDState]):
                 "once: leave out fragments and overlap"
             )
 
-    @property
-    def synchronous(self) -> bool:
-        """Replicas differ between two averages, and losses are each worker's own."""
-        return False
-
-    @property
-    def depends_on_speed(self) -> bool:
-        """Averages arrive at the step at which they are due."""
-        return False
-
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """And the outer state, and the fragments on their way."""
         travelling = 1.0 if self.overlap else 1 / self.fragments
         copies = self.outer.copies + travelling
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def currently_lockstep(self, state: LocalSGDState) -> bool:
-        """All count the steps alike."""
-        return True
-
-    def start(self, worker: Worker) -> LocalSGDState:
-        """Everyone begins with the parameters of the first rank."""
-        exchange.agree_on_parameters(worker)
-        worker.reporter.expendable(False)
+    def allocate(self, worker: Worker, work: SharedWork | None) -> LocalSGDState:
+        """An outer state for each fragment."""
         cuts = exchange.fragments_of(worker, self.fragments)
         fragments = [Fragment(self.outer.begin(worker.parameters[a:b])) for a, b in cuts]
         return LocalSGDState(
             worker.local_optimizer(), fragments, cuts, epochs=int(worker.step.epoch)
         )
-
-    def reduce(self, worker: Worker, state: LocalSGDState) -> None:
-        """Nothing is exchanged."""
-        exchange.keep_gradient(worker)
 
     def update(self, worker: Worker, state: LocalSGDState) -> None:
         """A local step; then what is due: averages arrive, and others leave."""
@@ -237,7 +219,7 @@ class LocalSGD(Strategy[LocalSGDState]):
     def _averaging(
         self, worker: Worker, fragment: Fragment, values: Tensor
     ) -> Callable[[Transport], None]:
-        """What averages `values`, a copy of `fragment`, in a flow; its samples count anew."""
+        """A function that averages `values`, a copy of `fragment`; its samples count anew."""
         average = partial(
             exchange.average_replicas,
             worker,
@@ -285,7 +267,7 @@ class LocalSGD(Strategy[LocalSGDState]):
                 self._treat_moments(worker, state.optimizer, counts)
 
     def _arrive(self, worker: Worker, state: LocalSGDState, index: int) -> None:
-        """What the average becomes, into the replica."""
+        """Apply the outer rule to the replica and the average."""
         fragment, (first, end) = state.fragments[index], state.cuts[index]
         self._land(fragment)
         assert fragment.travelling is not None
@@ -297,7 +279,7 @@ class LocalSGD(Strategy[LocalSGDState]):
         fragment.travelling = None
 
     def _rule(self, fragment: Fragment) -> Outer:
-        """What becomes of the last average of `fragment`."""
+        """The outer rule for the last average of `fragment`."""
         if isinstance(self.outer, SlowMo) and self.outer.every is not None:
             assert self.every is not None
             if fragment.averages % (self.outer.every // self.every):
@@ -340,7 +322,7 @@ class LocalSGD(Strategy[LocalSGDState]):
         self._average_exactly(worker, state)
 
     def _settle(self, worker: Worker, state: LocalSGDState) -> None:
-        """What is on its way arrives; every replica becomes what it is worth."""
+        """Apply averages that are on their way; replicas become what `worth` says of them."""
         self.quiesce(worker, state, state.steps)
         for index, fragment in enumerate(state.fragments):
             if fragment.travelling is not None:
@@ -360,7 +342,3 @@ class LocalSGD(Strategy[LocalSGDState]):
         for cut, fragment in zip(state.cuts, state.fragments, strict=True):
             worth = self.outer.worth(fragment.outer, worker.parameters[slice(*cut)])
             yield cut, worth, fragment.weight
-
-    def optimizer_of(self, state: LocalSGDState) -> Optimizer:
-        """This worker's own."""
-        return state.optimizer

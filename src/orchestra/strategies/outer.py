@@ -1,4 +1,4 @@
-"""Outer optimizers: what becomes of the average of the replicas when a round of local steps ends.
+"""Outer optimizers: from the average of the replicas to the start of the next round.
 
 x_0 is what the round began with, the same on every worker; x the average of the replicas; Delta =
 x_0 - x. Each rule is written so that rate 1 without momentum gives x itself, bit for bit.
@@ -38,7 +38,7 @@ class Outer(Settings, ABC):
 
     @property
     def beside_gradient(self) -> bool:
-        """Whether it takes the replicas at which the next gradient is computed, not those before.
+        """It takes the replicas at which the next gradient is computed, not those before.
 
         What it changes is then added beside the local step of that gradient.
         """
@@ -56,7 +56,7 @@ class Outer(Settings, ABC):
         """`own` (this worker's replica), in place, becomes what the next round begins with."""
 
     def worth(self, state: OuterState, own: Tensor) -> Tensor:
-        """What this worker has learnt, as far as it counts: its replica `own`."""
+        """The parameters that this worker contributes to a model: its replica `own`."""
         return own
 
 
@@ -121,7 +121,6 @@ class Nesterov(Outer):
     momentum: float = setting(0.9, "mu: of the outer momentum", low=0.0, high=1.0)
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
-        """As above."""
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
@@ -145,14 +144,11 @@ class Elastic(Outer):
     each other: `ElasticAveraging`.
     """
 
+    beside_gradient = True  # gradient and elastic force are those of one x_i
+
     beta: float = setting(
         0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
     )
-
-    @property
-    def beside_gradient(self) -> bool:
-        """Gradient and elastic force are those of one x_i."""
-        return True
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
         """As above, without the gradient."""

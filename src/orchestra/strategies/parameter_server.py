@@ -198,7 +198,7 @@ class ParameterServer(Strategy[ParameterServerState]):
     )  # fmt: skip
 
     def check(self) -> None:
-        """What one setting says has to make sense with the others."""
+        """Refuse settings that contradict each other."""
         if self.staleness is not None and self.consistency != "bounded":
             raise InputError(
                 f"ParameterServer: staleness={self.staleness} needs consistency='bounded', "
@@ -211,11 +211,11 @@ class ParameterServer(Strategy[ParameterServerState]):
                 "consistency='asynchronous'"
             )
         if self.averages:
-            self._need_pushes_on_arrival()
+            self._check_synchronous()
         else:
-            self._need_averages()
+            self._check_on_arrival()
         if self.replicas:
-            self._need_somewhere_to_go_on()
+            self._check_replicas()
         if self.lambda0 is not None and self.delay_compensation == "none":
             raise InputError(
                 "ParameterServer: lambda0 needs delay_compensation='constant' or 'adaptive'"
@@ -228,7 +228,7 @@ class ParameterServer(Strategy[ParameterServerState]):
                 "would not drop the same gradients, and a late worker would miss updates"
             )
 
-    def _need_averages(self) -> None:
+    def _check_on_arrival(self) -> None:
         if self.returns == "gradients":
             raise InputError(
                 "ParameterServer: returns='gradients' needs consistency='synchronous': "
@@ -240,7 +240,7 @@ class ParameterServer(Strategy[ParameterServerState]):
                 f"where it is {self.consistency!r}, no gradient comes too late"
             )
 
-    def _need_somewhere_to_go_on(self) -> None:
+    def _check_replicas(self) -> None:
         if self.servers < 2:
             raise InputError(
                 "ParameterServer: replicas=1 needs servers=2 or more: the replica of a server's "
@@ -258,7 +258,7 @@ class ParameterServer(Strategy[ParameterServerState]):
                 "synchronous step needs all workers; or set placement='dedicated'"
             )
 
-    def _need_pushes_on_arrival(self) -> None:
+    def _check_synchronous(self) -> None:
         for name, neutral in (("learning_rate", "kept"), ("delay_compensation", "none")):
             if getattr(self, name) != neutral:
                 raise InputError(
@@ -269,12 +269,12 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     @property
     def averages(self) -> bool:
-        """Whether an update is an average over workers, and not one push."""
+        """An update is an average over workers, not one push."""
         return self.consistency == "synchronous" or self.staleness == 0
 
     @property
     def synchronous(self) -> bool:
-        """Whether all workers take each step together."""
+        """All workers take each step together."""
         return self.averages and not self.backup
 
     @property
@@ -283,7 +283,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         return not self.averages
 
     def work(self, state: ParameterServerState) -> Client | None:
-        """What answers bring."""
+        """The batches that come with answers."""
         client = state.client
         return None if client is None or client.work is None else client
 
@@ -363,9 +363,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         if not self.replicas:
             return make(queue=self._queue(worker, roles))
         return exchange.make_replicated_server(
-            worker,
-            homes,
-            lambda mirrors: make(mirrors=mirrors, queue=self._queue(worker, roles)),
+            worker, homes, lambda mirrors: make(mirrors=mirrors, queue=self._queue(worker, roles))
         )
 
     def _make_client(self, worker: Worker, roles: Roles, homes: list[Home]) -> Client:
@@ -388,14 +386,14 @@ class ParameterServer(Strategy[ParameterServerState]):
         return Asynchronous() if self.staleness is None else Bounded(self.staleness)
 
     def _rate_divisor(self, workers: int) -> Callable[[int], int]:
-        """What a push's learning rate is divided by, for its staleness."""
+        """The divisor of a push's learning rate, for its staleness."""
         if self.learning_rate == "by_staleness":
             return lambda staleness: max(staleness, 1)
         divisor = workers if self.learning_rate == "divided" else 1
         return lambda staleness: divisor
 
     def _compensate(self) -> Compensate | None:
-        """What makes a slice's compensation, with the paper's strengths for CIFAR-10."""
+        """Makes the compensation of a slice, with the paper's strengths for CIFAR-10 by default."""
         if self.delay_compensation == "none":
             return None
         adaptive = self.delay_compensation == "adaptive"
@@ -467,15 +465,15 @@ class ParameterServer(Strategy[ParameterServerState]):
             exchange.agree_on_parameters(worker)
             return
         if self.replicas:
-            self._agree_without_a_server(worker, state)
+            self._agree_with_replicas(worker, state)
             return
         assert not isinstance(state.server, parameter_server.ReplicatedServer)
         exchange.collect_slices(worker, state.homes, state.server)
         if self.synchronous:
             exchange.broadcast_buffers(worker, worker.everyone)
 
-    def _agree_without_a_server(self, worker: Worker, state: ParameterServerState) -> None:
-        """Any of them may be lost, or be just now: workers ask, and one of them tells servers."""
+    def _agree_with_replicas(self, worker: Worker, state: ParameterServerState) -> None:
+        """Any server may be lost: workers ask for the values, and one of them tells the servers."""
         if isinstance(state.client, parameter_server.ReplicatedClient):
             state.client.agree()
             if self.synchronous:

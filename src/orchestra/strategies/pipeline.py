@@ -46,6 +46,8 @@ class Pipeline(Strategy[PipelineState]):
     over them as under AllReduce. BatchNorm sees micro-batches, as it does under accumulation.
     """
 
+    divides_model = True  # each rank has its stage
+
     use = "for models that have no room in the memory of one rank"
     variants = (("Pipeline()", use),)
 
@@ -66,11 +68,6 @@ class Pipeline(Strategy[PipelineState]):
                 f"Pipeline: {len(self.cuts)} cuts make {len(self.cuts) + 1} stages, not "
                 f"{self.stages}: leave one of the two out"
             )
-
-    @property
-    def divides_model(self) -> bool:
-        """Each rank has its stage."""
-        return True
 
     def _stages(self, ranks: int) -> int:
         if self.cuts is not None:

@@ -1,8 +1,19 @@
-"""The names of strategies, and of what stands in their arguments."""
+"""The names of strategies and of their arguments, and which strategies have been seen best.
+
+The latter is a table that `studies.standing` measures.
+"""
 
 from __future__ import annotations
 
-from orchestra.settings import Registry
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import InputError
+from orchestra.settings import Registry, parse, write
 
 STRATEGIES = Registry(
     "strategy",
@@ -10,12 +21,12 @@ STRATEGIES = Registry(
         "AllReduce": "orchestra.strategies.all_reduce:AllReduce",
         "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
         "Gossip": "orchestra.strategies.gossip:Gossip",
-        "Hop": "orchestra.strategies.hop:Hop",
+        "Hop": "orchestra.strategies.gossip:Hop",
         "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
-        "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
+        "PairwiseAveraging": "orchestra.strategies.group_averaging:PairwiseAveraging",
         "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
         "Pipeline": "orchestra.strategies.pipeline:Pipeline",
-        "Prague": "orchestra.strategies.prague:Prague",
+        "Prague": "orchestra.strategies.group_averaging:Prague",
         "Single": "orchestra.strategies.single:Single",
         "StochasticGradientPush": (
             "orchestra.strategies.stochastic_gradient_push:StochasticGradientPush"
@@ -56,3 +67,76 @@ STRATEGIES = Registry(
         "ZeRO1": 'AllReduce(shard="optimizer")',
     },
 )
+
+NEAR = 1.05
+"""As good as the best: at most this many times its seconds to the target."""
+
+
+Seconds = Mapping[str, Mapping[str, float | None]]
+"""To the target, of each strategy in its normal notation, on each of several places.
+
+Of all seeds the median; None: not reached.
+"""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Seconds of real runs on each task, and of simulated ones on each cluster that comes along.
+
+    `remark` and `simulated_remark` say how these were measured.
+    """
+
+    seconds: Seconds
+    remark: str
+    simulated: Seconds = field(default_factory=dict)
+    simulated_remark: str = "not done"
+
+    @classmethod
+    def shipped(cls) -> Standing:
+        """The table that comes with Orchestra."""
+        table = json.loads(Path(__file__).with_name("standing.json").read_text())
+        known = cls(_seconds(table["tasks"]), table["remark"])
+        if "simulated" not in table:
+            return known
+        simulated = table["simulated"]
+        clusters, remark = _seconds(simulated["clusters"]), simulated["remark"]
+        return replace(known, simulated=clusters, simulated_remark=remark)
+
+    @cached_property
+    def _good_on(self) -> dict[str, list[str]]:
+        return _good_on(self.seconds)
+
+    @cached_property
+    def _good_in_simulation(self) -> dict[str, list[str]]:
+        return _good_on(self.simulated)
+
+    def good_on(self, notation: str) -> list[str]:
+        """The tasks on which this strategy was the best in real runs, or within 5 % of that."""
+        return self._good_on.get(normal(notation), [])
+
+    def good_in_simulation(self, notation: str) -> list[str]:
+        """The clusters on which it was that in simulated runs."""
+        return self._good_in_simulation.get(normal(notation), [])
+
+
+def _seconds(measured: Mapping[str, Mapping[str, Any]]) -> Seconds:
+    return {place: found["seconds"] for place, found in measured.items()}
+
+
+def _good_on(seconds: Seconds) -> dict[str, list[str]]:
+    """Of each strategy the places where it was good."""
+    found: dict[str, list[str]] = {}
+    for place, measured in seconds.items():
+        reached = {name: value for name, value in measured.items() if value is not None}
+        for name, value in reached.items():
+            if value <= NEAR * min(reached.values()):
+                found.setdefault(name, []).append(place)
+    return found
+
+
+def normal(notation: str) -> str:
+    """The one text for all ways to write a strategy."""
+    try:
+        return write(parse(notation, STRATEGIES, where="standing"), STRATEGIES)
+    except InputError:  # a plug-in's that cannot do without arguments
+        return notation

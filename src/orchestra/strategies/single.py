@@ -1,4 +1,4 @@
-"""No distribution: one process, all cores. The honest rival of every other strategy."""
+"""No distribution: one process, all cores. The baseline of every other strategy."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ class Single(Strategy[SingleState]):
 
     use = "first of all: on one host it mostly is faster than any distribution"
 
+    @property
+    def distributed(self) -> bool:
+        """No."""
+        return False
+
     def roles(self, ranks: int) -> Roles:
         """One process that takes everybody's share."""
         return Roles((float(ranks),))
 
     def start(self, worker: Worker) -> SingleState:
-        """Make the optimizer."""
         return SingleState(worker.local_optimizer())
 
     def reduce(self, worker: Worker, state: SingleState) -> None:
@@ -43,12 +47,10 @@ class Single(Strategy[SingleState]):
         worker.gradients.forget_unused()
 
     def update(self, worker: Worker, state: SingleState) -> None:
-        """One step of the optimizer."""
         worker.clip()
         worker.update_locally(state.optimizer)
         worker.step.agreed = True
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def optimizer_of(self, state: SingleState) -> Optimizer:
-        """The optimizer."""
         return state.optimizer

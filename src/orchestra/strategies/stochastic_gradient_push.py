@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange, optimizers
+from orchestra import exchange
 from orchestra.errors import InputError
 from orchestra.settings import MOST_SEED, MOST_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
 from orchestra.topologies import (
     Exponential,
     Topology,
@@ -20,24 +20,20 @@ from orchestra.topologies import (
 )
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from orchestra.exchange import PushSum, SharedWork
     from orchestra.exchange.push_sum import Shares
     from orchestra.worker.worker import Worker
 
 
 @dataclass
-class PushState:
-    """A worker's own optimizer, and its mass."""
+class PushState(ReplicaState):
+    """`push` is this worker's mass, x and w."""
 
-    optimizer: Optimizer
     push: PushSum
-    work: SharedWork | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
-class StochasticGradientPush(Strategy[PushState]):
+class StochasticGradientPush(Replicas[PushState]):
     """Push shares of the parameters along one-way links.
 
     SGP (Assran et al., ICML 2019), Algorithm 1; with `overlap`, OSGP.
@@ -115,11 +111,6 @@ class StochasticGradientPush(Strategy[PushState]):
             )
 
     @property
-    def synchronous(self) -> bool:
-        """Workers wait for few others, and share no loss."""
-        return False
-
-    @property
     def depends_on_speed(self) -> bool:
         """With `overlap` messages are added when they are there."""
         return self.overlap > 0
@@ -128,14 +119,6 @@ class StochasticGradientPush(Strategy[PushState]):
     def self_paced(self) -> bool:
         """With `overlap`: messages need not be of a certain step."""
         return self.overlap > 0
-
-    def work(self, state: PushState) -> SharedWork | None:
-        """From the first worker."""
-        return state.work
-
-    def currently_lockstep(self, state: PushState) -> bool:
-        """Where work is dealt out, others wait in every step for this worker's mass."""
-        return state.work is None
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the graph has to connect them."""
@@ -150,31 +133,22 @@ class StochasticGradientPush(Strategy[PushState]):
         copies = 1.0 + moving * (1 + self.overlap)
         return replace(super().footprint(rank, ranks), copies=copies)
 
-    def start(self, worker: Worker) -> PushState:
-        """Everyone begins with the parameters of the first rank, and weight 1."""
-        exchange.agree_on_parameters(worker)
-        worker.reporter.expendable(False)
+    def allocate(self, worker: Worker, work: SharedWork | None) -> PushState:
+        """Weight 1."""
         shares: Shares = partial(random_shares, seed=self.seed)
         if self.weights == "uniform":
             shares = uniform_shares
-        work = None
-        if self.self_paced:
-            work = exchange.share_work(worker, roles_of(self, worker.budget_ranks).shares)
         if work is None:
             push = exchange.PushSum(worker, self.topology, shares, self.overlap, self.exchanges)
         else:
             push = exchange.SelfPacedPushSum(worker, self.topology, shares, self.overlap)
-        return PushState(worker.local_optimizer(), push, work)
+        return PushState(worker.local_optimizer(), push, work=work)
 
     def before_forward(self, worker: Worker, state: PushState) -> None:
         """As in the authors' code: what has come is added and an exchange begins, then z."""
         if self.exchanges == "one_at_a_time":
             state.push.mix()
             worker.parameters.copy_(state.push.z())
-
-    def reduce(self, worker: Worker, state: PushState) -> None:
-        """The gradient stays here."""
-        exchange.keep_gradient(worker)
 
     def update(self, worker: Worker, state: PushState) -> None:
         """The optimizer's step on x, a step of push-sum, and z."""
@@ -211,7 +185,3 @@ class StochasticGradientPush(Strategy[PushState]):
         worker.snapshots.renew(worker.step.consumed, z, weight=state.push.w)
         state.push.agree()
         worker.parameters.copy_(state.push.x)
-
-    def optimizer_of(self, state: PushState) -> Optimizer:
-        """This worker's own."""
-        return state.optimizer

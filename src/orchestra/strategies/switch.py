@@ -88,8 +88,17 @@ class Switch(Strategy[SwitchState]):
             )
 
     @property
+    def switches(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def native(self) -> bool:
+        """As a phase does."""
+        return self.first.native or self.then.native
+
+    @property
     def synchronous(self) -> bool:
-        """Only if both phases are."""
         return self.first.synchronous and self.then.synchronous
 
     @property
@@ -100,7 +109,7 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def _announced(self) -> bool:
-        """Whether workers report, and are told when to change; elsewhere all decide alike."""
+        """Workers report, and one announces when to change; elsewhere all decide alike."""
         alike = self.first.synchronous and not self.when.compares_workers
         return not alike and not self.when.counts
 
@@ -134,7 +143,6 @@ class Switch(Strategy[SwitchState]):
             )
 
     def current_roles(self, worker: Worker, state: SwitchState) -> Roles:
-        """The roles of the phase under way."""
         return self._phase(state).current_roles(worker, state.inner)
 
     @property
@@ -143,11 +151,9 @@ class Switch(Strategy[SwitchState]):
         return self.first.steps_together or self.then.steps_together
 
     def currently_together(self, state: SwitchState) -> bool:
-        """As the phase under way does."""
         return self._phase(state).currently_together(state.inner)
 
     def currently_synchronous(self, state: SwitchState) -> bool:
-        """As the phase under way is."""
         return self._phase(state).currently_synchronous(state.inner)
 
     def currently_lockstep(self, state: SwitchState) -> bool:
@@ -160,11 +166,9 @@ class Switch(Strategy[SwitchState]):
         return self.then.self_paced
 
     def work(self, state: SwitchState) -> WorkSource | None:
-        """That of the phase under way."""
         return self._phase(state).work(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
-        """Start the first phase."""
         state = SwitchState(None, self.when.begin())
         state.limit_queues(worker, self.when, self.nesting)
         state.inner = self.first.start(worker)
@@ -178,7 +182,7 @@ class Switch(Strategy[SwitchState]):
         self._watch(worker, state)
 
     def _takes(self, worker: Worker, state: SwitchState) -> bool:
-        """Whether workers take batches from a queue in the phase under way."""
+        """Workers take batches from a queue in the phase under way."""
         return worker.queue_of is not None and self._innermost(state).self_paced
 
     def _innermost(self, state: SwitchState) -> Strategy[Any]:
@@ -259,7 +263,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def reads_loss(self) -> bool:
-        """As `when` does."""
         return self.when.reads_loss
 
     @property
@@ -269,15 +272,12 @@ class Switch(Strategy[SwitchState]):
         return rule or self.first.reads_values or self.then.reads_values
 
     def before_forward(self, worker: Worker, state: SwitchState) -> None:
-        """As the phase under way does."""
         self._phase(state).before_forward(worker, state.inner)
 
     def gradient(self, worker: Worker, state: SwitchState, batch: Batch | None) -> None:
-        """As the phase under way does."""
         self._phase(state).gradient(worker, state.inner, batch)
 
     def reduce(self, worker: Worker, state: SwitchState) -> None:
-        """As the phase under way does."""
         self._phase(state).reduce(worker, state.inner)
 
     def update(self, worker: Worker, state: SwitchState) -> None:
@@ -308,7 +308,7 @@ class Switch(Strategy[SwitchState]):
             self._switch(worker, state)
 
     def _report(self, worker: Worker, state: SwitchState) -> tuple[float, ...]:
-        """What `Report` says of the step, from its loss on."""
+        """The fields of a `Report` of the step, from its loss on."""
         step, before = worker.step, state.seconds
         state.seconds = exchange.own_seconds(worker)
         rate = step.rates[0] if step.rates else 0.0
@@ -405,17 +405,14 @@ class Switch(Strategy[SwitchState]):
         return complete
 
     def agree(self, worker: Worker, state: SwitchState) -> None:
-        """As the phase under way does."""
         self._phase(state).agree(worker, state.inner)
 
     def stop(self, worker: Worker, state: SwitchState) -> None:
-        """Stop the phase under way."""
         self._phase(state).stop(worker, state.inner)
         if state.leaving is not None:
             state.leaving.close()
 
     def optimizer_of(self, state: SwitchState) -> Optimizer | None:
-        """That of the phase under way."""
         return self._phase(state).optimizer_of(state.inner)
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:

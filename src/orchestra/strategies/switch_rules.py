@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RuleState:
-    """What a rule remembers: steps seen, past observations, and the interval under way."""
+    """The memory of a rule: steps seen, past observations, and the interval under way."""
 
     steps: int = 0
     observations: list[float] = field(default_factory=list)
@@ -37,26 +37,26 @@ class Rule(Settings, ABC):
 
     @property
     def reads_loss(self) -> bool:
-        """Whether it depends on the training loss."""
+        """It depends on the training loss."""
         return False
 
     @property
     def counts(self) -> bool:
-        """Whether it depends on the number of the step alone, or on what is planned."""
+        """It depends on the number of the step alone, or on what is planned."""
         return False
 
     @property
     def compares_workers(self) -> bool:
-        """Whether it needs to know of each worker what only that one measures."""
+        """It needs what each worker measures by itself."""
         return False
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether it compares workers by their gradients, which are then averaged."""
+        """It compares workers by their gradients, which are then averaged."""
         return False
 
     def begin(self) -> RuleState:
-        """What it remembers at the beginning."""
+        """The memory at the beginning."""
         return RuleState()
 
     @abstractmethod
@@ -74,12 +74,9 @@ class Rule(Settings, ABC):
 class AfterSteps(Rule):
     """After a fixed number of steps."""
 
-    steps: int = setting(100, "steps of the first phase", low=1, high=MOST_STEPS)
+    counts = True
 
-    @property
-    def counts(self) -> bool:
-        """It does nothing else."""
-        return True
+    steps: int = setting(100, "steps of the first phase", low=1, high=MOST_STEPS)
 
     def observe(self, state: RuleState, step: Step) -> bool:
         """True from step `steps` on."""
@@ -91,12 +88,9 @@ class AfterSteps(Rule):
 class AfterFraction(Rule):
     """After a fraction of the work: the timing policy of Sync-Switch (Li et al., ICDCS 2021)."""
 
-    fraction: float = setting(0.125, "of the samples of the whole run", low=0.0, high=1.0)
+    counts = True  # what is consumed is planned
 
-    @property
-    def counts(self) -> bool:
-        """What is consumed is planned."""
-        return True
+    fraction: float = setting(0.125, "of the samples of the whole run", low=0.0, high=1.0)
 
     def observe(self, state: RuleState, step: Step) -> bool:
         """True once that much has been consumed."""
@@ -153,17 +147,14 @@ class Straggler(Rule):
     Switch(a, Switch(b, a, when=Straggler(present=False)), when=Straggler()).
     """
 
+    compares_workers = True
+
     ratio: float = setting(
         1.5, "seconds of the slowest over the median that make one", above=1.0, high=1e9
     )
     _: KW_ONLY
     window: int = setting(10, "steps that the seconds are the mean of", low=1, high=1_000_000)
     present: bool = setting(True, "false: when there is none any more")
-
-    @property
-    def compares_workers(self) -> bool:
-        """It does."""
-        return True
 
     def begin(self) -> StragglerState:
         """No step so far."""
@@ -203,22 +194,15 @@ class NoiseScale(Rule):
     first and exact averages pay later. It needs a first phase that averages gradients.
     """
 
+    compares_workers = True  # by their gradients
+    reads_gradients = True
+
     ratio: float = setting(
         1.0, "B over the samples of a step, from which on it fires", above=0.0, high=1e9
     )
     _: KW_ONLY
     smoothing: float = setting(0.95, "of the two estimates, from step to step", low=0.0, high=1.0)
     least: int = setting(20, "steps before it may fire", low=1, high=MOST_STEPS)
-
-    @property
-    def compares_workers(self) -> bool:
-        """By their gradients."""
-        return True
-
-    @property
-    def reads_gradients(self) -> bool:
-        """It does."""
-        return True
 
     def begin(self) -> NoiseState:
         """Nothing is known."""
@@ -242,7 +226,7 @@ class NoiseScale(Rule):
 
 @dataclass
 class PairState(RuleState):
-    """What two rules remember."""
+    """The memories of two rules."""
 
     first: RuleState = field(default_factory=RuleState)
     second: RuleState = field(default_factory=RuleState)
@@ -257,26 +241,21 @@ class Combined(Rule):
 
     @property
     def reads_loss(self) -> bool:
-        """If one does."""
         return self.first.reads_loss or self.second.reads_loss
 
     @property
     def counts(self) -> bool:
-        """If both do."""
         return self.first.counts and self.second.counts
 
     @property
     def compares_workers(self) -> bool:
-        """If one does."""
         return self.first.compares_workers or self.second.compares_workers
 
     @property
     def reads_gradients(self) -> bool:
-        """If one does."""
         return self.first.reads_gradients or self.second.reads_gradients
 
     def begin(self) -> PairState:
-        """Both begin."""
         return PairState(first=self.first.begin(), second=self.second.begin())
 
     def _both(self, state: PairState, step: Step) -> tuple[bool, bool]:
@@ -288,7 +267,6 @@ class Both(Combined):
     """`first & second`: when both say so of the same step."""
 
     def observe(self, state: PairState, step: Step) -> bool:
-        """True if both are."""
         return all(self._both(state, step))
 
 
@@ -297,7 +275,6 @@ class Either(Combined):
     """`first | second`: when one of them says so."""
 
     def observe(self, state: PairState, step: Step) -> bool:
-        """True if one is."""
         return any(self._both(state, step))
 
 
@@ -312,6 +289,8 @@ class LossStable(Rule):
     settings. A step's loss differs from the next by its batch's noise alone; observe means over
     several steps, or over epochs, where that noise hides the trend.
     """
+
+    reads_loss = True
 
     window: int = setting(6, "W: observations", low=2, high=1_000_000)
     threshold: float = setting(
@@ -333,11 +312,6 @@ class LossStable(Rule):
         above=0.0,
         high=1e9,
     )
-
-    @property
-    def reads_loss(self) -> bool:
-        """It does."""
-        return True
 
     def observe(self, state: RuleState, step: Step) -> bool:
         """True when the window is full and the loss in it stable."""

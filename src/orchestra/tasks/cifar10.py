@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
-from orchestra.tasks.folder import data_folder, hold_out
+from orchestra.tasks.cache import data_folder, hold_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,9 +59,9 @@ class Cifar10(Settings):
             accuracy,
             cross_entropy,
             random_view,
+            resnet20,
             standardised,
         )
-        from orchestra.tasks.resnet import resnet20
         from orchestra.tasks.task import Task
         from orchestra.tasks.tensors import TensorData
 

@@ -1,8 +1,9 @@
-"""Loss, metric and augmentation for batches of (images, labels)."""
+"""Classification of images: loss, metric, augmentation, and the networks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -63,3 +64,99 @@ def random_shift(
     samples = torch.arange(count)[:, None, None]
     shifted = padded[samples, :, rows[:, :, None], columns[:, None, :]]
     return shifted.permute(0, 3, 1, 2).contiguous(), labels
+
+
+def small_cnn(channels: int, hidden: int, dropout: float, batch_norm: bool) -> nn.Module:
+    """Images of shape (n, 1, 8, 8) to logits of shape (n, 10)."""
+
+    def convolution(inputs: int, outputs: int) -> list[nn.Module]:
+        norm: list[nn.Module] = [nn.BatchNorm2d(outputs)] if batch_norm else []
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), *norm, nn.ReLU()]
+
+    return nn.Sequential(
+        *convolution(1, channels),
+        *convolution(channels, 2 * channels),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * channels * 4 * 4, hidden),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, 10),
+    )
+
+
+def lenet5() -> nn.Module:
+    """LeNet-5 (LeCun et al., 1998): images of shape (n, 1, 28, 28) to logits of shape (n, 10).
+
+    61,706 parameters. As built today: padding in place of inputs of 32 x 32 pixels, ReLU, maximum
+    in place of trained averages, each map of the second convolution sees all of the first.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 5 * 5, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )
+
+
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
+    """Two hidden layers with tanh: shape (n, inputs) to shape (n, outputs)."""
+    return nn.Sequential(
+        nn.Linear(inputs, hidden),
+        nn.Tanh(),
+        nn.Linear(hidden, hidden),
+        nn.Tanh(),
+        nn.Linear(hidden, outputs),
+    )
+
+
+class Block(nn.Module):
+    """Two convolutions, each with batch normalisation, and the input added to what they give.
+
+    Where the block halves the image and widens it, every second row and column of the input is
+    added, with zeros for the new channels (the paper's option A: no parameters).
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.stride = 1 if inputs == outputs else 2
+        self.widening = outputs - inputs
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride=self.stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (n, inputs, height, width) to (n, outputs, height / stride, width / stride)."""
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        shortcut = functional.pad(shortcut, (0, 0, 0, 0, 0, self.widening))
+        return functional.relu(shortcut + self.layers(x))
+
+
+def resnet20() -> nn.Module:
+    """Images of shape (n, 3, 32, 32) to logits of shape (n, 10); 269,722 parameters."""
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        *(Block(inputs, outputs) for inputs, outputs in pairwise(widths)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    return model

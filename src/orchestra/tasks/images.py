@@ -63,8 +63,7 @@ class Images(Settings):
         import torch
 
         from orchestra.tasks.cache import cached
-        from orchestra.tasks.classification import accuracy, cross_entropy, standardised
-        from orchestra.tasks.resnet import resnet20
+        from orchestra.tasks.classification import accuracy, cross_entropy, resnet20, standardised
         from orchestra.tasks.task import Task
         from orchestra.tasks.tensors import TensorData
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
-from orchestra.tasks.folder import data_folder, hold_out
+from orchestra.tasks.cache import data_folder, hold_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,8 +56,7 @@ class Mnist(Settings):
         """
         from functools import partial
 
-        from orchestra.tasks.classification import accuracy, cross_entropy, standardised
-        from orchestra.tasks.networks import lenet5
+        from orchestra.tasks.classification import accuracy, cross_entropy, lenet5, standardised
         from orchestra.tasks.task import Task
         from orchestra.tasks.tensors import TensorData
 

@@ -38,7 +38,7 @@ TASKS = Registry(
         "characters": "orchestra.tasks.characters:Characters",
         "cifar10": "orchestra.tasks.cifar10:Cifar10",
         "digits": "orchestra.tasks.digits:Digits",
-        "digits28": "orchestra.tasks.digits28:Digits28",
+        "digits28": "orchestra.tasks.digits:Digits28",
         "images": "orchestra.tasks.images:Images",
         "mnist": "orchestra.tasks.mnist:Mnist",
         "regression": "orchestra.tasks.regression:Regression",

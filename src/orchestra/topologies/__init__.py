@@ -8,11 +8,14 @@ from orchestra.topologies.graphs import (
     Ring,
     Star,
     Topology,
+    Weights,
     connect,
     connected,
+    doubly_stochastic,
+    random_shares,
     sources_of,
+    uniform_shares,
 )
-from orchestra.topologies.mixing import Weights, doubly_stochastic, random_shares, uniform_shares
 
 __all__ = [
     "Complete",

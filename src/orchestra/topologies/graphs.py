@@ -1,10 +1,13 @@
-"""Graphs of ranks: who sends to whom. A graph may change from step to step, and then repeats."""
+"""Graphs of ranks: who sends to whom, and the weights of a mixing step.
+
+A graph may change from step to step, and then repeats.
+"""
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
@@ -16,6 +19,9 @@ MOST_DRAWN = 200_000
 
 Graph = tuple[tuple[int, ...], ...]
 """For each rank the ranks that it sends to, itself not among them, rising."""
+
+Weights = tuple[Mapping[int, float], ...]
+"""W_ij: for each rank i the weight of what it has from each rank j, itself included."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,12 +57,12 @@ def sources_of(graph: Graph) -> Graph:
 
 
 def connected(topology: Topology, ranks: int) -> bool:
-    """Whether what any rank knows reaches every other one, through the graphs of a period."""
+    """True if information of any rank reaches every other one, through the graphs of a period."""
     return connect([topology.graph(ranks, step) for step in range(topology.period(ranks))])
 
 
 def connect(graphs: Sequence[Graph]) -> bool:
-    """Whether `graphs`, again and again in turn, carry what any rank knows to every other one."""
+    """True if `graphs`, in turn and repeated, carry information of any rank to every other one."""
     ranks = len(graphs[0])
     forward = [{target for graph in graphs for target in graph[rank]} for rank in range(ranks)]
     backward: list[set[int]] = [set() for _ in range(ranks)]
@@ -175,12 +181,8 @@ class RandomRegular(Topology):
         degree += ranks * degree % 2
         _require_room(ranks, degree, MOST_DRAWN)
         edges = _regular_edges(ranks, degree)
-        _shuffle_edges(edges, random.Random(self.seed))
-        neighbours: list[list[int]] = [[] for _ in range(ranks)]
-        for a, b in edges:
-            neighbours[a].append(b)
-            neighbours[b].append(a)
-        return tuple(tuple(sorted(own)) for own in neighbours)
+        _shuffle_edges(edges, ranks, random.Random(self.seed))
+        return tuple(tuple(sorted(own)) for own in _neighbours(edges, ranks))
 
 
 def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
@@ -192,11 +194,10 @@ def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
     return sorted((min(edge), max(edge)) for edge in edges)
 
 
-def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
+def _shuffle_edges(edges: list[tuple[int, int]], ranks: int, stream: random.Random) -> None:
     """Exchange ends of pairs of edges, until many were tried and the graph is connected."""
-    ranks = 1 + max((b for _, b in edges), default=0)
     present, tried = set(edges), 0
-    while tried < 10 * len(edges) or not _edges_connect(edges, ranks):
+    while tried < 10 * len(edges) or len(_reached(_neighbours(edges, ranks))) < ranks:
         tried += 1
         first, second = stream.randrange(len(edges)), stream.randrange(len(edges))
         (a, b), (c, d) = edges[first], edges[second]
@@ -209,9 +210,50 @@ def _shuffle_edges(edges: list[tuple[int, int]], stream: random.Random) -> None:
             edges[first], edges[second] = new
 
 
-def _edges_connect(edges: list[tuple[int, int]], ranks: int) -> bool:
-    links: list[set[int]] = [set() for _ in range(ranks)]
+def _neighbours(edges: list[tuple[int, int]], ranks: int) -> list[set[int]]:
+    neighbours: list[set[int]] = [set() for _ in range(ranks)]
     for a, b in edges:
-        links[a].add(b)
-        links[b].add(a)
-    return len(_reached(links)) == ranks
+        neighbours[a].add(b)
+        neighbours[b].add(a)
+    return neighbours
+
+
+@lru_cache(maxsize=1024)
+def doubly_stochastic(graph: Graph) -> Weights:
+    """Weights whose rows and columns all sum to 1, so that mixing keeps the mean.
+
+    Uniform, 1 / (d + 1), where everyone sends to and hears from d ranks. Else those of
+    Metropolis and Hastings, W_ij = 1 / (1 + max(d_i, d_j)), which need links both ways.
+
+    Raises:
+        InputError: `graph` is neither regular nor undirected.
+    """
+    sources = sources_of(graph)
+    degrees = {len(peers) for peers in (*graph, *sources)}
+    if len(degrees) == 1:
+        share = 1.0 / (degrees.pop() + 1)
+        return tuple({rank: share, **dict.fromkeys(own, share)} for rank, own in enumerate(sources))
+    if sources != graph:
+        raise InputError(
+            "this graph has one-way links, and not as many for everyone: no simple weights keep "
+            "its mean; take StochasticGradientPush, or a regular or undirected topology"
+        )
+    rows = []
+    for rank, peers in enumerate(graph):
+        row = {peer: 1.0 / (1 + max(len(peers), len(graph[peer]))) for peer in peers}
+        rows.append({rank: 1.0 - sum(row.values()), **row})
+    return tuple(rows)
+
+
+def uniform_shares(targets: tuple[int, ...], rank: int, step: int = 0) -> dict[int, float]:
+    """The shares that `rank` sends to each target, and keeps: equal parts of 1, in every step."""
+    share = 1.0 / (len(targets) + 1)
+    return {rank: share, **dict.fromkeys(targets, share)}
+
+
+def random_shares(targets: tuple[int, ...], rank: int, step: int, seed: int) -> dict[int, float]:
+    """The shares that `rank` sends to each target, and keeps: parts of 1, random in each step."""
+    stream = random.Random(f"{seed}-{rank}-{step}")
+    drawn = {to: stream.uniform(0.1, 1.0) for to in (rank, *targets)}
+    total = sum(drawn.values())
+    return {to: part / total for to, part in drawn.items()}

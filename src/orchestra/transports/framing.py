@@ -46,7 +46,7 @@ class MalformedFrame(ConnectionError):
 
 
 class Header(NamedTuple):
-    """What is known of a message before its first element."""
+    """The description of a message, which arrives before its first element."""
 
     kind: int
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Header(NamedTuple):
 
 
 def header_bytes(dimensions: int) -> int:
-    """Bytes that go before the elements of a tensor with so many dimensions."""
+    """Bytes that go before the elements of a tensor."""
     return _FIXED.size + 8 * dimensions
 
 

@@ -123,13 +123,13 @@ class Mailbox:
             for receive in self._posted.pop(key):
                 self._fail_lost(receive, rank)
         if lost:
-            self._tell_flows(rank)
+            self._report_to_flows(rank)
 
-    def _tell_flows(self, rank: int) -> None:
+    def _report_to_flows(self, rank: int) -> None:
         """The oldest receive from any source of each flow learns that `rank` is lost."""
         waiting = [r for key, queue in self._posted.items() if key[0] is None for r in queue]
         for receive in sorted(waiting, key=lambda receive: receive.sequence):
-            if rank not in receive.flow.told:
+            if rank not in receive.flow.reported:
                 self._remove_posted(receive)
                 self._fail_lost(receive, rank)
 
@@ -144,13 +144,13 @@ class Mailbox:
     def _departed(self, receive: Receive) -> Iterator[int]:
         """The ranks whose absence `receive` has to raise."""
         if receive.requested is None:
-            yield from sorted(self.lost - receive.flow.told)
+            yield from sorted(self.lost - receive.flow.reported)
         elif receive.requested in self.gone:
             yield receive.requested
 
     def _fail_lost(self, receive: Receive, rank: int) -> None:
         if receive.requested is None:
-            receive.flow.told.add(rank)
+            receive.flow.reported.add(rank)
         self._fail(receive, PeerLost(rank, self.gone[rank]))
 
     def _fail(self, receive: Receive, error: Exception) -> None:
@@ -208,7 +208,7 @@ class Mailbox:
         self.news = self.news or receive.awaited
 
     def _fits(self, receive: Receive, source: int, header: Header) -> bool:
-        """Whether the message can land in `into`; a receive that it cannot land in fails."""
+        """True if the message can land in `into`; otherwise the receive fails."""
         into = receive.into
         if into is None:
             return True

@@ -1,6 +1,6 @@
 """Set-up of the socket transport: every rank connects to those below it and accepts the others.
 
-A connection begins with a hello in each direction, as `orchestra.transports.hello` has it.
+A connection begins with a hello in each direction, as `orchestra.transports.handshake` has it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from orchestra.errors import InputError, PeerLost
-from orchestra.transports.hello import HELLO_BYTES, connect, hello, proves, remaining, sender_of
+from orchestra.transports.handshake import TLS, Reception, connect, in_words, remaining
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.sockets import SocketTransport
-from orchestra.transports.tls import TLS, in_words, wrap_accepted
 
 STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""
@@ -47,12 +45,7 @@ class Listener:
     def __enter__(self) -> Listener:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -71,7 +64,7 @@ def connect_mesh(
 
     `listener` is closed when this returns or raises. Connections that do not prove that they
     belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
-    `on_wait` is told which ranks this one waits for, whenever that changes.
+    `on_wait` is called with the ranks that this one waits for, whenever they change.
     Raises `PeerLost` that names the first rank that could not be reached, or did not come.
     """
     deadline = time.perf_counter() + timeout
@@ -82,7 +75,7 @@ def connect_mesh(
                 on_wait((peer,))
                 connections[peer] = _connect(rank, peer, token, addresses[peer], tls, deadline)
             missing = set(range(rank + 1, len(addresses)))
-            _Reception(rank, listener, token, tls, missing, connections, on_wait).run(deadline)
+            _receive(rank, listener, token, tls, missing, connections, on_wait, deadline)
     except BaseException:
         for connection in connections.values():
             connection.close()
@@ -93,12 +86,7 @@ def connect_mesh(
 
 
 def _connect(
-    rank: int,
-    peer: int,
-    token: bytes,
-    address: tuple[str, int],
-    tls: TLS | None,
-    deadline: float,
+    rank: int, peer: int, token: bytes, address: tuple[str, int], tls: TLS | None, deadline: float
 ) -> socket.socket:
     """A connection from `rank`, which is here, to `peer` after both hellos."""
     try:
@@ -108,132 +96,46 @@ def _connect(
         raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
 
 
-class _Arrival:
-    """An accepted connection that has yet to prove that it comes from a rank of the run."""
+def _receive(
+    rank: int,
+    listener: Listener,
+    token: bytes,
+    tls: TLS | None,
+    missing: set[int],
+    connections: dict[int, socket.socket],
+    on_wait: Callable[[tuple[int, ...]], None],
+    deadline: float,
+) -> None:
+    """Accept connections until all of `missing` are among `connections`.
 
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext | None) -> None:
-        connection.setblocking(False)
-        if context is not None:
-            connection = wrap_accepted(connection, context)
-        self.connection = connection
-        self.hello = b""
-        self._shaken = False
+    Raises `PeerLost` with the lowest missing rank when the time is up.
+    """
+    refused = ""
 
-    def advance(self) -> int:
-        """Take in what is there; what to wait for next, or 0 once the hello is complete.
+    def refuse(_: str, error: ssl.SSLError) -> None:
+        nonlocal refused
+        refused = f"; a connection was refused: {in_words(error)}"
 
-        Raises OSError where the other end went or does not speak TLS as it should.
-        """
+    def welcome(peer: int, connection: socket.socket) -> None:
+        missing.remove(peer)
+        connections[peer] = connection
+        on_wait(tuple(sorted(missing)))
+
+    context = None if tls is None else tls.context(server_side=True)
+    with selectors.DefaultSelector() as selector:
+        reception = Reception(
+            selector, listener.socket, rank, token, context,
+            wanted=missing.__contains__, most=lambda: STRANGERS + len(missing),
+            welcome=welcome, refused=refuse,
+        )  # fmt: skip
         try:
-            if isinstance(self.connection, ssl.SSLSocket) and not self._shaken:
-                self.connection.do_handshake()
-                self._shaken = True
-            while len(self.hello) < HELLO_BYTES:
-                piece = self.connection.recv(HELLO_BYTES - len(self.hello))
-                if not piece:
-                    raise ConnectionError("closed in the hello")
-                self.hello += piece
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return selectors.EVENT_READ
-        except ssl.SSLWantWriteError:
-            return selectors.EVENT_WRITE
-        return 0
-
-
-class _Reception:
-    """Accepts connections until all of `missing` are among `connections`."""
-
-    def __init__(
-        self,
-        rank: int,
-        listener: Listener,
-        token: bytes,
-        tls: TLS | None,
-        missing: set[int],
-        connections: dict[int, socket.socket],
-        on_wait: Callable[[tuple[int, ...]], None],
-    ) -> None:
-        self._rank = rank
-        self._listener = listener.socket
-        self._token = token
-        self._context = None if tls is None else tls.context(server_side=True)
-        self._missing = missing
-        self._connections = connections
-        self._on_wait = on_wait
-        self._refused = ""
-
-    def run(self, deadline: float) -> None:
-        """Raises `PeerLost` with the lowest missing rank when the time is up."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            try:
-                self._on_wait(tuple(sorted(self._missing)))
-                while self._missing:
-                    self._turn(selector, deadline)
-            finally:
-                for key in list(selector.get_map().values()):
-                    if key.data is not None:
-                        key.data.connection.close()
-
-    def _turn(self, selector: selectors.BaseSelector, deadline: float) -> None:
-        try:
-            ready = selector.select(remaining(deadline))
+            on_wait(tuple(sorted(missing)))
+            while missing:
+                for key, _ in selector.select(remaining(deadline)):
+                    key.data()
         except TimeoutError:
-            first, *rest = sorted(self._missing)
+            first, *rest = sorted(missing)
             others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
-            reason = f"it did not connect in time{others}{self._refused}"
-            raise PeerLost(first, reason) from None
-        for key, _ in ready:
-            if key.data is None:
-                self._accept(selector)
-            else:
-                self._advance(selector, key.data)
-
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return  # it went again
-        arrivals = [key.data for key in selector.get_map().values() if key.data is not None]
-        if len(arrivals) >= STRANGERS + len(self._missing):
-            self._drop(selector, arrivals[0])
-        try:
-            arrival = _Arrival(connection, self._context)
-        except OSError:
-            return  # it went again
-        selector.register(arrival.connection, selectors.EVENT_READ, arrival)
-
-    def _advance(self, selector: selectors.BaseSelector, arrival: _Arrival) -> None:
-        try:
-            events = arrival.advance()
-        except OSError as error:
-            if isinstance(error, ssl.SSLError):
-                self._refused = f"; a connection was refused: {in_words(error)}"
-            self._drop(selector, arrival)
-            return
-        if events:
-            selector.modify(arrival.connection, events, arrival)
-        elif not self._admit(selector, arrival):
-            self._drop(selector, arrival)
-
-    def _admit(self, selector: selectors.BaseSelector, arrival: _Arrival) -> bool:
-        """Give the connection its rank's place and answer it, if it proves who it is."""
-        peer = sender_of(arrival.hello)
-        known = proves(arrival.hello, peer, self._rank, self._token)
-        if not known or peer not in self._missing:
-            return False
-        try:
-            # It fits into the empty buffer of a new connection.
-            arrival.connection.send(hello(self._rank, peer, self._token))
-        except OSError:
-            return False
-        selector.unregister(arrival.connection)
-        self._missing.remove(peer)
-        self._connections[peer] = arrival.connection
-        self._on_wait(tuple(sorted(self._missing)))
-        return True
-
-    @staticmethod
-    def _drop(selector: selectors.BaseSelector, arrival: _Arrival) -> None:
-        selector.unregister(arrival.connection)
-        arrival.connection.close()
+            raise PeerLost(first, f"it did not connect in time{others}{refused}") from None
+        finally:
+            reception.close()

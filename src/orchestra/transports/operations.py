@@ -18,7 +18,7 @@ class Progress(Protocol):
         ...
 
     def test(self, operation: Operation) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """True if `wait` would return or raise at once."""
         ...
 
 
@@ -29,7 +29,7 @@ class Flow:
     rank: int
     progress: Progress
     traffic: Traffic = field(default_factory=Traffic)
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
     """Lost ranks that a receive from any source of this flow has already raised."""
 
 
@@ -54,7 +54,7 @@ class Operation:
         self.finished = True
 
     def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
+        """True if `wait` would return or raise at once."""
         return self.flow.progress.test(self)
 
     def _finish(self) -> None:

@@ -95,7 +95,7 @@ class ProgressEngine:
         self._raise_failure()
 
     def test(self, operation: Operation) -> bool:
-        """Whether `wait` would return or raise at once; moves what can be moved without blocking.
+        """True if `wait` would return or raise at once; moves what can be moved without blocking.
 
         Without that, a flow that only polls would never see what lies in the kernel's buffers.
         """

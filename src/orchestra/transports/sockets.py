@@ -170,7 +170,7 @@ class FlowTask(Generic[T]):
             self._error = error
 
     def done(self) -> bool:
-        """Whether the flow has ended."""
+        """True if the flow has ended."""
         return not self._thread.is_alive()
 
     def wait(self) -> T:

@@ -34,7 +34,7 @@ class Stream:
         self.connection = connection
         self.rank = rank
         self.events = 0
-        """What the selector watches this stream for."""
+        """The selector's events for this stream."""
         self.backlog: deque[Send] = deque()
         self.incoming: Incoming | None = None
         self.farewell = False
@@ -48,7 +48,7 @@ class Stream:
 
     @property
     def wants_write(self) -> bool:
-        """Whether anything waits for room in the kernel's buffer."""
+        """Something waits for room in the kernel's buffer."""
         return bool(self.backlog) or self.read_wants_write
 
     def write(self) -> bool:
@@ -107,7 +107,7 @@ class Stream:
                 pass
 
     def _pending(self) -> bool:
-        """Whether decrypted bytes lie where no selector sees them."""
+        """Decrypted bytes lie where no selector sees them."""
         return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
 
     def _place(self) -> memoryview:

@@ -6,7 +6,7 @@ import enum
 
 
 class Tag(enum.IntEnum):
-    """What a message between two flows is about."""
+    """The purpose of a message between two flows."""
 
     GRADIENTS = 1
     AGREE = 2
@@ -71,5 +71,5 @@ _NAMES = {tag.value: tag.name.lower() for tag in Tag}
 
 
 def tag_name(tag: int) -> str:
-    """What a tag is about, in a word; a tag that is not one of these as its number."""
+    """The name of a tag; the number of one that is not listed here."""
     return _NAMES.get(tag, str(tag))

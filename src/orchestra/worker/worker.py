@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from orchestra.collectives import Group
 from orchestra.errors import InputError
-from orchestra.optimizers.moments import Moments, install_moments
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
+from orchestra.optimizers.state import Moments, install_moments
 from orchestra.schedules.work_queue import WorkQueue
 from orchestra.transports.protocol import Collectives, Transport
 from orchestra.worker.batches import Batch, batch_samples, split_batch

@@ -13,9 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.bench.calibrate.messages import SIZES, measure_messages, messages_of
-from orchestra.bench.calibrate.rounds import Attempt, Measurement, Result, measure_all
 from orchestra.bench.calibrate.sharing import TURNS, Speeds, measure_slices, measure_speeds
-from orchestra.bench.calibrate.stopwatch import Allowed, waited
+from orchestra.bench.calibrate.stopwatch import (
+    Allowed,
+    Attempt,
+    Measurement,
+    Result,
+    measure_all,
+    waited,
+)
 from orchestra.bench.calibrate.training import Order, measure_task
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cluster.calibration import Calibration, Curve, TaskCosts
@@ -23,7 +29,7 @@ from orchestra.cluster.quality import Quality
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.figures import key_of
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.environment import environment
+from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
 
 __all__ = ["LIMIT", "Subject", "calibrate"]

@@ -1,28 +1,120 @@
-"""A rank's end of its control connection: beats go up, orders come down."""
+"""The control connection between a rank and the watcher: its frames, and the rank's end of it.
+
+Beats go up, orders come down. Imports without torch: launchers use it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import selectors
 import socket
+import ssl
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestra.engines.events import Pulse
-from orchestra.engines.failures import Failure
-from orchestra.engines.processes.seat import Seat
-from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
+from orchestra.engines.events import Failure, Pulse
+from orchestra.engines.verdicts import Limits
 from orchestra.errors import RunAborted, RunEnded, RunFailed
-from orchestra.transports.hello import WATCHER, connect
+from orchestra.transports.handshake import TLS, WATCHER, connect
 
 BEAT_SECONDS = 0.5
 GONE = "rank 0, which watches over the run, is gone"
+
+Message = dict[str, Any]
+
+_LENGTHS = struct.Struct("!IQ")  # of the JSON text, of the bytes beside it
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank as its launcher describes it.
+
+    Attributes:
+        rank: which of the `ranks`.
+        local_rank: its index among the ranks of its host.
+        watcher: host and port of the control connections.
+        host: the address on which this rank listens for the others.
+        token: the secret that the members of this run share.
+        local: the watcher lives in the launcher on this host. Otherwise rank 0 holds it, and ranks
+            report the end of the run on standard error.
+        tls: encrypts all connections, where given.
+        supervised: this process leaves when its parent process is gone.
+        threads: intra-op threads of its program; None: those of `OMP_NUM_THREADS`, or its share of
+            the cores.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    watcher: tuple[str, int]
+    host: str
+    token: str
+    limits: Limits
+    local: bool = True
+    supervised: bool = True
+    tls: TLS | None = None
+    threads: int | None = None
+
+    @property
+    def holds_watcher(self) -> bool:
+        """The watcher is a thread of this process."""
+        return not self.local and self.rank == 0
+
+
+class BadFrame(Exception):
+    """The other end does not speak this protocol."""
+
+
+def pack(message: Message, payload: bytes = b"") -> bytes:
+    text = json.dumps(message).encode()
+    return _LENGTHS.pack(len(text), len(payload)) + text + payload
+
+
+class Frames:
+    """Reads frames from a connection: a JSON object each, and raw bytes beside it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.received = 0  # bytes
+        self._connection = connection
+        self._buffer = bytearray()
+
+    def read(self, most: int = _CHUNK) -> bool:
+        """Read `most` bytes of what has arrived; False at the end of the connection."""
+        try:
+            data = self._connection.recv(most)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return True
+        except OSError:
+            return False
+        self._buffer += data
+        self.received += len(data)
+        return bool(data)
+
+    def complete(self) -> Iterator[tuple[Message, bytes]]:
+        """The frames that have arrived as a whole."""
+        while len(self._buffer) >= _LENGTHS.size:
+            text, payload = _LENGTHS.unpack_from(self._buffer)
+            end = _LENGTHS.size + text + payload
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTHS.size : end])
+            del self._buffer[:end]
+            try:
+                message = json.loads(body[:text])
+            except ValueError as error:
+                raise BadFrame("not JSON") from error
+            if not isinstance(message, dict):
+                raise BadFrame("not a JSON object")
+            yield message, body[text:]
 
 
 @dataclass(frozen=True)
@@ -45,7 +137,7 @@ class Control:
     program is doing. It is also the `Reporter` of the rank's program.
 
     Args:
-        seat: this rank's place in the run.
+        spec: this rank.
         on_orphaned: called with the reason, from the thread, before this process leaves because
             the watcher is gone.
         on_cause: called with the first cause, from the thread, when the run ends by it.
@@ -53,14 +145,14 @@ class Control:
 
     def __init__(
         self,
-        seat: Seat,
+        spec: RankSpec,
         on_orphaned: Callable[[str], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
     ) -> None:
-        self._seat = seat
+        self._spec = spec
         self._on_cause = on_cause or (lambda _: None)
         self._on_orphaned = on_orphaned or (lambda _: None)
-        self._connection = _connect(seat)
+        self._connection = _connect(spec)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._roster: Message | None = None
@@ -98,7 +190,7 @@ class Control:
             if self._roster is None:
                 raise RunAborted(self._cause)
             addresses = [(host, port) for host, port in self._roster["addresses"]]
-            return addresses, self._roster["threads"][self._seat.rank]
+            return addresses, self._roster["threads"][self._spec.rank]
 
     def attach(
         self,
@@ -150,12 +242,7 @@ class Control:
     # Reporter
 
     def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
+        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
     ) -> None:
         progress = {"step": step, "samples": samples, "loss": loss, "fraction": fraction}
         self._pulse = {**self._pulse, **progress}
@@ -212,7 +299,7 @@ class Control:
         return open_still
 
     def _read(self, frames: Frames) -> bool:
-        if self._seat.tls is None:
+        if self._spec.tls is None:
             return frames.read()
         with self._sending:  # two threads must not use one TLS connection at a time
             self._connection.settimeout(0.0)
@@ -240,9 +327,9 @@ class Control:
         self._cause = cause
         self._on_cause(cause)
         self._on_abort(RunAborted(cause.split("\n", 1)[0]))
-        limits = self._seat.limits
+        limits = self._spec.limits
         seconds = limits.unwinding
-        if self._seat.holds_watcher:
+        if self._spec.holds_watcher:
             seconds += limits.leaving  # the watcher sees the others off first
         elif not self._attached and not self._failing:
             seconds = 0.0  # nothing to save, and connecting cannot be interrupted
@@ -257,18 +344,18 @@ class Control:
 
     def _check_watcher(self) -> None:
         """A host that loses its power or its network does not close its connections."""
-        patience = self._seat.limits.patience
-        if not self._seat.local and time.monotonic() - self._heard_at > patience:
+        patience = self._spec.limits.patience
+        if not self._spec.local and time.monotonic() - self._heard_at > patience:
             reason = f"rank 0, which watches over the run, is silent for {patience:g} s"
             self._on_orphaned(reason)
             self._leave(reason)
 
     def _check_parent(self) -> None:
-        if self._seat.supervised and os.getppid() != self._parent:
+        if self._spec.supervised and os.getppid() != self._parent:
             self._leave("the launcher of this rank is gone")
 
     def _leave(self, reason: str) -> None:
-        if not self._seat.local:
+        if not self._spec.local:
             first_line = reason.split("\n", 1)[0]
             with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), f"orchestra: {first_line}\n".encode())
@@ -303,17 +390,17 @@ class Control:
             self._connection.sendall(pack(message, payload))
 
 
-def _connect(seat: Seat) -> socket.socket:
-    host, port = seat.watcher
-    deadline = time.perf_counter() + seat.limits.joining
-    token = seat.token.encode()
+def _connect(spec: RankSpec) -> socket.socket:
+    host, port = spec.watcher
+    deadline = time.perf_counter() + spec.limits.joining
+    token = spec.token.encode()
     try:
         connection = connect(
-            (host, port), seat.rank, WATCHER, token, tls=seat.tls, deadline=deadline
+            (host, port), spec.rank, WATCHER, token, tls=spec.tls, deadline=deadline
         )
     except ConnectionError as error:
         raise RunFailed(
-            f"rank {seat.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "
+            f"rank {spec.rank} cannot reach the watcher at {host}:{port}: {error}; where rank 0's "
             "host gives itself an address that others cannot reach, name another for it"
         ) from error
     connection.settimeout(None)

@@ -1,19 +1,18 @@
-"""Live progress on a terminal: how far, how fast, the loss, who is behind; and of a series."""
+"""Live progress of a run, or of a series of runs, on standard error: fraction, speed, loss."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from orchestra.engines.events import Beat, Event, Interrupted, Notice
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
+    from rich import progress as bars
 
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 WIDE = 100  # columns of a terminal from which on bars and names need not be short
@@ -27,7 +26,7 @@ class Progress:
     finished run is one line. Silent with `quiet`.
 
     Attributes:
-        interrupted: whether Ctrl-C was pressed during a run.
+        interrupted: Ctrl-C was pressed during a run.
         what: names the run under way.
     """
 
@@ -39,20 +38,15 @@ class Progress:
         self._done = 0
         self._seconds: list[float] = []
         self._began = self._run_began = time.monotonic()
-        self.live = _Live() if sys.stderr.isatty() and not quiet else None
+        self.live = _bars() if sys.stderr.isatty() and not quiet else None
 
     def __enter__(self) -> Self:
         if self.live is not None:
             self.live.start()
-            self._task = self.live.add(self._title(), self._text)
+            self._task = self.live.add_task(self._title(), total=None, text=self._text)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.live is not None:
             self.live.stop()
 
@@ -76,20 +70,20 @@ class Progress:
             if not self.quiet:
                 print(line, file=sys.stderr, flush=True)
         elif failed:
-            self.live.print(line)
+            _print(self.live, line)
         self._show()
 
     def tell(self, text: str) -> None:
         """A notice for the user."""
         if self.live is not None:
-            self.live.print(text)
+            _print(self.live, text)
         elif not self.quiet:
             print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
     def _show(self) -> None:
         if self.live is not None:
-            self.live.rename(self._task, self._title())
-            self.live.update(self._task, self._done / self._total)
+            fraction = self._done / self._total
+            self.live.update(self._task, description=self._title(), **_state(fraction))
 
     def _title(self) -> str:
         return f"run {min(self._done + 1, self._total)} of {self._total}"
@@ -150,17 +144,12 @@ class Display:
         if (live := self._progress.live) is not None:
             if self._series is None:
                 live.start()
-            self._task = live.add(self._name, self._text)
+            self._task = live.add_task(self._name, total=None, text=self._text)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if (live := self._progress.live) is not None:
-            live.remove(self._task)
+            live.remove_task(self._task)
             if self._series is None:
                 live.stop()
 
@@ -173,7 +162,7 @@ class Display:
             self._progress.interrupted = True
         elif isinstance(event, Beat) and self._progress.live is not None:
             self._beat(event)
-            self._progress.live.update(self._task, self._fraction)
+            self._progress.live.update(self._task, **_state(self._fraction))
 
     def _beat(self, beat: Beat) -> None:
         pulse = beat.pulse
@@ -205,61 +194,36 @@ class Display:
         return ", ".join(parts)
 
 
-class _Live:
-    """The lines themselves, drawn by rich, which is imported only where there is a terminal."""
+def _bars() -> bars.Progress:
+    """The bars, which rich draws; it is imported only where there is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            ProgressColumn,
-            SpinnerColumn,
-            Task,
-            TextColumn,
-        )
-        from rich.table import Column
-        from rich.text import Text
+    class Status(ProgressColumn):
+        """The text that a function returns at the moment of drawing."""
 
-        class Words(ProgressColumn):
-            """What a function says at the moment of drawing."""
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["text"](), no_wrap=True, overflow="ellipsis")
 
-            def render(self, task: Task) -> Text:
-                return Text(task.fields["text"](), no_wrap=True, overflow="ellipsis")
+    console = Console(stderr=True)
+    bar, name = (24, 40) if console.width >= WIDE else (8, 14)
+    column = Column(no_wrap=True, overflow="ellipsis", max_width=name)
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False, table_column=column),
+        BarColumn(bar_width=bar),
+        Status(),
+        console=console,
+        transient=True,
+    )
 
-        console = Console(stderr=True)
-        bar, name = (24, 40) if console.width >= WIDE else (8, 14)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn(
-                "{task.description}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=name),
-            ),
-            BarColumn(bar_width=bar),
-            Words(),
-            console=console,
-            transient=True,
-        )
 
-    def start(self) -> None:
-        self._progress.start()
+def _state(fraction: float) -> dict[str, Any]:
+    """What a bar shows; it moves to and fro while nothing is known."""
+    return {"completed": fraction, "total": 1.0 if fraction else None}
 
-    def add(self, name: str, text: Callable[[], str]) -> TaskID:
-        return self._progress.add_task(name, total=None, text=text)
 
-    def rename(self, task: TaskID, name: str) -> None:
-        self._progress.update(task, description=name)
-
-    def update(self, task: TaskID, fraction: float) -> None:
-        total = 1.0 if fraction else None
-        self._progress.update(task, completed=fraction, total=total)
-
-    def remove(self, task: TaskID) -> None:
-        self._progress.remove_task(task)
-
-    def print(self, text: str) -> None:
-        self._progress.console.print(text, style="yellow", markup=False, highlight=False)
-
-    def stop(self) -> None:
-        self._progress.stop()
+def _print(live: bars.Progress, text: str) -> None:
+    live.console.print(text, style="yellow", markup=False, highlight=False)

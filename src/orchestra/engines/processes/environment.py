@@ -1,10 +1,12 @@
-"""Which rank this process is, as told by whoever launched it: torchrun, Slurm, Open MPI,
-Kubernetes' PyTorchJob. Imports without torch."""
+"""Which rank this process is, as its launcher says (torchrun, Slurm, Open MPI, Kubernetes'
+PyTorchJob), and the address it listens on. Imports without torch."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,16 +18,16 @@ _PORTS = 15000
 
 @dataclass(frozen=True)
 class Launched:
-    """This process's place in a run that another launcher started.
+    """A process of a run that another launcher started.
 
     Attributes:
         launcher: its name, for messages.
         rank: which of the `ranks`.
         local_rank: its index among the `local_ranks` on its node.
         address: host name or address where rank 0, or the launcher, waits for all.
-        port: the TCP port of that place.
-        hosted: whether the launcher already holds a store there.
-        supervised: whether the launcher stays the parent of this process to its end.
+        port: the TCP port there.
+        hosted: the launcher already holds a store there.
+        supervised: the launcher stays the parent of this process to its end.
     """
 
     launcher: str
@@ -51,7 +53,7 @@ class Launched:
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
-    """The place that the environment variables give to this process; None if they give none.
+    """This process as the environment variables describe it; None if they do not.
 
     Raises `InputError` if they are incomplete, or contradict each other.
     """
@@ -83,7 +85,7 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, which is never a dedicated server: the one to log and save.
+    """True for rank 0, which is never a dedicated server: the one to log and save.
 
     With one process, always.
     """
@@ -127,17 +129,13 @@ def _torch(variables: _Variables) -> Launched:
         rank=variables.number("RANK"),
         ranks=variables.number("WORLD_SIZE"),
         local_rank=variables.default("LOCAL_RANK", 0),
-        local_ranks=_local_ranks(variables),
+        # Where it is not set, the least that LOCAL_RANK allows.
+        local_ranks=variables.default("LOCAL_WORLD_SIZE", variables.default("LOCAL_RANK", 0) + 1),
         address=variables.text("MASTER_ADDR"),
         port=variables.number("MASTER_PORT"),
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         supervised="TORCHELASTIC_RUN_ID" in environ,
     )
-
-
-def _local_ranks(variables: _Variables) -> int:
-    """LOCAL_WORLD_SIZE, or the least that LOCAL_RANK allows where it is not set."""
-    return variables.default("LOCAL_WORLD_SIZE", variables.default("LOCAL_RANK", 0) + 1)
 
 
 def _pytorch_job(variables: _Variables) -> Launched:
@@ -219,3 +217,31 @@ def first_host(nodes: str) -> str:
         raise InputError(f"the list of nodes {nodes!r} names none")
     prefix, number, suffix = match.groups()
     return prefix + (number or "") + suffix
+
+
+def numeric(host: str) -> str:
+    """The numeric form of `host`, an address or a name of this machine."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(
+            f"host {host!r} is unknown: {error}; name an address of this machine"
+        ) from error
+    address = str(found[0][4][0])
+    if ipaddress.ip_address(address).is_unspecified:
+        raise InputError(f"host {host!r} is every address: name the one that others are to use")
+    return address
+
+
+def towards(host: str, port: int) -> str:
+    """The local address of the interface that reaches `host`; loopback for loopback."""
+    address = numeric(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))  # sends nothing
+        except OSError as error:
+            raise InputError(
+                f"no interface of this machine reaches {host}: {error}; name one of its addresses"
+            ) from error
+        return str(probe.getsockname()[0])

@@ -21,17 +21,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestra.engines.events import Event, Notice
-from orchestra.engines.processes.addresses import numeric, towards
-from orchestra.engines.processes.environment import Launched
-from orchestra.engines.processes.launch import outcome, printing
-from orchestra.engines.processes.outcome import Outcome
-from orchestra.engines.processes.rank import Program, occupy
-from orchestra.engines.processes.seat import Seat
+from orchestra.engines.processes.control import RankSpec
+from orchestra.engines.processes.environment import Launched, numeric, towards
+from orchestra.engines.processes.launch import Outcome, outcome, printing
+from orchestra.engines.processes.rank import Program, run_rank
 from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.tls import TLS, from_environment
+from orchestra.transports.handshake import TLS, from_environment
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
 TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sent already
@@ -97,10 +95,11 @@ def join(
             )
             watcher.start()
             closing.callback(watcher.abandon)
-            _publish(store, watcher, token, tls)
+            about = {"address": watcher.address, "token": token, "tls": tls is not None}
+            store.set("watcher", json.dumps(about))
         closing.enter_context(_interrupts(watcher))
-        seat = replace(_seat(launched, store, address, limits, tls), threads=threads)
-        result = _take_part(seat, program, argument, store, watcher, first_is_gone, on_cause)
+        spec = replace(_spec(launched, store, address, limits, tls), threads=threads)
+        result = _take_part(spec, program, argument, store, watcher, first_is_gone, on_cause)
         if watcher is None:
             own = [None] * launched.ranks
             own[launched.rank] = result
@@ -110,7 +109,7 @@ def join(
 
 
 def _take_part(
-    seat: Seat,
+    spec: RankSpec,
     program: Program,
     argument: Any,
     store: Store,
@@ -120,13 +119,13 @@ def _take_part(
 ) -> Any:
     native = PrefixStore("native", store)
     try:
-        return occupy(seat, lambda: (program, argument), lambda: native, first_is_gone, on_cause)
+        return run_rank(spec, lambda: (program, argument), lambda: native, first_is_gone, on_cause)
     except RunFailed as failed:
         if watcher is None:
             raise
         if watcher.verdicts.cause is None:  # it could not even reach its own watcher
-            watcher.fail(seat.rank, failed)
-        watcher.join()  # the others are told, and given time to leave
+            watcher.fail(spec.rank, failed)
+        watcher.join()  # it tells the others the cause, and gives them time to leave
         if watcher.verdicts.bad_input is not None:
             raise InputError(watcher.verdicts.bad_input) from failed
         raise RunFailed(watcher.verdicts.cause or str(failed)) from failed
@@ -172,12 +171,7 @@ def _listen(launched: Launched, host: str | None) -> socket.socket | None:
         ) from error
 
 
-def _publish(store: Store, watcher: Watcher, token: str, tls: TLS | None) -> None:
-    about = {"address": watcher.address, "token": token, "tls": tls is not None}
-    store.set("watcher", json.dumps(about))
-
-
-def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> Seat:
+def _spec(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS | None) -> RankSpec:
     try:
         published = json.loads(store.get("watcher"))
     except RuntimeError as error:
@@ -191,7 +185,7 @@ def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS 
             f"rank {launched.rank}: TLS is set up {where}: set ORCHESTRA_TLS_CERTIFICATE, _KEY and "
             "_AUTHORITY on every host, or on none"
         )
-    return Seat(
+    return RankSpec(
         launched.rank,
         launched.ranks,
         launched.local_rank,
@@ -207,8 +201,10 @@ def _seat(launched: Launched, store: Store, host: str, limits: Limits, tls: TLS 
 
 @contextmanager
 def _interrupts(watcher: Watcher | None) -> Iterator[None]:
-    """While inside, Ctrl-C and SIGTERM, which torchrun sends to all ranks of a node once one of
-    them has died, are a matter of rank 0: it tells the cause, and the others follow."""
+    """While inside, only rank 0 reacts to Ctrl-C and SIGTERM, and the others follow it.
+
+    torchrun sends SIGTERM to all ranks of a node once one of them has died, whose end is the cause.
+    """
     pressed_at = -math.inf
 
     def interrupt() -> None:

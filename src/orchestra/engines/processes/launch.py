@@ -1,4 +1,7 @@
-"""Start the ranks of a run on this machine, and watch over them. Imports without torch."""
+"""Start the ranks of a run on this machine, and watch over them. Imports without torch.
+
+The ranks are forked from a server that has imported torch already; `enter` is their first code.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,18 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import current_process, forkserver, get_context, resource_tracker, spawn
-from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import Event, Notice
-from orchestra.engines.processes.addresses import numeric
-from orchestra.engines.processes.entry import Errand, enter, inside_a_rank
-from orchestra.engines.processes.outcome import Outcome
-from orchestra.engines.processes.seat import Seat
-from orchestra.engines.processes.system import handling
+from orchestra.engines.processes.control import RankSpec
+from orchestra.engines.processes.environment import numeric
+from orchestra.engines.processes.system import die_with_parent, handling, keep_one_arena
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.tls import TLS, from_environment
+from orchestra.transports.handshake import TLS, from_environment
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Runtime
@@ -33,6 +34,85 @@ if TYPE_CHECKING:
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "orchestra.engines.processes.rank"]
 
 _starting = threading.Lock()
+_is_rank = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that ended well.
+
+    Attributes:
+        results: what the program returned, by rank; None for a rank that was left out.
+        left_out: why, for each rank that the run went on without.
+        stopped: the user asked for an orderly stop.
+        notices: messages for the user on the way, one line each.
+        setup: seconds before the program began: `import`, only in the first launch of a process,
+            until the process that all ranks are forked from had imported torch; `processes`, from
+            there until every rank was there; `connections`, until all were connected to each other.
+    """
+
+    results: tuple[Any, ...]
+    left_out: dict[int, str]
+    stopped: bool
+    notices: tuple[str, ...]
+    setup: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The program of a rank, and what it needs to start.
+
+    Attributes:
+        payload: the pickled program and argument.
+        main: where to import the launcher's main module from, if the payload refers to it.
+        environment: the launcher's environment variables of this moment; the fork server's are
+            those of the first run.
+        store_path: the file through which the process groups of torch.distributed are made.
+    """
+
+    payload: bytes
+    main: dict[str, str]
+    environment: dict[str, str]
+    store_path: str
+
+    def load(self) -> Any:
+        """The program and its argument."""
+        spawn.prepare(self.main)
+        return pickle.loads(self.payload)
+
+
+def enter(spec: RankSpec, job: Job) -> None:
+    """Be a rank, from the beginning to the end of this process."""
+    global _is_rank
+    _is_rank = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the launcher too, which decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the fork server had it
+    _let_fork_server_end()
+    die_with_parent()
+    os.environ.clear()
+    os.environ.update(job.environment)
+    if spec.ranks == 1:
+        keep_one_arena()
+
+    from torch._C._distributed_c10d import FileStore
+
+    from orchestra.engines.processes.rank import run_rank
+
+    try:
+        run_rank(spec, job.load, lambda: FileStore(job.store_path, spec.ranks))
+    except RunFailed:
+        sys.exit(1)  # the launcher says why
+
+
+def _let_fork_server_end() -> None:
+    """Give up this process's share in the pipe that keeps the fork server alive.
+
+    The server then ends with the launcher, and takes its ranks with it; otherwise a rank that is
+    stopped would keep it, and so itself, alive for ever.
+    """
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
 
 
 def launch(
@@ -71,7 +151,7 @@ def launch(
             raised in its phase "set-up".
         RunFailed: names the first cause in its first line; the failing rank's traceback follows.
     """
-    if inside_a_rank():
+    if _is_rank:
         raise InputError(
             "a run was started while a rank imports the script that starts it: put the call under "
             "if __name__ == '__main__':"
@@ -93,8 +173,9 @@ def launch(
         tls=tls,
         on_event=on_event if quiet else printing(on_event),
     )
-    with _store_path() as store_path, _interrupts_to(watcher.interrupt):
-        errand = Errand(payload, main, dict(os.environ), store_path)
+    interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: watcher.interrupt}
+    with _store_path() as store_path, handling(interrupts):
+        job = Job(payload, main, dict(os.environ), store_path)
         watcher.start()
         alarm = threading.Timer(limit or 0.0, watcher.abandon)
         if limit is not None:
@@ -103,11 +184,11 @@ def launch(
             server: Any = forkserver._forkserver
             first = server._forkserver_pid is None
             for rank in range(ranks):
-                seat = Seat(
+                spec = RankSpec(
                     rank, ranks, rank, watcher.address, address, token, limits,
                     tls=tls, threads=threads,
                 )  # fmt: skip
-                _start(watcher, seat, errand)
+                _start(watcher, spec, job)
                 if first and rank == 0:  # the fork server took it when its imports were done
                     watcher.imported = watcher.age()
             watcher.join()
@@ -120,9 +201,9 @@ def launch(
 
 
 def outcome(watcher: Watcher, ranks: range, read: Callable[[bytes], Any]) -> Outcome:
-    """What a watcher whose ranks are gone has to tell; raises if the run failed.
+    """The outcome of a run whose ranks are gone; `read` decodes the result of a rank.
 
-    `read` makes a result of what was delivered.
+    Raises what `launch` raises.
     """
     verdicts = watcher.verdicts
     if verdicts.bad_input is not None:
@@ -168,29 +249,29 @@ def _main_module(payload: bytes) -> dict[str, str]:
     return found
 
 
-def _start(watcher: Watcher, seat: Seat, errand: Errand) -> None:
+def _start(watcher: Watcher, spec: RankSpec, job: Job) -> None:
     context = get_context("forkserver")
     with _starting, _without_main():
         context.set_forkserver_preload(PRELOADED)
-        with _deaf_to_ctrl_c():
+        with _sigint_blocked():
             if sys.platform == "linux":
                 _start_fork_server()
             else:
                 forkserver.ensure_running()
         server: Any = forkserver._forkserver
         watcher.rely_on(server._forkserver_pid)
-        process = _process(context, seat, errand)
+        process: Any = context.Process(target=enter, args=(spec, job), name=f"rank {spec.rank}")
         try:
             process.start()
         except (EOFError, OSError) as error:
             raise RunFailed(watcher.server_lost(error)) from None
-    watcher.adopt(seat.rank, process)
+    watcher.adopt(spec.rank, process)
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """A process that starts here never sees a Ctrl-C, which a terminal sends to all; this one sees
-    it afterwards."""
+def _sigint_blocked() -> Iterator[None]:
+    """Processes started inside never see a Ctrl-C, which a terminal sends to all; this one sees it
+    afterwards."""
     resource_tracker.ensure_running()  # it would lift the block as it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -222,10 +303,6 @@ def _start_fork_server() -> None:
             os.close(descriptor)
 
 
-def _process(context: ForkServerContext, seat: Seat, errand: Errand) -> Any:
-    return context.Process(target=enter, args=(seat, errand), name=f"rank {seat.rank}")
-
-
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Keep multiprocessing from importing the main module in each rank.
@@ -254,16 +331,7 @@ def _store_path() -> Iterator[str]:
             yield f"{folder}/store"
 
 
-@contextmanager
-def _interrupts_to(interrupt: Callable[[], None]) -> Iterator[None]:
-    """While inside, Ctrl-C or SIGTERM calls `interrupt`; only a main thread can arrange that."""
-    with handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
-        yield
-
-
-def printing(
-    on_event: Callable[[Event | Notice], None] | None,
-) -> Callable[[Event | Notice], None]:
+def printing(on_event: Callable[[Event | Notice], None] | None) -> Callable[[Event | Notice], None]:
     """`on_event`, with the notices printed to standard error as well."""
 
     def tell(event: Event | Notice) -> None:

@@ -105,10 +105,10 @@ def distribute(
         strategy = parse(strategy, STRATEGIES, where="strategy")
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
-    place = _Place.of_this_process(patience, host)
-    place.end_loops_before(model, optimizer, strategy)
+    process = _Process.this(patience, host)
+    process.end_loops_before(model, optimizer, strategy)
     loop = OwnLoop(
-        place.channel(),
+        process.channel(),
         model,
         optimizer,
         batches,
@@ -119,7 +119,7 @@ def distribute(
         bucket_megabytes=bucket_megabytes,
         overlap=overlap,
     )
-    place.loops.append(loop)
+    process.loops.append(loop)
     loop.batches.serve_to_the_end()
     return model, optimizer, loop.batches
 
@@ -160,8 +160,8 @@ def _alone() -> Runtime:
     )
 
 
-class _Host:
-    """Takes this process's rank in a thread, and lends its runtime to the user's script."""
+class _RankThread:
+    """Runs this process's rank in a thread; the user's script works with its runtime."""
 
     def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
         self._first_of_node = launched.local_rank == 0
@@ -183,7 +183,7 @@ class _Host:
     def _run(self, launched: Launched, patience: float, host: str | None) -> None:
         try:
             join(
-                self._lend, None, launched,
+                self._program, None, launched,
                 patience=patience, host=host, threads=self._threads, quiet=False, advice=ADVICE,
                 on_cause=self._cause_came,
             )  # fmt: skip
@@ -191,7 +191,7 @@ class _Host:
             self.failure = error
             self._runtimes.put(error)
 
-    def _lend(self, runtime: Runtime, _: None) -> None:
+    def _program(self, runtime: Runtime, _: None) -> None:
         self._runtimes.put(runtime)
         self._over.wait()
         if self._error is not None:
@@ -218,32 +218,32 @@ class _Host:
         self._thread.join()
 
 
-class _Place:
-    """This process's place among those that were started. All loops in it share its connections.
+class _Process:
+    """This process among those that were started. All loops in it share its connections.
 
-    At the end of the script the run ends with it, in order or with the script's error.
+    When the script ends, the run ends too: in order, or with the script's error.
     """
 
-    _taken: _Place | None = None
+    _this: _Process | None = None
 
     def __init__(self, patience: float, host: str | None) -> None:
         launched = detect(os.environ)
-        self._host = None if launched is None else _Host(launched, patience, host)
-        self._runtime = _alone() if self._host is None else self._host.runtime
+        self._rank = None if launched is None else _RankThread(launched, patience, host)
+        self._runtime = _alone() if self._rank is None else self._rank.runtime
         self._channels = itertools.count()
         self._error: BaseException | None = None
         self.loops: list[OwnLoop] = []  # that have not ended
-        if self._host is not None:
+        if self._rank is not None:
             self._hook = sys.excepthook
             sys.excepthook = self._note
         atexit.register(self._end)
 
     @classmethod
-    def of_this_process(cls, patience: float, host: str | None) -> _Place:
-        """Its place, taken at the first call."""
-        if cls._taken is None:
-            cls._taken = cls(patience, host)
-        return cls._taken
+    def this(cls, patience: float, host: str | None) -> _Process:
+        """The one of this process, which joins the run at the first call."""
+        if cls._this is None:
+            cls._this = cls(patience, host)
+        return cls._this
 
     def channel(self) -> Runtime:
         """The runtime of the next loop, whose messages no other loop sees."""
@@ -271,10 +271,7 @@ class _Place:
             loop.close(handed_over=loop.optimizer is optimizer)
 
     def _note(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._error = error
         if not isinstance(error, (PeerLost, RunAborted)):
@@ -287,10 +284,10 @@ class _Place:
                     loop.finish()
             except BaseException as error:
                 self._error = error
-        if self._host is None:
+        if self._rank is None:
             return
-        self._host.end(self._error)
-        failure = self._host.failure
+        self._rank.end(self._error)
+        failure = self._rank.failure
         if isinstance(failure, RunFailed):
-            self._host.tell(failure)
+            self._rank.tell(failure)
             os._exit(1)  # an exit status cannot be changed otherwise any more

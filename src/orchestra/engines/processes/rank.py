@@ -1,4 +1,4 @@
-"""One rank: join the run, connect with the others, run the program, deliver what it returns."""
+"""One rank: join the run, connect with the others, run the program, deliver its result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from orchestra.engines.failures import describe
-from orchestra.engines.memory import keep_freed_memory
-from orchestra.engines.processes.control import Control, Signs
-from orchestra.engines.processes.seat import Seat
-from orchestra.engines.processes.system import kernel, machine
+from orchestra.engines.events import describe
+from orchestra.engines.processes.control import Control, RankSpec, Signs
+from orchestra.engines.processes.system import keep_freed_memory, kernel, machine
 from orchestra.engines.random_streams import seed
 from orchestra.errors import RunEnded
 from orchestra.transports.mesh import Listener, connect_mesh
@@ -82,11 +80,13 @@ class Watched(Interceptor):
         if waiting is None:
             return Signs(self._completed)
         peers = self.others if waiting.peer is None else (waiting.peer,)
-        return Signs(self._completed, peers, f"to {waiting.kind}, tag {waiting.tag}")
+        what = f"to {waiting.kind}" if waiting.kind in ("send", "receive") else "in a collective"
+        return Signs(self._completed, peers, f"{what}, tag {waiting.tag}")
 
 
-class Frugal(PassingReporter):
-    """Before the training, what is freed goes back: the model of all stages, for one."""
+class MemoryKeeper(PassingReporter):
+    """Keeps freed memory once training begins; what set-up frees, such as a whole model of which
+    this rank trains a stage, goes back to the system."""
 
     def phase(self, name: str) -> None:
         super().phase(name)
@@ -94,17 +94,16 @@ class Frugal(PassingReporter):
             keep_freed_memory()
 
 
-def occupy(
-    seat: Seat,
+def run_rank(
+    spec: RankSpec,
     load: Callable[[], tuple[Program, Any]],
     make_store: Callable[[], Store],
     on_orphaned: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
 ) -> Any:
-    """Take `seat` in its run until the program has ended; what the program returned.
+    """Be the rank that `spec` describes until its program has ended; what the program returned.
 
     Args:
-        seat: which rank this process is, and where the others are to be found.
         load: gives the program and its argument; its errors count as the program's.
         make_store: where the ranks of a process group of torch.distributed find each other.
         on_orphaned: called with the reason, from another thread, before this process leaves
@@ -115,8 +114,8 @@ def occupy(
         RunFailed: with the first cause, wherever it lies.
     """
     with ExitStack() as resources:
-        listener = resources.enter_context(Listener(seat.host))
-        control = Control(seat, on_orphaned, on_cause)
+        listener = resources.enter_context(Listener(spec.host))
+        control = Control(spec, on_orphaned, on_cause)
         control.hello(
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -126,8 +125,8 @@ def occupy(
             address=listener.address,
         )
         try:
-            result = _run(seat, control, listener, load, make_store, resources)
-            delivery = _pickled(result) if seat.local else _written(result)
+            result = _run(spec, control, listener, load, make_store, resources)
+            delivery = _pickled(result) if spec.local else _as_json(result)
         except BaseException as error:
             cause = control.fail(describe(error))
             raise RunEnded(cause) from error
@@ -136,7 +135,7 @@ def occupy(
 
 
 def _run(
-    seat: Seat,
+    spec: RankSpec,
     control: Control,
     listener: Listener,
     load: Callable[[], tuple[Program, Any]],
@@ -145,27 +144,27 @@ def _run(
 ) -> Any:
     program, argument = load()
     addresses, share = control.roster()
-    torch.set_num_threads(seat.threads or chosen_threads(os.environ) or share)
+    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or share)
     transport = connect_mesh(
-        seat.rank,
+        spec.rank,
         addresses,
         listener,
-        seat.token.encode(),
-        tls=seat.tls,
-        timeout=seat.limits.joining,
+        spec.token.encode(),
+        tls=spec.tls,
+        timeout=spec.limits.joining,
         on_flow_start=_one_thread,
         on_wait=lambda ranks: control.waiting(ranks, "to connect"),
     )
     resources.callback(transport.close)
-    watched = Watched(seat.rank, seat.ranks)
+    watched = Watched(spec.rank, spec.ranks)
     compute = TimedCompute()
     native = Native(
         make_store,
-        seat.rank,
-        seat.ranks,
-        host=seat.host,
-        device=seat.local_rank,
-        timeout=4 * seat.limits.patience,  # the watcher judges first
+        spec.rank,
+        spec.ranks,
+        host=spec.host,
+        device=spec.local_rank,
+        timeout=4 * spec.limits.patience,  # the watcher judges first
     )
     resources.callback(native.close)
 
@@ -179,19 +178,19 @@ def _run(
 
     control.attach(probe, transport.abort, transport.disconnect)
     runtime = Runtime(
-        seat.rank,
-        seat.ranks,
+        spec.rank,
+        spec.ranks,
         transport,
         compute,
-        Frugal(control),
+        MemoryKeeper(control),
         seed,
-        local_rank=seat.local_rank,
+        local_rank=spec.local_rank,
         native=lambda: native,
         clock=machine(),
     )
     result = program(intercepted(runtime, watched), argument)
     control.phase("leaving")
-    transport.close(timeout=seat.limits.patience)
+    transport.close(timeout=spec.limits.patience)
     return result
 
 
@@ -201,7 +200,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _written(result: Any) -> bytes:
+def _as_json(result: Any) -> bytes:
     """For the watcher of another process tree, which unpickles nothing."""
     try:
         return json.dumps(result).encode()

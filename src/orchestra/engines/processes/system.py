@@ -1,7 +1,11 @@
-"""What the operating system knows of processes and hosts."""
+"""The operating system: processes and hosts, signals, processor use, memory.
+
+Of glibc's allocator, docs/decisions/0037-memory.md says why it is configured.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -10,13 +14,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from orchestra.records.record import Usage
+from orchestra.worker.threads import usable_cores
+
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
+_LARGEST_THRESHOLD = 32 << 20  # that glibc takes
+_KEPT_BYTES = 256 << 20
+
+_STAT = Path("/proc/stat")
+_WORKING = (0, 1, 2, 5, 6, 7)
+"""Fields of a line of /proc/stat: user, nice, system, irq, softirq, steal (proc(5))."""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel holds process `pid` stopped (state T); False where it cannot be asked."""
+    """True if the kernel holds process `pid` stopped (state T); False where it cannot be asked."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -26,8 +41,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def exit_status(pid: int, *, within: float = 0.0) -> int | None:
-    """How child process `pid` ended, within so many seconds, negative for a signal; it remains to
-    be waited for. None while it runs, or where it is no child of this process."""
+    """The exit status of child process `pid`, negative for a signal; it remains to be waited for.
+
+    Waits up to `within` seconds. None while it runs, or where it is no child of this process.
+    """
     deadline = time.monotonic() + within
     while True:
         try:
@@ -80,3 +97,69 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even while it is stopped (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def now() -> float:
+    """Seconds on the clock that all processes of this machine share."""
+    return time.monotonic()
+
+
+def busy_seconds(text: str, cores: tuple[int, ...], ticks: int) -> float:
+    """Processor seconds of all programs on `cores` since the start, from the `text` of /proc/stat,
+    which counts `ticks` a second."""
+    wanted = {f"cpu{core}" for core in cores}
+    lines = (line.split() for line in text.splitlines())
+    fields = (line[1:] for line in lines if line and line[0] in wanted)
+    return sum(int(line[place]) for line in fields for place in _WORKING) / ticks
+
+
+@dataclass
+class UsageMeter:
+    """Adds up what this process and its machine use between `start` and `stop`."""
+
+    passed: float = 0.0
+    own: float = 0.0
+    busy: float | None = 0.0
+
+    def running(self, running: bool) -> None:
+        """Starts it, or stops it: what a `Runtime` calls its stopwatch."""
+        sign = -1 if running else 1
+        self.passed += sign * time.monotonic()
+        self.own += sign * time.process_time()
+        now = _busy_now()
+        self.busy = None if now is None or self.busy is None else self.busy + sign * now
+
+    def usage(self) -> Usage:
+        """All so far; not while it runs."""
+        return Usage(machine(), len(usable_cores()), self.passed, self.own, self.busy)
+
+
+def _busy_now() -> float | None:
+    try:
+        return busy_seconds(_STAT.read_text(), usable_cores(), os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, up to 256 MiB, for what it needs next.
+
+    Else the activations of a step may be given back to the system after it, and every page of them
+    be taken from there anew, and filled with zeros, in the next.
+    """
+    _mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+    _mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def keep_one_arena() -> None:
+    """Let all threads take their memory from one place, which the caches then hold.
+
+    Where one thread runs at a time, as in a simulation, none waits for another there. Has to be
+    called before the process has a second thread: the arena of that one would be used, too.
+    """
+    _mallopt(_M_ARENA_MAX, 1)
+
+
+def _mallopt(parameter: int, value: int) -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(parameter, value)

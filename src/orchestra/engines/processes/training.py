@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from orchestra.engines.processes.devices import lacking
 from orchestra.engines.processes.display import Display, Progress
-from orchestra.engines.processes.launch import launch
-from orchestra.engines.processes.outcome import Outcome
-from orchestra.engines.processes.usage import UsageMeter
+from orchestra.engines.processes.launch import Outcome, launch
+from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.run_record import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.plain import from_plain, to_plain
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
-    """What each rank runs; here, so that a launcher can name it without importing torch."""
+    """The program of each rank; here, so that a launcher can name it without importing torch."""
     from orchestra.trainer.program import train
 
     meter = UsageMeter()
@@ -62,7 +60,7 @@ def train_run(
 
 
 def has_validation(task: str) -> bool:
-    """Whether the task has validation data; a rank finds out, so that torch stays out of here.
+    """True if the task has validation data; a rank finds out, so that torch stays out of here.
 
     Raises:
         InputError: the task cannot be made.
@@ -145,3 +143,18 @@ def _record(run: Run, outcome: Outcome, folder: Path) -> RunRecord:
     return record_of(
         run, reports, folder, outcome.setup, left_out=outcome.left_out, notices=outcome.notices
     )
+
+
+def lacking(run: Run) -> str | None:
+    """What this machine lacks for `run`, None if nothing. Imports torch only where it has to."""
+    if run.training.device != "cuda":
+        return None
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Several ranks can share a GPU, but NCCL wants one for each.
+    wanted = run.training.ranks if run.strategy.native else 1
+    if there >= wanted:
+        return None
+    remedy = "name a schedule such as 'ring', whose ranks share one" if there else "use cpu or auto"
+    return f"wants {wanted} GPU{'s' * (wanted > 1)}; torch sees {there or 'none'} here: {remedy}"

@@ -16,34 +16,15 @@ from dataclasses import dataclass, fields
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from orchestra.engines.events import (
-    Abort,
-    Beat,
-    Disconnect,
-    Disconnected,
-    Event,
-    Exited,
-    Failed,
-    Finished,
-    Instruction,
-    Interrupted,
-    Joined,
-    Kill,
-    Notice,
-    Pulse,
-    ServerLost,
-    Stop,
-)
-from orchestra.engines.failures import Failure, describe
+from orchestra.engines import events
+from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
-from orchestra.engines.processes.wire import BadFrame, Frames, Message, pack
 from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
-from orchestra.transports.hello import HELLO_BYTES, WATCHER, hello, proves, sender_of
-from orchestra.transports.tls import TLS, in_words, wrap_accepted
+from orchestra.transports.handshake import TLS, WATCHER, Reception, in_words
 from orchestra.worker.threads import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
-NOT_KNOWN = 255  # what multiprocessing makes of a status that no fork server told
+NOT_KNOWN = 255  # multiprocessing's status of a process whose fork server is gone
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
 SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
@@ -53,16 +34,11 @@ STRANGERS = 32  # such connections, beside those of the ranks; more push out the
 
 @dataclass(eq=False)
 class _Link:
-    """One control connection; it has shown the token of `proven`, and introduced itself as `rank`.
-
-    What comes before the token is a hello of fixed size, which is compared and not interpreted.
-    """
+    """The control connection of the rank `proven`, which introduces itself as `rank`."""
 
     connection: socket.socket
     frames: Frames
-    host: str  # as its address says
-    since: float
-    proven: int | None = None
+    proven: int
     rank: int | None = None
     pid: int = 0
     same_machine: bool = False
@@ -83,7 +59,7 @@ class Watcher:
         limits: how long to wait for what.
         host: the address to listen on.
         token: the secret that a rank has to show.
-        children: whether the ranks are child processes, each given to `adopt` once started.
+        children: the ranks are child processes, each given to `adopt` once started.
         tls: encrypts the control connections.
         on_event: called from the thread with each event, and each notice.
     """
@@ -97,18 +73,16 @@ class Watcher:
         token: str,
         children: bool,
         tls: TLS | None = None,
-        on_event: Callable[[Event | Notice], None] | None = None,
+        on_event: Callable[[events.Event | events.Notice], None] | None = None,
     ) -> None:
         self.results: dict[int, bytes] = {}
         self.setup: dict[str, float] = {}
         self.imported = 0.0
         self._ranks = ranks
-        self._token = token.encode()
-        self._tls = None if tls is None else tls.context(server_side=True)
+        context = None if tls is None else tls.context(server_side=True)
         self._on_event = on_event or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
         self._links: dict[int, _Link] = {}
-        self._strangers: dict[_Link, None] = {}  # the oldest first
         self._connected: set[int] = set()
         self._orders: list[Callable[[], None]] = []
         self._abandoned = False
@@ -120,6 +94,11 @@ class Watcher:
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=ranks)
+        self._reception = Reception(
+            self._selector, self._listener, WATCHER, token.encode(), context,
+            wanted=range(ranks).__contains__, most=lambda: STRANGERS + ranks - len(self._links),
+            welcome=self._welcome, refused=self._refuse,
+        )  # fmt: skip
         self._wake_in, self._wake_out = socket.socketpair()
         self._started_at = time.monotonic()
         self.verdicts = Verdicts(ranks, limits, start=self._started_at, children=children)
@@ -134,7 +113,6 @@ class Watcher:
     # From other threads
 
     def start(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._take_orders)
         self._thread.start()
 
@@ -168,11 +146,11 @@ class Watcher:
 
     def fail(self, rank: int, error: Exception) -> None:
         """End the run: `rank`, of this process, could not join it."""
-        self._order(lambda: self._observe(Failed(rank, describe(error))))
+        self._order(lambda: self._observe(events.Failed(rank, events.describe(error))))
 
     def interrupt(self) -> None:
         """The user pressed Ctrl-C. Safe in a signal handler."""
-        self._order(lambda: self._observe(Interrupted()))
+        self._order(lambda: self._observe(events.Interrupted()))
 
     def join(self) -> None:
         """Block until all ranks are gone. Raises what the thread raised, if anything."""
@@ -216,8 +194,7 @@ class Watcher:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for link in [link for link in self._strangers if now - link.since > STRANGER_SECONDS]:
-            self._hang_up(link)
+        self._reception.drop_since(now - STRANGER_SECONDS)
         self._look_after_server(now)
         suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
         held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
@@ -237,27 +214,27 @@ class Watcher:
         if status is None and now - self._server_runs_at < self.verdicts.limits.silence:
             return
         how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
-        self._observe(ServerLost(f"{SERVER} {how}"))
+        self._observe(events.ServerLost(f"{SERVER} {how}"))
         if status is None:
             os.kill(self._server, signal.SIGKILL)  # which wakes a launcher that waits for it
         self._server = None
 
-    def _observe(self, event: Event) -> None:
+    def _observe(self, event: events.Event) -> None:
         self._on_event(event)
         self._carry_out(self.verdicts.observe(time.monotonic(), event))
 
-    def _carry_out(self, instructions: list[Instruction]) -> None:
+    def _carry_out(self, instructions: list[events.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Abort(cause=cause):
+                case events.Abort(cause=cause):
                     self._broadcast({"kind": "abort", "cause": cause})
-                case Disconnect(rank=rank, reason=reason):
+                case events.Disconnect(rank=rank, reason=reason):
                     self._broadcast({"kind": "disconnect", "rank": rank, "reason": reason})
-                case Stop():
+                case events.Stop():
                     self._broadcast({"kind": "stop"})
-                case Kill(rank=rank):
+                case events.Kill(rank=rank):
                     self._kill(rank)
-                case Notice():
+                case events.Notice():
                     self._on_event(instruction)
 
     def _broadcast(self, message: Message) -> None:
@@ -270,7 +247,7 @@ class Watcher:
             return
         link = self._links.get(rank)
         if link is None:
-            self._observe(Disconnected(rank))  # it never came
+            self._observe(events.Disconnected(rank))  # it never came
             return
         if link.pid == os.getpid() and link.same_machine:
             return  # this very process: its control thread ends it, a little later
@@ -285,8 +262,7 @@ class Watcher:
         process = self._children[rank]
         self._selector.unregister(process.sentinel)
         process.join()
-        for stranger in list(self._strangers):
-            self._read(stranger)  # it may be why this one did not join
+        self._reception.advance_all()  # one may be why this rank did not join
         link = self._links.get(rank)
         if link is not None:
             self._drain(link)  # what it said before it ended comes first
@@ -294,7 +270,7 @@ class Watcher:
         assert status is not None
         if status == NOT_KNOWN:
             self._look_after_server(time.monotonic(), within=0.5)
-        self._observe(Exited(rank, status))
+        self._observe(events.Exited(rank, status))
 
     def _drain(self, link: _Link) -> None:
         while link.connection.fileno() >= 0:
@@ -306,69 +282,42 @@ class Watcher:
 
     # Connections
 
-    def _accept(self) -> None:
-        if len(self._strangers) >= STRANGERS + self._ranks - len(self._links):
-            self._hang_up(next(iter(self._strangers)))
-        try:
-            connection, (host, *_) = self._listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setblocking(False)  # a stranger may be slow
-            if self._tls is not None:
-                connection = wrap_accepted(connection, self._tls)
-        except OSError:
-            return  # it went again
-        link = _Link(connection, Frames(connection), host, time.monotonic())
-        self._strangers[link] = None
+    def _welcome(self, rank: int, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = _Link(connection, Frames(connection), rank)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
+        self._read(link)
+
+    def _refuse(self, host: str, error: ssl.SSLError) -> None:
+        text = f"a connection from {host} was refused: {in_words(error)}"
+        self._carry_out(self.verdicts.refused(text))
 
     def _read(self, link: _Link) -> None:
         try:
-            if link.proven is None and not self._prove(link):
-                return
             open_still = link.frames.read()
             for message, payload in link.frames.complete():
                 self._heard(link, message, payload)
         except (BadFrame, KeyError, TypeError, ValueError):
             open_still = False
         if not open_still:
-            if link.proven is None and isinstance(link.frames.error, ssl.SSLError):
-                text = f"a connection from {link.host} was refused: {in_words(link.frames.error)}"
-                self._carry_out(self.verdicts.refused(text))
             self._hang_up(link)
-
-    def _prove(self, link: _Link) -> bool:
-        """Whether the token has been shown, which is answered; raises `BadFrame` where it was
-        another one."""
-        said = link.frames.take(HELLO_BYTES)
-        if said is None:
-            return False
-        rank = sender_of(said)
-        known = proves(said, rank, WATCHER, self._token)
-        if not known or rank not in range(self._ranks):
-            raise BadFrame("a stranger")
-        link.proven = rank
-        del self._strangers[link]
-        with contextlib.suppress(OSError):  # it fits into the empty buffer of a new connection
-            link.connection.send(hello(WATCHER, rank, self._token))
-        return True
 
     def _hang_up(self, link: _Link) -> None:
         if link.connection.fileno() < 0:
             return
-        self._strangers.pop(link, None)
         self._selector.unregister(link.connection)
         link.connection.close()
         if link.rank is not None:
-            self._observe(Disconnected(link.rank))
+            self._observe(events.Disconnected(link.rank))
 
     def _heard(self, link: _Link, message: Message, payload: bytes) -> None:
         rank, kind = link.rank, message["kind"]
         if rank is None:
             self._admit(link, message)
         elif kind == "beat":
-            self._observe(Beat(rank, _pulse(message)))
+            self._observe(events.Beat(rank, _pulse(message)))
         elif kind == "notice":
-            notice = Notice(str(message["text"]))
+            notice = events.Notice(str(message["text"]))
             self.verdicts.notices.append(notice.text)
             self._on_event(notice)
         elif kind == "connected":
@@ -378,9 +327,9 @@ class Watcher:
         elif kind == "result":
             self.results[rank] = payload
             link.send({"kind": "dismissed"})
-            self._observe(Finished(rank))
+            self._observe(events.Finished(rank))
         elif kind == "failure":
-            self._observe(Failed(rank, Failure(**_named(Failure, message))))
+            self._observe(events.Failed(rank, events.Failure(**_named(events.Failure, message))))
 
     def age(self) -> float:
         """Seconds since it was made."""
@@ -388,7 +337,6 @@ class Watcher:
 
     def _admit(self, link: _Link, message: Message) -> None:
         rank = link.proven
-        assert rank is not None
         if rank in self._links:
             raise BadFrame("this rank is there")
         link.connection.settimeout(SEND_SECONDS)
@@ -397,7 +345,7 @@ class Watcher:
         link.cores = message["kernel"] or message["host"], message["cores"]
         link.same_machine = bool(self._machine) and message["machine"] == self._machine
         self._links[rank] = link
-        self._observe(Joined(rank, message["host"]))
+        self._observe(events.Joined(rank, message["host"]))
         if self.verdicts.cause is not None:
             link.send({"kind": "abort", "cause": self.verdicts.cause})  # it came late for that
         if len(self._links) == self._ranks:
@@ -409,9 +357,9 @@ class Watcher:
                 self._broadcast({"kind": "stop"})
 
 
-def _pulse(message: Message) -> Pulse:
-    named = _named(Pulse, message)
-    return Pulse(**{**named, "waits_for": tuple(named["waits_for"])})
+def _pulse(message: Message) -> events.Pulse:
+    named = _named(events.Pulse, message)
+    return events.Pulse(**{**named, "waits_for": tuple(named["waits_for"])})
 
 
 def _named(kind: type, message: Message) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from orchestra.engines.deadlock import tell
+from orchestra.engines.events import tell
 from orchestra.engines.simulation.carriers import Carrier, GreenletCarrier, ThreadCarrier
 from orchestra.errors import RunAborted
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestra.cluster import Channel, Cluster
-from orchestra.cluster.writing import cluster_text
+from orchestra.cluster.file import cluster_text
 from orchestra.records.layout import CLUSTER
 from orchestra.records.links import MOST, TENTHS, Link, Links, write_links
 from orchestra.records.record import write_atomically

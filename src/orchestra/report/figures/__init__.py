@@ -7,21 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from orchestra.report.collect import Source
-from orchestra.report.figures.clusters import clusters
+from orchestra.report.figures.cluster import clusters
 from orchestra.report.figures.curves import curves
-from orchestra.report.figures.differences import differences
-from orchestra.report.figures.figure import Figure, save
-from orchestra.report.figures.links import links
+from orchestra.report.figures.frame import Figure, save
 from orchestra.report.figures.messages import messages
+from orchestra.report.figures.results import differences, time_to_target, trade
 from orchestra.report.figures.scaling import scaling
-from orchestra.report.figures.seconds import seconds
-from orchestra.report.figures.staleness import staleness
-from orchestra.report.figures.style import Style, style_of
-from orchestra.report.figures.subject import Subject
-from orchestra.report.figures.target import time_to_target
+from orchestra.report.figures.seconds import seconds, staleness
+from orchestra.report.figures.subject import Style, Subject, style_of
 from orchestra.report.figures.timeline import timelines
-from orchestra.report.figures.trade import trade
-from orchestra.report.figures.traffic import traffic
+from orchestra.report.figures.traffic import links, traffic
 from orchestra.report.figures.training_loss import training_loss
 from orchestra.report.rows import Row
 from orchestra.report.study import Study

@@ -1,9 +1,10 @@
-"""A cluster: its nodes and switches as a tree, with links, ranks and faults."""
+"""The clusters that runs were simulated on: nodes and switches as a tree, with links and faults."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +14,12 @@ from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
 from orchestra.cluster.jitter import Jitter
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.registry import CLUSTERS
+from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
-from orchestra.report.figures.cluster_layout import Branch, Leaf, layout
-from orchestra.report.figures.figure import Figure
-from orchestra.report.figures.frame import FAINT, INK_NOW, figure
-from orchestra.report.figures.style import COLOURS
+from orchestra.report.collect import RunData
+from orchestra.report.figures.frame import INK_NOW, Figure, figure
+from orchestra.report.figures.sketch import Canvas, Leaf, columns, layout
+from orchestra.report.figures.subject import COLOURS, Subject
 from orchestra.settings import write
 
 _Value = dict[str, Any]
@@ -82,31 +83,22 @@ class _Sketch:
         ]
         self._row = _ROW if places.rows <= _MANY else _NARROW_ROW
         self.height = _TOP + self._row * (places.rows + len(self._below))
-        self._switch_x = self._place_switches()
+        self._switch_x = columns(
+            self._branches,
+            lambda switch: (switch.name, *self._below_line(switch)),
+            _LETTER,
+            24,
+        )
         self._node_x = (self._switch_x[-1] if self._switch_x else 0) + 40
         self._columns = self._filled_columns()
         *self._column_x, self.width = self._place_columns()
+        self._canvas = Canvas(self.width, self.height)
 
     def layers(self) -> list[alt.Chart]:
         """Lines, then what stands on them, then words."""
         return [*self._lines(), *self._joints(), *self._crosses(), *self._words()]
 
     # Layout
-
-    def _place_switches(self) -> list[float]:
-        """Where the switches of each depth stand: as far right as the words before them need."""
-        depths = 1 + max((branch.depth for branch in self._branches), default=-1)
-        places, x = [], 0.0
-        for depth in range(depths):
-            texts = [
-                text
-                for branch in self._branches
-                if branch.depth == depth
-                for text in (branch.switch.name, *self._below_line(branch))
-            ]
-            x += _LETTER * max(map(len, texts)) + 24
-            places.append(x)
-        return places
 
     def _filled_columns(self) -> list[tuple[str, list[str]]]:
         """The heads of the columns with the text of each row, but for those that are empty."""
@@ -134,9 +126,8 @@ class _Sketch:
     def _ranks_text(self, leaf: Leaf) -> str:
         return _ranges([rank for node in leaf.nodes for rank in self._of_node.get(node.name, ())])
 
-    def _below_line(self, branch: Branch) -> list[str]:
+    def _below_line(self, switch: Switch) -> list[str]:
         """What stands below the line that leads to a switch."""
-        switch = branch.switch
         shared = f"shares {BANDWIDTH.write(switch.shared)}" if switch.shared else ""
         texts = [link_text(switch), shared, *self._faults.get(switch.name, ())]
         return [text for text in texts if text]
@@ -169,10 +160,7 @@ class _Sketch:
             for branch in self._branches
         ]
         thick = alt.StrokeWidth("thick:Q", scale=None)
-        yield from self._drawn(
-            (value for value in values if value),
-            lambda chart: chart.mark_rule(color=FAINT).encode(alt.X2("to:Q"), thick),
-        )
+        yield from self._canvas.across((value for value in values if value), thick)
         spines = (
             {
                 "x": self._switch_x[branch.depth],
@@ -181,10 +169,7 @@ class _Sketch:
             }
             for branch in self._branches
         )
-        yield from self._drawn(
-            spines,
-            lambda chart: chart.mark_rule(color=FAINT, strokeWidth=2).encode(alt.Y2("to:Q")),
-        )
+        yield from self._canvas.down(spines, strokeWidth=2)
 
     def _line(self, part: Node | Switch, above: str | None, row: float, to: float) -> _Value:
         if above is None or part.up is None or part.down is None:
@@ -199,7 +184,7 @@ class _Sketch:
         switches = (
             {"x": self._switch_x[branch.depth], "y": self._y(branch.y)} for branch in self._branches
         )
-        yield from self._drawn(
+        yield from self._canvas.layer(
             switches, lambda chart: chart.mark_circle(opacity=1, size=90, color=INK_NOW).encode()
         )
         speeds = [leaf.nodes[0].speed or leaf.nodes[0].flops or 0.0 for leaf in self._leaves]
@@ -214,7 +199,7 @@ class _Sketch:
         )
         colour = alt.condition("datum.faulty", alt.value(_FAULT), alt.value(_NODE))
         area = alt.Size("area:Q", scale=None, legend=None)
-        yield from self._drawn(
+        yield from self._canvas.layer(
             nodes, lambda chart: chart.mark_square(opacity=1).encode(area, color=colour)
         )
 
@@ -232,7 +217,7 @@ class _Sketch:
                     x = self._switch_x[self._by_name[above].depth] + 16
                 values.append({"x": x, "y": self._y(row)})
         cross: dict[str, Any] = {"shape": _CROSS, "size": 110, "strokeWidth": 2, "opacity": 1}
-        yield from self._drawn(
+        yield from self._canvas.layer(
             values, lambda chart: chart.mark_point(**cross, color=INK_NOW, filled=False)
         )
 
@@ -240,7 +225,7 @@ class _Sketch:
         words = [*self._table(), *self._names()]
         for name, style in _STYLES.items():
             shared: dict[str, Any] = {"baseline": "middle", "fontSize": 11, **style}
-            yield from self._drawn(
+            yield from self._canvas.layer(
                 (word for word in words if word["style"] == name),
                 lambda chart, shared=shared: chart.mark_text(**shared).encode(text="text:N"),  # type: ignore[misc]
             )
@@ -262,20 +247,9 @@ class _Sketch:
             x, y = self._switch_x[branch.depth] - 9, self._y(branch.y)
             yield {"x": x, "y": y - 8, "text": branch.switch.name, "style": "switch"}
             faults = self._faults.get(branch.switch.name, ())
-            for index, text in enumerate(self._below_line(branch)):
+            for index, text in enumerate(self._below_line(branch.switch)):
                 style = "fault of a link" if text in faults else "link"
                 yield {"x": x, "y": y + 9 + 13 * index, "text": text, "style": style}
-
-    def _drawn(
-        self, values: Iterable[_Value], draw: Callable[[alt.Chart], alt.Chart]
-    ) -> Iterator[alt.Chart]:
-        """The layer of `values`, unless there are none."""
-        if data := list(values):
-            across = alt.Scale(domain=[0, self.width], nice=False)
-            down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
-            yield draw(alt.Chart(alt.InlineData(values=data))).encode(
-                alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
-            )
 
 
 def _name(leaf: Leaf) -> str:
@@ -317,3 +291,24 @@ def _ranges(ranks: Sequence[int]) -> str:
     breaks = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(rising)) if b != a + 1), len(rising)]
     spans = [(rising[a], rising[b - 1]) for a, b in pairwise(breaks) if b > a]
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def clusters(subject: Subject) -> list[Figure]:
+    """One for each cluster, with the ranks of the run that has most there."""
+    widest: dict[str, RunData] = {}
+    for run in subject.runs:
+        name = run.record.cluster
+        if name and (name not in widest or _flows(run) > _flows(widest[name])):
+            widest[name] = run
+    found = []
+    for run in widest.values():
+        if run.cluster is not None:
+            drawn, width = cluster_figure(run.cluster, _flows(run))
+            found.append(replace(drawn, least_width=width))
+    return found
+
+
+def _flows(run: RunData) -> int:
+    """Its processes: `Single` is one, whatever the budget."""
+    record = run.record
+    return record.ranks if record.workers + record.servers > 1 else 1

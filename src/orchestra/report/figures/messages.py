@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
 from orchestra.cluster import Cluster
 from orchestra.report.collect import RunData
-from orchestra.report.figures.exchange import Arrow, Exchange, exchanges
-from orchestra.report.figures.figure import Figure
-from orchestra.report.figures.frame import FAINT, INK_NOW, Values, figure, marks
+from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, Values, figure
 from orchestra.report.figures.messages_layout import LETTER, RADIUS, WIDTH, Arc, Stage
+from orchestra.report.figures.sketch import Canvas
 from orchestra.report.figures.subject import Subject
+from orchestra.report.figures.trace import Arrow, Exchange, exchanges
 from orchestra.report.figures.traffic import with_unit
 from orchestra.report.numbers import count
 from orchestra.report.rows import Row
@@ -78,7 +78,7 @@ class _Sketch:
     """Every mark of the figure, in pixels from the upper left corner of one `WIDTH` wide."""
 
     def __init__(self, name: str, cluster: Cluster, ranks: int, exchange: Exchange) -> None:
-        self._name, self._exchange = name, exchange
+        self._exchange = exchange
         kinds = {(arrow.count, with_unit(arrow.bytes)) for arrow in exchange.arrows}
         self._alike = len(kinds) == 1
         self._links = _links(_carried(cluster, ranks, exchange.arrows))
@@ -89,6 +89,7 @@ class _Sketch:
         self._thick = min(_THICK[1], max(_THICK[0], _ROOM / len(exchange.arrows)))
         self._texts = list(self._placed_texts())
         self.height = self._stage.height
+        self._canvas = Canvas(WIDTH, self.height, name)
 
     @property
     def summary(self) -> str:
@@ -143,7 +144,7 @@ class _Sketch:
             heads.append(self._head(arc, first, thick))
         colour = self._colour()
         width = alt.StrokeWidth("thick:Q", scale=None)
-        yield from self._layer(
+        yield from self._canvas.layer(
             lines,
             lambda chart: chart.mark_line(interpolate="basis", opacity=0.75).encode(
                 colour, width, detail="arc:N", order="order:Q"
@@ -156,7 +157,7 @@ class _Sketch:
         ]
         shape = alt.Shape("shape:N", scale=None)
         size = alt.Size("area:Q", scale=None)
-        yield from self._layer(
+        yield from self._canvas.layer(
             heads,
             lambda chart: chart.mark_point(filled=True, opacity=1).encode(
                 colour, shape, size, tooltip=tooltip
@@ -194,29 +195,18 @@ class _Sketch:
 
     def _tree(self) -> Iterator[alt.Chart]:
         places = self._stage.places
-        lines = [
+        yield from self._canvas.across(
             {"x": place.above, "y": place.y, "to": place.x}
             for place in places
             if place.above is not None
-        ]
-        yield from self._layer(
-            lines, lambda chart: chart.mark_rule(color=FAINT).encode(alt.X2("to:Q"))
         )
-        below: dict[float, list[float]] = {}
-        for place in places:
-            if place.above is not None:
-                below.setdefault(place.above, []).append(place.y)
-        spines = [{"x": x, "y": min(ys), "to": max(ys)} for x, ys in below.items()]
-        spines += [
-            {"x": place.x, "y": place.rows[0], "to": place.rows[1]}
+        yield from self._canvas.down(
+            {"x": place.x, "y": place.span[0], "to": place.span[1]}
             for place in places
-            if place.rows[0] < place.rows[1]
-        ]
-        yield from self._layer(
-            spines, lambda chart: chart.mark_rule(color=FAINT).encode(alt.Y2("to:Q"))
+            if place.span[0] < place.span[1]
         )
         joints = [{"x": place.x, "y": place.y} for place in places]
-        yield from self._layer(
+        yield from self._canvas.layer(
             joints, lambda chart: chart.mark_square(opacity=1, size=40, color=FAINT).encode()
         )
 
@@ -234,13 +224,13 @@ class _Sketch:
         body: dict[str, Any] = {"filled": True, "size": 3.6 * RADIUS**2, "opacity": 1}
         shape = alt.Shape("shape:N", scale=None)
         ground = alt.ExprRef("ground")
-        yield from self._layer(
+        yield from self._canvas.layer(
             ranks,
             lambda chart: chart.mark_point(
                 **body, fill=ground, stroke=INK_NOW, strokeWidth=1.2
             ).encode(shape),
         )
-        yield from self._layer(
+        yield from self._canvas.layer(
             ranks,
             lambda chart: chart.mark_text(baseline="middle", fontSize=10.5, color=INK_NOW).encode(
                 text="text:N"
@@ -259,7 +249,7 @@ class _Sketch:
                 style["opacity"] = 1 if name else alt.ExprRef("room < 460 ? 0 : 1")
                 ground = {**style, "stroke": alt.ExprRef("ground"), "strokeWidth": 3}
                 for look in (ground, {**style, "color": INK_NOW}):
-                    yield from self._layer(
+                    yield from self._canvas.layer(
                         some,
                         lambda chart, look=look: chart.mark_text(**look).encode(text="text:N"),  # type: ignore[misc]
                     )
@@ -301,15 +291,6 @@ class _Sketch:
         if self._alike:
             return str(arrow.place)
         return f"{arrow.place}: {arrow.count}, {with_unit(arrow.bytes)}"
-
-    def _layer(self, values: Values, draw: Callable[[alt.Chart], alt.Chart]) -> Iterator[alt.Chart]:
-        """The layer of `values`, unless there are none."""
-        if values:
-            across = alt.Scale(domain=[0, WIDTH], nice=False)
-            down = alt.Scale(domain=[0, self._stage.height], nice=False, reverse=True)
-            yield draw(marks([{"strategy": self._name, **value} for value in values])).encode(
-                alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
-            )
 
 
 def _word(x: float, y: float, text: str, align: str, *, name: bool = False) -> dict[str, Any]:

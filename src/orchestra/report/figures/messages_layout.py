@@ -1,18 +1,17 @@
 """Where ranks, nodes and switches stand in the figure of an exchange, and the arcs between ranks.
 
-The tree of the cluster grows from the left as in the figure of a cluster (cluster_layout.py); each
-rank has a row beside its node. What is sent down the rows goes by the right, what is sent up by the
-left.
+The tree of the cluster grows from the left (sketch.py); each rank has a row beside its node. What
+is sent down the rows goes by the right, what is sent up by the left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestra.cluster import Cluster, Node, Switch
-from orchestra.report.figures.cluster_layout import layout
-from orchestra.report.figures.exchange import Arrow
+from orchestra.report.figures.sketch import columns, layout
+from orchestra.report.figures.trace import Arrow
 
 WIDTH = 680.0
 LETTER = 5.3
@@ -28,14 +27,14 @@ _LEFT = 0.45  # of the room for arcs
 class Place:
     """A part of the cluster: `x`, `y` in pixels; `above` is the x of the switch it hangs on.
 
-    `rows` are the heights of the first and last rank of a node, equal for a switch.
+    `span` are the heights of the first and last rank of a node, or of what hangs on a switch.
     """
 
     part: Node | Switch
     x: float
     y: float
     above: float | None
-    rows: tuple[float, float]
+    span: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -62,70 +61,49 @@ class Stage:
         on: dict[str, list[int]] = {}
         for rank, node in enumerate(nodes):
             on.setdefault(node.name, []).append(rank)
-        rows = layout(cluster, on).leaves
-        order = [leaf.nodes[0] for leaf in sorted(rows, key=lambda leaf: leaf.y)]
-        order = [node for node in order if node.name in on]
+        tree = layout(cluster, on, {name: len(ranks_of) for name, ranks_of in on.items()})
+        order = [leaf.nodes[0] for leaf in tree.leaves]
         self._row = _ROW if ranks <= _MANY else _NARROW_ROW
         self.height = TOP + self._row * ranks
         self.rows = [rank for node in order for rank in on[node.name]]
-        self.y = {rank: TOP + self._row * (row + 0.5) for row, rank in enumerate(self.rows)}
-        self._cluster, self._on, self._carried = cluster, on, carried
-        self._switch_x = self._place_switches()
+        self.y = {rank: self._height_of(row) for row, rank in enumerate(self.rows)}
+        depths = columns(
+            tree.branches, lambda switch: (switch.name, carried.get(switch.name, "")), LETTER, 22
+        )
+        switch_x = {branch.switch.name: depths[branch.depth] for branch in tree.branches}
         beside = max(len(carried.get(node.name, "")) for node in order) * LETTER
-        self.node_x = max(self._switch_x.values(), default=0.0) + beside + 18
+        self.node_x = max(depths, default=0.0) + beside + 18
         names = max(len(node.name) for node in order) * LETTER
         left = self.node_x + 10 + names
         words = LETTER * letters + 8
         for_arcs = max(WIDTH - left - 2 * words - 2 * RADIUS, 4 * _NEAREST)
         self._reach = for_arcs * _LEFT, for_arcs * (1 - _LEFT)
         self.x = left + words + self._reach[0] + RADIUS
-        self.places = [*self._places(order)]
+        self.places = [
+            *(
+                Place(
+                    node,
+                    self.node_x,
+                    self._height_of(leaf.y),
+                    switch_x.get(node.switch or ""),
+                    (self.y[on[node.name][0]], self.y[on[node.name][-1]]),
+                )
+                for leaf, node in zip(tree.leaves, order, strict=True)
+            ),
+            *(
+                Place(
+                    branch.switch,
+                    depths[branch.depth],
+                    self._height_of(branch.y),
+                    switch_x.get(branch.switch.to or ""),
+                    (self._height_of(branch.below[0]), self._height_of(branch.below[-1])),
+                )
+                for branch in tree.branches
+            ),
+        ]
 
-    def _place_switches(self) -> dict[str, float]:
-        """Where the switches with ranks below them stand, by name."""
-        if len(self._on) < 2:
-            return {}
-        depths: dict[int, list[str]] = {}
-        for switch in self._cluster.switches:
-            if self._nodes_below(switch.name):
-                depths.setdefault(self._depth(switch), []).append(switch.name)
-        found, x = {}, 0.0
-        for depth in sorted(depths):
-            names = depths[depth]
-            longest = max(max(len(name), len(self._carried.get(name, ""))) for name in names)
-            x += longest * LETTER + 22
-            found.update(dict.fromkeys(depths[depth], x))
-        return found
-
-    def _depth(self, switch: Switch) -> int:
-        above = {each.name: each.to for each in self._cluster.switches}
-        depth, name = 0, switch.to
-        while name is not None:
-            depth, name = depth + 1, above[name]
-        return depth
-
-    def _nodes_below(self, switch: str) -> list[str]:
-        """The nodes with ranks below a switch."""
-        found = [n.name for n in self._cluster.nodes if n.switch == switch and n.name in self._on]
-        for inner in self._cluster.switches:
-            if inner.to == switch:
-                found += self._nodes_below(inner.name)
-        return found
-
-    def _places(self, order: Sequence[Node]) -> Iterator[Place]:
-        middle = {}
-        for node in order:
-            ys = [self.y[rank] for rank in self._on[node.name]]
-            middle[node.name] = sum(ys) / len(ys)
-            above = self._switch_x.get(node.switch or "")
-            yield Place(node, self.node_x, middle[node.name], above, (min(ys), max(ys)))
-        for switch in self._cluster.switches:
-            if switch.name in self._switch_x:
-                ys = [middle[name] for name in self._nodes_below(switch.name)]
-                above = self._switch_x.get(switch.to or "")
-                x = self._switch_x[switch.name]
-                y = (min(ys) + max(ys)) / 2
-                yield Place(switch, x, y, above, (y, y))
+    def _height_of(self, row: float) -> float:
+        return TOP + self._row * (row + 0.5)
 
     def arcs(self, arrows: Sequence[Arrow]) -> list[Arc]:
         """The way of each arrow."""

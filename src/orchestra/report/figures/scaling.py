@@ -1,4 +1,4 @@
-"""How speed and time to target change with the number of ranks."""
+"""How speed and time to target change with the number of ranks, and from where on it pays less."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import altair as alt
 
 from orchestra.records.record import RunRecord
-from orchestra.report.figures.figure import Figure
 from orchestra.report.figures.frame import (
     FAINT,
     INK_NOW,
     SI,
+    Figure,
     Look,
     Values,
     figure,
@@ -22,7 +22,6 @@ from orchestra.report.figures.frame import (
     numbers,
 )
 from orchestra.report.figures.subject import Subject
-from orchestra.report.knee import efficiency, knee
 from orchestra.report.numbers import count, listed
 
 _POWERS = 5  # of ten that an axis has room for, with ticks between
@@ -199,3 +198,25 @@ def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
         "ranks, which is the most benefit for the cost; beyond it twice as many are less than 1.41 "
         f"times as fast. Knees: {'; '.join(texts)}."
     ]
+
+
+def knee(speeds: Mapping[int, float]) -> int | None:
+    """The number of ranks with the most benefit for its cost; None where more may be better still.
+
+    `speeds` are samples a second by number of ranks. The knee of the profile of execution time
+    against efficiency (Eager, Zahorjan and Lazowska, "Speedup Versus Efficiency in Parallel
+    Systems", IEEE Transactions on Computers 38(3), 1989) is where efficiency over time is largest,
+    that is speed^2 / ranks. Twice as many ranks are past it where they are less than sqrt(2) times
+    as fast; under Amdahl's law it lies where about half of each rank is used.
+    """
+    if len(speeds) < 2:
+        return None
+    best = max(sorted(speeds), key=lambda ranks: speeds[ranks] ** 2 / ranks)
+    return best if best < max(speeds) else None
+
+
+def efficiency(speeds: Mapping[int, float]) -> dict[int, float]:
+    """By number of ranks, the speed of each rank as a part of that on the fewest ranks."""
+    fewest = min(speeds)
+    alone = speeds[fewest] / fewest
+    return {ranks: speed / ranks / alone for ranks, speed in speeds.items()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import altair as alt
 
 from orchestra.records.record import RunRecord
-from orchestra.report.figures.figure import Figure
-from orchestra.report.figures.frame import INK_NOW, Values, figure, marks, zoomable
+from orchestra.report.figures.frame import INK_NOW, Figure, Values, figure, marks, zoomable
 from orchestra.report.figures.subject import Subject
-from orchestra.report.figures.trace_window import Window, windows
+from orchestra.report.figures.trace import Window, windows
 from orchestra.report.rows import Row
 
 # Waiting is palest, and its bars are thin, so that it shows without colour, too.

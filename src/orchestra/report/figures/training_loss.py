@@ -10,8 +10,8 @@ from typing import Any
 import altair as alt
 
 from orchestra.report.collect import RunData
-from orchestra.report.figures.figure import Figure
 from orchestra.report.figures.frame import (
+    Figure,
     Look,
     Values,
     along,

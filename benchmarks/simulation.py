@@ -1,0 +1,238 @@
+"""A simulated training with real gradients beside the plain steps that it consists of."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from orchestra.bench.turns import Blocks, Progress, check_stopped, median_ratio, teller
+from orchestra.cli.bench import (
+    bench_parser,
+    numbers,
+    print_remarks,
+    print_table,
+    progress_line,
+    read,
+    write_figures,
+)
+from orchestra.cli.main import guarded
+from orchestra.cluster import load_cluster
+from orchestra.data.feed import open_samples
+from orchestra.engines.processes.launch import launch
+from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
+from orchestra.engines.simulation.simulate import simulate
+from orchestra.optimizers.settings import Optimizer
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.tasks.load import load_task
+from orchestra.trainer.program import train
+from orchestra.trainer.settings import Run, Training
+from orchestra.worker.reporters import SilentReporter
+from orchestra.worker.runtime import Reporter, Runtime
+
+SIMULATED, PLAIN = "simulated", "plain steps"
+ROUNDS = 40
+WARM_UP = 2
+TASK = "digits28()"
+RATE = 0.01
+DESCRIPTION = """\
+Time a simulated training of LeNet-5 under AllReduce("ring"), every worker with gradients of its
+own, and after each of its steps as many plain steps of one model in a loop, in the same process.
+"""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """In a round each of `workers` workers does a step."""
+
+    workers: int
+    rounds: int
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class SimulationRow:
+    """Seconds for a gradient with its update, medians over the rounds.
+
+    `ratios` are those of each round, simulated over plain; `ratio` their median.
+    """
+
+    workers: int
+    simulated_seconds: float
+    plain_seconds: float
+    ratio: float
+    ratios: list[float]
+
+
+def bench_simulation(
+    workers: Sequence[int] = (64,), rounds: int = ROUNDS, on_progress: Progress | None = None
+) -> list[SimulationRow]:
+    """Measure each number of workers (2 or more), in `rounds` rounds.
+
+    Raises KeyboardInterrupt where the user stopped it.
+    """
+    return [measured(Contest(count, rounds), on_progress) for count in workers]
+
+
+def measured(contest: Contest, on_progress: Progress | None = None) -> SimulationRow:
+    """The figures of one contest, from a process of its own."""
+    tell = teller(on_progress, f"{contest.workers} workers", contest.rounds)
+    outcome = launch(measure, contest, 1, on_event=tell)
+    check_stopped(outcome)
+    blocks: Blocks = outcome.results[0]
+    pairs = zip(blocks[SIMULATED], blocks[PLAIN], strict=True)
+    return SimulationRow(
+        contest.workers,
+        statistics.median(blocks[SIMULATED]) / contest.workers,
+        statistics.median(blocks[PLAIN]) / contest.workers,
+        median_ratio(blocks[SIMULATED], blocks[PLAIN]),
+        [simulated / plain for simulated, plain in pairs],
+    )
+
+
+def measure(runtime: Runtime, contest: Contest) -> Blocks:
+    """The seconds of each one's blocks."""
+    torch.set_num_threads(1)  # as the ranks of a simulation have
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    referee = _Referee(runtime.reporter, contest)
+    _simulate(contest, referee)
+    return referee.blocks
+
+
+class _PlainSteps:
+    """One model in a loop by hand; reads the loss, as every step does."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._task = load_task(TASK)
+        torch.manual_seed(0)
+        self._model: torch.nn.Module = self._task.model()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=RATE)
+        self._samples = open_samples(self._task.train, 0, self._task.collate)
+        self._batch_size = batch_size
+        self._consumed = 0
+
+    def run(self, steps: int) -> None:
+        """So many more steps, through the same data as the workers of a simulation."""
+        for _ in range(steps):
+            start, self._consumed = self._consumed, self._consumed + self._batch_size
+            batch = self._samples.read(start, self._consumed)
+            self._optimizer.zero_grad()
+            loss = self._task.loss(self._model, batch)
+            loss.backward()
+            loss.item()
+            self._optimizer.step()
+
+
+class _Referee(SilentReporter):
+    """The reporter of the process of a simulation, whose clock it stops after each step of all
+    workers, for as many plain steps. The first two steps warm up, and after the last one no
+    gradients follow."""
+
+    def __init__(self, outer: Reporter, contest: Contest) -> None:
+        self.blocks: Blocks = {SIMULATED: [], PLAIN: []}
+        self._outer = outer
+        self._contest = contest
+        self._plain = _PlainSteps(contest.batch_size)
+        self._done = 0
+        self._went_on_at = 0.0
+
+    def progress(
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+    ) -> None:
+        stopped_at = time.perf_counter()
+        self._done += 1
+        steps, others = divmod(self._done, self._contest.workers)
+        if others or steps < WARM_UP or steps > WARM_UP + self._contest.rounds:
+            return
+        began = time.perf_counter()
+        self._plain.run(self._contest.workers)
+        ended = time.perf_counter()
+        if steps > WARM_UP:
+            self.blocks[SIMULATED].append(stopped_at - self._went_on_at)
+            self.blocks[PLAIN].append(ended - began)
+            self._outer.progress(step=steps - WARM_UP, samples=0)
+        self._went_on_at = time.perf_counter()
+
+    def notice(self, text: str) -> None:
+        self._outer.notice(text)
+
+    def stop_requested(self) -> bool:
+        return self._outer.stop_requested()
+
+
+def _simulate(contest: Contest, referee: _Referee) -> None:
+    training = Training(
+        ranks=contest.workers,
+        batch_size=contest.batch_size,
+        steps=WARM_UP + contest.rounds + 1,
+        optimizer=Optimizer("SGD", {"lr": RATE}),
+        engine="simulation",
+        cluster=f"lan_1gbit(nodes={contest.workers})",
+        snapshots=0,
+        trace_steps=0,
+    )
+    run = Run("simulated", TASK, AllReduce("ring"), training=training)
+    cluster = load_cluster(training.cluster, where="cluster", folder=Path())
+    with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+        outcome = simulate(
+            lambda rank: train(rank, (run, Path(folder))),
+            cluster,
+            contest.workers,
+            assumed_costs(run),
+            OVERHEAD,
+            referee,
+        )
+    assert outcome.failure is None, outcome.failure
+
+
+def print_simulations(rows: Iterable[SimulationRow]) -> None:
+    """One line for each number of workers."""
+    lines = [
+        (
+            str(row.workers),
+            f"{row.simulated_seconds * 1e3:.2f}",
+            f"{row.plain_seconds * 1e3:.2f}",
+            f"{row.ratio:.2f}",
+            f"{_part(row.ratios, 0.25):.2f} to {_part(row.ratios, 0.75):.2f}",
+        )
+        for row in rows
+    ]
+    headings = ("workers", "simulated", "plain", "ratio", "half of the pairs")
+    title = "ms for a worker's step, LeNet-5, batches of 64, AllReduce('ring')"
+    print_table(title, headings, lines)
+    print_remarks("Ratios near 1: the simulation costs little beside the gradients.")
+
+
+def _part(values: Sequence[float], part: float) -> float:
+    """What this part of `values` is below."""
+    return sorted(values)[int(part * len(values))]
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the times."""
+    parser = bench_parser("python -m benchmarks.simulation", DESCRIPTION, rounds="40")
+    parser.add_argument(
+        "--ranks", default="64", metavar="N,...", help="numbers of workers (default: 64)"
+    )
+    options = read(parser, arguments)
+    ranks = numbers(options.ranks)
+    with progress_line() as tell:
+        rows = bench_simulation(ranks, options.rounds or ROUNDS, tell)
+    print_simulations(rows)
+    write_figures(options.json, "simulation", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,214 @@
+"""One run in a folder: the folder is claimed, the run is made, its record is written.
+
+`make_run` is the only way there: `orchestra train`, `orchestra.train` and a comparison call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from orchestra.engines.run_record import failed_record
+from orchestra.errors import InputError, RunFailed
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.file import to_yaml
+from orchestra.records.record import (
+    RunRecord,
+    partial_of,
+    read_summary,
+    write_atomically,
+    write_summary,
+)
+from orchestra.settings.reading import yaml_value
+from orchestra.trainer.settings import Run
+
+RESOLVED = "experiment.yaml"
+SUMMARY = "summary.json"
+PARENT = Path("runs")
+
+Train = Callable[[Run, Path, RunRecord | None], RunRecord]
+"""Trains a run in a folder; given the record, if the run was completed there before."""
+
+
+def make_run(
+    run: Run,
+    experiment: Experiment,
+    folder: Path,
+    train: Train,
+    *,
+    tuned: Mapping[str, Any] | None = None,
+    on_resume: Callable[[RunRecord | None], None] | None = None,
+) -> RunRecord:
+    """Claim `folder` for `run`, train, write `summary.json`, release the folder; the record.
+
+    Args:
+        experiment: consists of this run only.
+        tuned: the settings that were chosen for the run by trials.
+        on_resume: called where the folder has this run already, with its record if it was
+            completed.
+
+    Raises:
+        InputError: as `held` and `train` do.
+        RunFailed: as `train` does; `summary.json` then has a failed record.
+    """
+    with held(folder, experiment) as resumed:
+        completed = next(iter(finished(folder)), None) if resumed else None
+        if resumed and on_resume is not None:
+            on_resume(completed)
+        if completed is None:  # cut off from now on, it is no failed run any more
+            (folder / SUMMARY).unlink(missing_ok=True)
+        try:
+            record = replace(train(run, folder, completed), tuned=tuned or {})
+        except RunFailed as failure:
+            write_failure(run, folder, experiment.name, failure)
+            raise
+        write_summary(folder, experiment.name, [record])
+    return record
+
+
+def write_failure(
+    run: Run, folder: Path, experiment: str, failure: RunFailed | InputError
+) -> RunRecord:
+    """Write the record of a run that failed into `folder`, unless the disk is full; the record."""
+    record = failed_record(run, folder, failure)
+    with contextlib.suppress(OSError):  # a full disk is the failure itself
+        write_summary(folder, experiment, [record])
+    return record
+
+
+def fresh_folder(parent: Path, name: str) -> Path:
+    """A new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
+    for number in count(1):
+        folder = parent / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise InputError(f"{parent}: is not a folder; choose another --out") from None
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+        else:
+            return folder
+    raise AssertionError("count() ends nowhere")
+
+
+def claim(folder: Path, experiment: Experiment) -> bool:
+    """Make `folder` that of `experiment`, which is written into it; whether it was so before.
+
+    Raises:
+        InputError: it belongs to a different experiment, holds other files, or cannot be written.
+    """
+    path = folder / RESOLVED
+    text = to_yaml(experiment)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _require_same(path, path.read_text(encoding="utf-8"), text)
+            return True
+        if any(file != partial_of(path) for file in folder.iterdir()):
+            raise InputError(f"{folder}: holds files, but no {RESOLVED}; choose another --out")
+        write_atomically(path, text)
+    except FileExistsError:
+        raise InputError(f"{folder}: is not a folder; choose another --out") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{folder}: cannot be used: {_reason(error)}") from None
+    return False
+
+
+@contextmanager
+def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
+    """`claim` the folder, and let no other process use it meanwhile; whether it was there before.
+
+    A new folder in which nothing could be run, for bad input, is removed.
+
+    Raises:
+        InputError: as `claim` does, or another process uses it.
+    """
+    resumed = claim(folder, experiment)
+    with _locked(folder):
+        try:
+            yield resumed
+        except InputError:
+            if not resumed:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The lock is the kernel's, and ends with its holder, however that ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = _holder(os.fstat(descriptor).st_ino)
+        os.close(descriptor)
+        raise InputError(
+            f"{folder}: {who} is using it; wait for its end, or choose another --out"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _holder(inode: int) -> str:
+    """The process that has locked a file, as far as it can be told."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
+                return f"process {words[4]}"
+    return "another process"
+
+
+def clear_others(folder: Path, experiment: Experiment) -> None:
+    """Remove a folder inside a comparison's that another experiment left there."""
+    path = folder / RESOLVED
+    if folder.exists() and not (
+        path.exists() and path.read_text(encoding="utf-8") == to_yaml(experiment)
+    ):
+        shutil.rmtree(folder)
+
+
+def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
+    """The completed runs that `summary.json` in `folder` tells of; none where there is none yet.
+
+    With `failed` the failed ones are among them.
+
+    Raises:
+        InputError: it is there, but damaged.
+    """
+    wanted = ("completed", "failed") if failed else ("completed",)
+    try:
+        records = read_summary(folder / SUMMARY)
+    except FileNotFoundError:
+        return []
+    return [record for record in records if record.status in wanted]
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _require_same(path: Path, old_text: str, new_text: str) -> None:
+    if old_text == new_text:
+        return
+    old, new = yaml_value(old_text), yaml_value(new_text)
+    keys = ""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = ", ".join(key for key in {**new, **old} if new.get(key) != old.get(key))
+    raise InputError(
+        f"{path.parent}: holds a different experiment (in {keys or 'its form'}); "
+        "choose another --out, or none for a new folder"
+    )

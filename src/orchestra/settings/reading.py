@@ -1,0 +1,353 @@
+"""Settings from the entries of a file: each message says the place, the reason and the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
+
+import yaml
+
+from orchestra.errors import REPEATED, InputError, nearest
+from orchestra.settings.base import (
+    MOST_DIGITS,
+    MOST_NESTED,
+    REQUIRED,
+    Settings,
+    checked,
+    default_of,
+    settings_of,
+    type_hints,
+)
+
+MOST_CHARACTERS = 4_000_000
+MOST_VALUES = 500_000
+"""Where each alias stands for all that it repeats."""
+
+
+class Refused(yaml.MarkedYAMLError):
+    """It is YAML, but beyond the bounds, or it says one thing twice."""
+
+    def __init__(self, problem: str, at: Any) -> None:
+        super().__init__(problem=problem, problem_mark=at.start_mark)
+
+
+class Loader(yaml.SafeLoader):
+    """YAML's core schema (1.2), where PyYAML follows 1.1; constructs plain data only."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            raise yaml.YAMLError(f"it has more than {MOST_CHARACTERS:,} characters")
+        super().__init__(text)
+        self._nested = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """PyYAML's, but not nested without end."""
+        if self._nested == MOST_NESTED:
+            at = self.peek_event()  # type: ignore[no-untyped-call]
+            raise Refused(f"is nested more than {MOST_NESTED} deep", at)
+        self._nested += 1
+        node = super().compose_node(parent, index)
+        self._nested -= 1
+        return node
+
+    def get_single_node(self) -> Any:
+        """The root, all of whose keys differ, and whose aliases repeat no more than can be held."""
+        root = super().get_single_node()
+        if root is not None:
+            self._check(root, {})
+        return root
+
+    def _check(self, node: yaml.Node, values: dict[int, int]) -> int:
+        """How many values `node` stands for; `values` has those of the nodes before."""
+        known = values.get(id(node))
+        if known is not None:
+            if not known:
+                raise Refused("an alias stands inside of what it repeats", node)
+            return known
+        values[id(node)] = 0
+        count = 1
+        if isinstance(node, yaml.MappingNode):
+            self._check_keys(node)
+            count += sum(self._check(item, values) for _, item in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            count += sum(self._check(item, values) for item in node.value)
+        if count > MOST_VALUES:
+            raise Refused(f"with its aliases it has more than {MOST_VALUES:,} values", node)
+        values[id(node)] = count
+        return count
+
+    def _check_keys(self, mapping: yaml.MappingNode) -> None:
+        lines: dict[object, int] = {}
+        for node, _ in mapping.value:
+            if not isinstance(node, yaml.ScalarNode):
+                raise Refused("a key has to be a word", node)
+            key = node.value if node.tag.endswith(":merge") else self.construct_object(node)
+            for name in (key, str(key)):  # 1, 0x1 and "1" are one label
+                if name in lines:
+                    raise Refused(f"{node.value!r} stands in line {lines[name]}, too", node)
+            lines[key] = lines[str(key)] = node.start_mark.line + 1
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """PyYAML's, which leaves it to Python to refuse `!!int x` and its like."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+            kind = node.tag.rpartition(":")[2]
+            raise Refused(f"{str(node.value)[:REPEATED]!r} is no !!{kind}", node) from None
+
+
+_PLAIN = {"tag:yaml.org,2002:" + kind for kind in ("null", "merge")}
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+):
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:" + _kind, re.compile(f"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def _integer(loader: Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    if len(text) > MOST_DIGITS:
+        raise Refused(f"a number of {len(text)} digits is beyond any use", node)
+    return int(text, 16 if "x" in text else 10)  # 010 is ten, not PyYAML's octal eight
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `Loader` would otherwise not take for text."""
+
+    yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+
+def yaml_text(value: object) -> str:
+    """`value`, of plain data, as YAML in the order given."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def yaml_value(text: str) -> object:
+    """The value of a YAML text, or the text itself where it is none.
+
+    Raises:
+        InputError: it is YAML that is refused.
+    """
+    try:
+        return yaml.load(text, Loader=Loader)
+    except Refused as refused:
+        raise InputError(str(refused.problem)) from None
+    except yaml.YAMLError:
+        return text
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The value of one key, and where it stands.
+
+    Attributes:
+        where: opens the message about this entry ("exp.yaml:7").
+        inside: by key, or by index, the entries of a value that is a mapping or a list.
+    """
+
+    value: Any
+    where: str
+    inside: Mapping[Any, Entry] = field(default_factory=dict)
+
+    def at(self, key: str) -> str:
+        """Where this entry stands, with its dotted key, unless an option's name says that."""
+        return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
+
+    def place_of(self, key: object) -> str:
+        """Where `key` stands inside; where this entry does, if that is not known."""
+        return self.inside[key].where if key in self.inside else self.where
+
+
+def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
+    """The keys of the YAML mapping in `path`, in order.
+
+    `needs` names the keys that it has to have, and `example` is a line of such a file.
+
+    Raises:
+        InputError: the file cannot be read, is no YAML, no mapping, or gives a key twice.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+        return _entries(text, str(path), needs, example)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not a text file in UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        kind = "" if isinstance(error, Refused) else "not YAML: "
+        raise InputError(f"{path}{line}: {kind}{error.problem or error.context}") from None
+    except yaml.YAMLError as error:  # characters that YAML does not allow
+        raise InputError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+
+
+def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]:
+    loader = Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            raise InputError(f"{name}: is empty; it needs at least {needs}")
+        if not isinstance(root, yaml.MappingNode):
+            raise InputError(f"{name}: is not a mapping of keys to values, such as {example}")
+        return {str(key): entry for key, entry in _inside(loader, root, name).items()}
+    finally:
+        loader.dispose()
+
+
+def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
+    if isinstance(node, yaml.SequenceNode):
+        return {
+            i: _entry(loader, _place(item, name), item, name) for i, item in enumerate(node.value)
+        }
+    if isinstance(node, yaml.MappingNode):
+        return {
+            loader.construct_object(key, deep=True): _entry(loader, _place(key, name), item, name)
+            for key, item in node.value
+        }
+    return {}
+
+
+def _entry(loader: Loader, where: str, node: yaml.Node, name: str) -> Entry:
+    return Entry(loader.construct_object(node, deep=True), where, _inside(loader, node, name))
+
+
+def _place(node: yaml.Node, name: str) -> str:
+    return f"{name}:{node.start_mark.line + 1}"
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def mapping(entry: Entry, key: str, example: str) -> Mapping[Any, Entry]:
+    """The entries inside `entry`, which has to be a mapping."""
+    if not isinstance(entry.value, Mapping):
+        raise InputError(f"{entry.at(key)}: has to be a mapping, such as {example}")
+    return entry.inside or {name: Entry(item, entry.where) for name, item in entry.value.items()}
+
+
+def require(inside: Mapping[Any, Entry], examples: Mapping[str, str], where: str) -> None:
+    """Refuse a mapping that lacks a key of `examples`, which say what it may look like."""
+    for name, example in examples.items():
+        if name not in inside:
+            raise InputError(f"{where}: {name} is missing; add it, such as {name}: {example}")
+
+
+def refuse_others(inside: Mapping[Any, Entry], key: str, known: Iterable[str]) -> None:
+    """Refuse a mapping, at the dotted `key` of the file or at its root, with an unknown key."""
+    names = list(known)
+    for name, entry in inside.items():
+        if name not in names:
+            hint = nearest(str(name), names)
+            raise InputError(f"{entry.at(key)}: unknown key {name!r}; {hint}")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the settings of one kind of file.
+
+    A quantity is read with its unit, and settings inside of settings as a mapping.
+
+    Attributes:
+        examples: by the name of a setting, what it may look like, for messages.
+        special: by the name of a setting, the function that reads its entry; called with the
+            entry and its dotted key. None (`null`) and the default are never given to it.
+    """
+
+    examples: Mapping[str, str] = field(default_factory=dict)
+    special: Mapping[str, Callable[[Entry, str], Any]] = field(default_factory=dict)
+
+    def read_settings(
+        self,
+        cls: type[S],
+        entry: Entry,
+        key: str,
+        inside: Mapping[Any, Entry] | None = None,
+        given: Mapping[str, Any] | None = None,
+        also: Iterable[str] = (),
+    ) -> S:
+        """The settings `cls` that a mapping spells.
+
+        Args:
+            key: its dotted key.
+            inside: what it holds; by default what `entry` does.
+            given: settings that do not come from the mapping.
+            also: keys that were read before, for messages.
+        """
+        where, given = entry.at(key), given or {}
+        if inside is None:
+            inside = mapping(entry, key, self.examples.get(key.rpartition(".")[2], "{}"))
+        fields = {field.name: field for field in settings_of(cls) if field.name not in given}
+        refuse_others(inside, key, [*fields, *also])
+        required = [field for field in fields.values() if default_of(field) is REQUIRED]
+        require(inside, {field.name: self._example(field) for field in required}, where)
+        values = {
+            name: self._value(cls, field, inside[name], f"{key}.{name}")
+            for name, field in fields.items()
+            if name in inside
+        }
+        try:
+            return cls(**given, **values)
+        except InputError as error:
+            text = str(error).removeprefix(f"{cls.__name__}: ")
+            reason = text.removeprefix(f"{key}.")
+            between = ": " if reason == text else "."
+            raise InputError(f"{where}{between}{reason}") from None
+
+    def read_setting(self, cls: type[Settings], name: str, entry: Entry, key: str) -> Any:
+        """The value of `entry` as the setting `name` of `cls` wants it."""
+        field = next(field for field in settings_of(cls) if field.name == name)
+        return self._value(cls, field, entry, key)
+
+    def _example(self, field: Field[Any]) -> str:
+        unit = field.metadata.get("unit")
+        if unit is not None:
+            return str(unit.example.split(",")[0].split(" or ")[0])
+        return self.examples[field.name]
+
+    def _value(self, cls: type[Settings], field: Field[Any], entry: Entry, key: str) -> Any:
+        value, default = entry.value, default_of(field)
+        hint, unit = type_hints(cls)[field.name], field.metadata.get("unit")
+        inner = _settings_in(hint)
+        if value is None and default is not REQUIRED:
+            pass
+        elif field.name in self.special:
+            if value is not None and value != default:
+                value = self.special[field.name](entry, key)
+        elif inner is not None:
+            return self.read_settings(inner, entry, key)
+        elif unit is not None:
+            value = unit.read(value, where=entry.at(key))
+        try:
+            return checked(cls, field, value, hint)
+        except InputError as error:
+            reason = str(error).removeprefix(f"{cls.__name__}.{field.name}: ")
+            raise InputError(f"{entry.at(key)}: {reason}") from None
+
+
+def _settings_in(hint: Any) -> type[Settings] | None:
+    """The class of settings that `hint` is, or is but for None."""
+    parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    inner = [part for part in parts if part is not type(None)]
+    if len(inner) == 1 and isinstance(inner[0], type) and issubclass(inner[0], Settings):
+        return inner[0]
+    return None
