@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.records.record import Usage
+from orchestra.records.report import Usage
 from orchestra.worker.threads import usable_cores
 
 _PR_SET_PDEATHSIG = 1
