@@ -133,9 +133,9 @@ def run(arguments: Sequence[str], cwd: Path, **variables: str) -> Ended:
 
 
 def torchrun(script: Path, ranks: int, arguments: Sequence[str], cwd: Path) -> Started:
-    """`script` under torchrun, on loopback."""
+    """`script` under torchrun, on loopback. (It never removes its log folder.)"""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(script), *arguments]
+    command += [f"--log-dir={cwd}", f"--nproc-per-node={ranks}", str(script), *arguments]
     return Started(command, cwd)
 
 
