@@ -12,10 +12,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RLIM_INFINITY
 from types import TracebackType
 from typing import Any, Self
 
 from tests.waiting import is_running, wait_until
+from tests.warm import WarmProcess
 
 import orchestra
 from orchestra.errors import OrchestraError
@@ -36,28 +38,44 @@ class Ended:
 
 
 class Started:
-    """A process, found again with all that it started by a mark in the environment."""
+    """A process, found again with all that it started by a mark in the environment.
+
+    Args:
+        fresh: start an interpreter that has imported nothing yet, as a user does.
+        file_size: no file may become larger, in bytes, as on a full disk.
+    """
 
     def __init__(
-        self, command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        variables: Mapping[str, str] | None = None,
+        fresh: bool = False,
+        file_size: int = RLIM_INFINITY,
     ) -> None:
         self.mark = f"{MARK}={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{ROOT}:{ROOT}/src",
-                name: value,
-                **(variables or {}),
-            },
-            stdout=self._out,
-            stderr=self._err,
-            start_new_session=True,
-        )
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT}/src",
+            name: value,
+            **(variables or {}),
+        }
+        self.process: subprocess.Popen[bytes] | WarmProcess
+        if fresh:
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=env,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=True,
+            )
+        else:
+            streams = self._out.fileno(), self._err.fileno()
+            self.process = WarmProcess(command, cwd, env, *streams, file_size)
 
     def __enter__(self) -> Self:
         return self
@@ -115,9 +133,9 @@ def run(arguments: Sequence[str], cwd: Path, **variables: str) -> Ended:
 
 
 def torchrun(script: Path, ranks: int, arguments: Sequence[str], cwd: Path) -> Started:
-    """`script` under torchrun, on loopback."""
+    """`script` under torchrun, on loopback. (It never removes its log folder.)"""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(script), *arguments]
+    command += [f"--log-dir={cwd}", f"--nproc-per-node={ranks}", str(script), *arguments]
     return Started(command, cwd)
 
 

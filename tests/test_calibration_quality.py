@@ -31,7 +31,7 @@ from orchestra.bench.calibrate.stopwatch import (
     repeat,
     waited,
 )
-from orchestra.bench.calibrate.training import measure_task
+from orchestra.bench.calibrate.training import Order, measure_task
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.cluster.quality import Quality, together
@@ -179,6 +179,28 @@ def test_steps_without_time_are_of_the_batch_that_was_asked_for() -> None:
 
 def test_ranks_that_take_too_long_are_ended() -> None:
     assert launch(rank_programs.loop_for_ever, None, 2, limit=3.0).results == (None, None)
+
+
+def test_files_of_ranks_that_are_killed_go_with_the_calibration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left: list[Path] = []
+
+    def killed(program: Any, order: Order, *_: Any, **__: Any) -> None:
+        assert order.folder is not None
+        left.append(Path(order.folder) / "training")
+        left[0].mkdir()
+        raise RunFailed("a rank was killed")
+
+    steps = lambda measurements, *_: measurements[2].measure(0.0, 0.0, print)  # noqa: E731
+    monkeypatch.setattr(bench, "measure_all", steps)
+    monkeypatch.setattr(bench, "launch", killed)
+    with pytest.raises(RunFailed, match="was killed"):
+        bench.calibrate([Subject(TASK, SGD)])
+    assert not left[0].parent.exists()
+    order = Subject(TASK, SGD, batch_sizes=(4,)).order(0.01, 0.0, folder=f"{tmp_path}/none")
+    with pytest.raises(RunFailed, match="none/training-"):
+        launch(measure_task, order, 2)
 
 
 # Whether it was disturbed

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.simulated import simulated
 from tests.tasks_for_tests import FirstDecides, Unequal
 from tests.training import settings, step_lines, train_processes
 
@@ -135,28 +136,39 @@ def with_sizes(rows: Sequence[Row]) -> list[Any]:
     return found
 
 
+def with_engines(rows: Sequence[Row]) -> list[Any]:
+    """Each row on real processes with one number of ranks, and with 2 or 3 in virtual time too:
+    `test_simulation` shows that both train alike. The matrix has all numbers on processes.
+    """
+    found = with_sizes(rows)
+    for case in found[:]:
+        row, size = case.values
+        if case.marks and size in (2, 3):
+            found.append(pytest.param(row, size, True, id=f"{case.id}-simulated"))
+    return [pytest.param(*(*c.values, False)[:3], id=c.id, marks=c.marks) for c in found]
+
+
 def digits_run(strategy: Any, ranks: int, **training: Any) -> Run:
     training = {"epochs": EPOCHS, "batch_size": 8, **training}
     return settings(strategy, ranks, training.pop("task", DIGITS), **training)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.label)
+@pytest.mark.parametrize(("row", "ranks", "virtual"), with_engines(TABLE))
 def test_it_reaches_the_target_and_its_record_is_complete(
-    row: Row, ranks: int, tmp_path: Path
+    row: Row, ranks: int, virtual: bool, tmp_path: Path
 ) -> None:
-    if ranks < row.smallest or ranks not in row.sizes:
-        pytest.skip(f"runs on {row.sizes} ranks, from {row.smallest} on")
     strategy = row.build()
     target = Target("accuracy", at_least=0.5)
     rate = 0.15 / (len(strategy.roles(ranks).workers) if row.damped else 1)
     # To 0, lest the last few gradients of eight samples decide where the order of arrivals does.
     falling: dict[str, Any] = {"optimizer": f"SGD(lr={rate})", "schedule": Cosine()}
     run = digits_run(strategy, ranks, snapshots=3, target=target, **falling)
-    record = train_processes(run, tmp_path)
+    record = (simulated if virtual else train_processes)(run, tmp_path)
     assert record.metrics["accuracy"] >= TARGET
+    assert record.engine == ("simulation" if virtual else "processes")
     check_counts(record, run, ranks)
-    check_times(record)
+    if not virtual:
+        check_times(record)
     check_files(record, tmp_path)
     roles = strategy.roles(ranks)
     fresh = strategy.synchronous or row.fresh
@@ -171,11 +183,7 @@ def test_it_reaches_the_target_and_its_record_is_complete(
 
 def check_counts(record: RunRecord, run: Run, ranks: int) -> None:
     roles = run.strategy.roles(ranks)
-    assert (record.name, record.strategy, record.engine) == (
-        "test",
-        repr(run.strategy),
-        "processes",
-    )
+    assert (record.name, record.strategy) == ("test", repr(run.strategy))
     assert (record.ranks, record.workers) == (ranks, len(roles.workers))
     assert record.servers == len(roles.servers)
     assert (record.seed, record.status, record.failure) == (0, "completed", None)
@@ -235,8 +243,10 @@ def single_hash() -> str | None:
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.exact], ids=lambda row: row.label)
 def test_with_one_worker_it_equals_single_bit_for_bit(row: Row, tmp_path: Path) -> None:
-    run = digits_run(row.build(), row.smallest, **ONE_WORKER)
-    record = train_processes(run, tmp_path)
+    """In virtual time where `test_simulation` shows that it trains as on processes, to the bit."""
+    strategy = row.build()
+    run = digits_run(strategy, row.smallest, **ONE_WORKER)
+    record = (simulated if strategy.synchronous else train_processes)(run, tmp_path)
     assert record.workers == 1
     assert record.parameters_sha256 == single_hash()
 

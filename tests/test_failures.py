@@ -272,10 +272,8 @@ def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
 
 def limited(kilobytes: int, arguments: list[str], cwd: Path) -> Ended:
     """As on a full disk: no file can become larger than `kilobytes`."""
-    script = f'ulimit -f {kilobytes}; exec "$@"'
-    with Started(
-        ["bash", "-c", script, "bash", sys.executable, "-m", "orchestra", *arguments], cwd
-    ) as command:
+    words = [sys.executable, "-m", "orchestra", *arguments]
+    with Started(words, cwd, file_size=1024 * kilobytes) as command:
         return command.end()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,10 +180,17 @@ def test_a_table_says_all(tmp_path: Path) -> None:
     assert "| task | 2 | ring | 2.00 ms | ±0% | +5.0% | +99900% | +49900% | 0 |  |  |" in lines
 
 
-def test_predictions_beside_runs() -> None:
+def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_calibrate` measures for real, which takes long on a busy machine."""
     small = dataclasses.replace(CNN, steps=12)
     chosen = cases(["ring", "asynchronous beside"], [small], [2])
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "orchestra.bench.fidelity.calibrate", lambda *what: asked.append(what) or calibration()
+    )
     result = bench_fidelity(chosen, [small], rounds=1, seconds=0.001)
+    assert asked == [([small.subject], 0.001, None)]
+    assert result.calibration == calibration()
     ring, asynchronous = result.rows
     assert (ring.label, ring.bytes_difference, ring.parameters_differ) == ("ring", 0, 0)
     assert asynchronous.parameters_differ is None

@@ -430,7 +430,7 @@ def own_group() -> Iterator[Any]:
 
     def start(folder: Path) -> Started:
         words = [sys.executable, "-m", "tests.rank_programs", "until_asked_to_stop"]
-        started.append(Started([*words, str(folder), "2"], ROOT))
+        started.append(Started([*words, str(folder), "2"], ROOT, fresh=True))
         return started[-1]
 
     yield start

@@ -94,7 +94,12 @@ def torchrun_nodes(
     for node, own in enumerate(cores):
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(cores)}"]
         command += [f"--nproc-per-node={ranks}", f"--node-rank={node}", f"--master-port={port}"]
-        command += ["--master-addr=127.0.0.1", str(ROOT / "tests" / "joined.py"), program]
+        command += [
+            "--master-addr=127.0.0.1",
+            f"--log-dir={folder}",
+            str(ROOT / "tests" / "joined.py"),
+            program,
+        ]
         command += [str(folder), "60"]
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, own)  # what is started from here inherits it

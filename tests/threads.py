@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.sockets import SocketTransport
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
 
@@ -52,22 +53,29 @@ class FreeCompute:
 
 
 def run_ranks(ranks: int, program: Callable[[Runtime], Any], timeout: float = 60.0) -> list[Any]:
-    """What `program` returns on each rank; raises what the first failing rank raised."""
+    """What `program` returns on each rank; raises what the first failing rank raised.
+
+    That one ends the others, as the watcher of a run does: a rank beside whose worker a server has
+    given up waits for itself.
+    """
     listeners = [Listener() for _ in range(ranks)]
     addresses = [listener.address for listener in listeners]
     token = secrets.token_bytes(16)
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
+    transports: list[SocketTransport] = []
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         transport = connect_mesh(rank, addresses, listeners[rank], token, timeout=timeout)
+        transports.append(transport)
         try:
             runtime = Runtime(rank, ranks, transport, FreeCompute(), Notes(), seed=lambda _: None)
             results[rank] = program(runtime)
         except BaseException as error:
             errors.append(error)
-            transport.abort(RuntimeError(f"rank {rank} failed"))
+            for each in list(transports):
+                each.abort(RuntimeError(f"rank {rank} failed"))
         finally:
             transport.close()
 

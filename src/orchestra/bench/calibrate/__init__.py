@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ class Subject:
     precision: str = "float32"
     batch_sizes: tuple[int, ...] = (32,)
 
-    def order(self, seconds: float, until: float = math.inf) -> Order:
+    def order(self, seconds: float, until: float = math.inf, folder: str | None = None) -> Order:
         """What the rank that measures is told."""
         return Order(
             self.task,
@@ -59,6 +60,7 @@ class Subject:
             thread_counts(len(usable_cores())),
             key_of(self.task, self.optimizer, self.precision),
             until,
+            folder,
         )
 
 
@@ -94,8 +96,9 @@ def calibrate(
         KeyboardInterrupt: the user stopped it.
     """
     limit = LIMIT * len(subjects) if limit is None else limit
-    own = (_of_subject(subject, seconds) for subject in subjects)
-    kept = measure_all([*_general(seconds), *itertools.chain(*own)], limit, on_progress)
+    with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
+        own = (_of_subject(subject, seconds, folder) for subject in subjects)
+        kept = measure_all([*_general(seconds), *itertools.chain(*own)], limit, on_progress)
     messages, slices = kept[:2]
     first, second = messages.attempt.value
     time_slice = statistics.median(itertools.chain(*slices.attempt.value))
@@ -128,9 +131,9 @@ def _general(seconds: float) -> list[Measurement]:
     ]
 
 
-def _of_subject(subject: Subject, seconds: float) -> list[Measurement]:
+def _of_subject(subject: Subject, seconds: float, folder: str) -> list[Measurement]:
     """What is of one task: its steps, and these on all cores at once."""
-    order = functools.partial(subject.order, seconds)
+    order = functools.partial(subject.order, seconds, folder=folder)
     cores = len(usable_cores())
     ranks = cores + 1
     total = len(thread_counts(cores)) * len(sizes_around(subject.batch_sizes)) + 1

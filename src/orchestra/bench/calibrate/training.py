@@ -49,7 +49,8 @@ class Order:
     """What is to be measured: a task with these batches, and for how many seconds each.
 
     `threads` are the numbers of threads that it is measured with: 1, and more; `until` is when it
-    has to be done, by the clock of a `Budget`.
+    has to be done, by the clock of a `Budget`; `folder`, of the launcher, takes the files of what
+    is trained, since ranks may be killed.
     """
 
     task: str
@@ -61,6 +62,7 @@ class Order:
     threads: tuple[int, ...]
     key: tuple[str, str, str]
     until: float = math.inf
+    folder: str | None = None
 
 
 @dataclass
@@ -299,7 +301,7 @@ class _Meter:
             reporter=_Inner(self._runtime.reporter, self._done),
             share=lambda make: self._task,
         )
-        with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
+        with tempfile.TemporaryDirectory(prefix="training-", dir=order.folder) as folder:
             train(runtime, (run, Path(folder)))
         return profile.steps()
 

@@ -31,7 +31,13 @@ from orchestra.transports.handshake import TLS, from_environment
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Runtime
 
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "orchestra.engines.processes.rank"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "orchestra.engines.processes.rank",
+    "orchestra.trainer.program",
+]
 
 _starting = threading.Lock()
 _is_rank = False
