@@ -22,7 +22,8 @@ from orchestra.engines.processes.training import program
 from orchestra.engines.processes.usage import busy_seconds
 from orchestra.experiments.comparison import Comparison
 from orchestra.records.layout import CLUSTER, run_folder
-from orchestra.records.record import RunRecord, Usage, busy_with_others, combine
+from orchestra.records.record import RunRecord, combine
+from orchestra.records.report import Usage, busy_with_others
 from orchestra.report.page import write_report
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer.settings import Run

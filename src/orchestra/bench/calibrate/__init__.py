@@ -22,7 +22,7 @@ from orchestra.bench.calibrate.stopwatch import (
     measure_all,
     waited,
 )
-from orchestra.bench.calibrate.training import Order, measure_task
+from orchestra.bench.calibrate.training import TrainingTask, measure_task
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cluster.calibration import Calibration, Curve, TaskCosts
 from orchestra.cluster.quality import Quality
@@ -39,7 +39,7 @@ LIMIT = 120.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class Workload:
     """A task to be calibrated, with batches around `batch_sizes`, of one worker."""
 
     task: str
@@ -47,9 +47,9 @@ class Subject:
     precision: str = "float32"
     batch_sizes: tuple[int, ...] = (32,)
 
-    def order(self, seconds: float, until: float = math.inf) -> Order:
+    def order(self, seconds: float, until: float = math.inf) -> TrainingTask:
         """What the rank that measures is told."""
-        return Order(
+        return TrainingTask(
             self.task,
             self.optimizer,
             self.precision,
@@ -78,7 +78,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def calibrate(
-    subjects: Sequence[Subject],
+    subjects: Sequence[Workload],
     seconds: float = 0.5,
     on_progress: Progress | None = None,
     limit: float | None = None,
@@ -128,7 +128,7 @@ def _general(seconds: float) -> list[Measurement]:
     ]
 
 
-def _of_subject(subject: Subject, seconds: float) -> list[Measurement]:
+def _of_subject(subject: Workload, seconds: float) -> list[Measurement]:
     """What is of one task: its steps, and these on all cores at once."""
     order = functools.partial(subject.order, seconds)
     cores = len(usable_cores())

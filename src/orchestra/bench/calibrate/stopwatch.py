@@ -15,7 +15,7 @@ from orchestra.cluster.calibration import Curve
 from orchestra.cluster.quality import MOST_WAITED
 from orchestra.engines.processes.usage import UsageMeter
 from orchestra.errors import RunFailed
-from orchestra.records.record import taken_by_others
+from orchestra.records.report import taken_by_others
 
 LEAST, MOST = 9, 400
 """Repeats of a measurement, where there is time for them."""

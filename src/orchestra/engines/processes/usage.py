@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.engines.processes.system import machine
-from orchestra.records.record import Usage
+from orchestra.records.report import Usage
 from orchestra.worker.threads import usable_cores
 
 _STAT = Path("/proc/stat")
