@@ -25,7 +25,7 @@ from orchestra.cli.bench import (
     print_remarks,
     print_table,
     progress_line,
-    read,
+    read_options,
     write_figures,
 )
 from orchestra.cli.main import guarded
@@ -184,7 +184,9 @@ def print_rates(rows: Iterable[ServerRow]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the rates."""
-    options = read(bench_parser("python -m benchmarks.server", DESCRIPTION, rounds="7"), arguments)
+    options = read_options(
+        bench_parser("python -m benchmarks.server", DESCRIPTION, rounds="7"), arguments
+    )
     with progress_line() as tell:
         rows = bench_server(rounds=options.rounds or 7, on_progress=tell)
     print_rates(rows)

@@ -15,11 +15,11 @@ from pathlib import Path
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cli.bench import (
     bench_parser,
+    listed_words,
     print_remarks,
     print_table,
     progress_line,
-    read,
-    words,
+    read_options,
     write_figures,
 )
 from orchestra.cli.main import guarded
@@ -297,8 +297,8 @@ def main(arguments: list[str]) -> int:
         "--limit", type=float, default=600.0, metavar="SECONDS",
         help="for each simulation (default: 600)",
     )  # fmt: skip
-    options = read(parser, arguments)
-    labels = labels_named(words(options.strategies))
+    options = read_options(parser, arguments)
+    labels = labels_named(listed_words(options.strategies))
     if options.workers < 32:
         raise InputError(f"--workers: {options.workers} is below 32: some strategies need as many")
     if not options.limit > 0:

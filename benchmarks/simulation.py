@@ -15,11 +15,11 @@ import torch
 from orchestra.bench.turns import Blocks, Progress, check_stopped, median_ratio, teller
 from orchestra.cli.bench import (
     bench_parser,
-    numbers,
     print_remarks,
     print_table,
     progress_line,
-    read,
+    rank_counts,
+    read_options,
     write_figures,
 )
 from orchestra.cli.main import guarded
@@ -225,8 +225,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--ranks", default="64", metavar="N,...", help="numbers of workers (default: 64)"
     )
-    options = read(parser, arguments)
-    ranks = numbers(options.ranks)
+    options = read_options(parser, arguments)
+    ranks = rank_counts(options.ranks)
     with progress_line() as tell:
         rows = bench_simulation(ranks, options.rounds or ROUNDS, tell)
     print_simulations(rows)

@@ -36,7 +36,7 @@ from orchestra.cli.bench import (
     print_remarks,
     print_table,
     progress_line,
-    read,
+    read_options,
     write_figures,
 )
 from orchestra.cli.main import guarded
@@ -279,7 +279,9 @@ def print_paces(rows: Sequence[SuspendRow]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Measure both loads, and print the paces."""
-    options = read(bench_parser("python -m benchmarks.suspend", DESCRIPTION, rounds="5"), arguments)
+    options = read_options(
+        bench_parser("python -m benchmarks.suspend", DESCRIPTION, rounds="5"), arguments
+    )
     with progress_line() as tell:
         rows = bench_suspend(options.rounds or 5, on_progress=tell)
     print_paces(rows)

@@ -15,7 +15,7 @@ from orchestra.records.timeline import Message, Slice, Timeline
 from orchestra.records.trace import write_trace
 from orchestra.report.collect import Source, collect
 from orchestra.report.figures import Figure, figures
-from orchestra.report.figures.subject import Subject
+from orchestra.report.figures.subject import FigureData
 from orchestra.report.rows import Row, rows_of
 from orchestra.report.study import Study
 
@@ -52,11 +52,11 @@ def drawn(folder: Path, baseline: str | None = None) -> Drawn:
     return Drawn(sources, rows, {figure.name: figure for figure in found})
 
 
-def drawn_alone(folder: Path, family: Callable[[Subject], Sequence[Figure]]) -> Drawn:
+def drawn_alone(folder: Path, family: Callable[[FigureData], Sequence[Figure]]) -> Drawn:
     """With the figures of one family, which is quicker."""
     sources = collect([folder])
     rows = rows_of(sources)
-    found = family(Subject(Study(sources, rows)))
+    found = family(FigureData(Study(sources, rows)))
     return Drawn(sources, rows, {figure.name: figure for figure in found})
 
 

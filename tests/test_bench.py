@@ -44,7 +44,7 @@ def test_the_best_bucket_size_is_the_measure() -> None:
     blocks = {name: [4.0, 40.0, 4.0] for name in PEERS}
     blocks[PEERS[2]] = [2.0, 20.0, 9.0]
     blocks["ours"] = [3.0, 60.0, 9.0]
-    rows = {row.contestant: row for row in step.rows_of(SMALL, 2, blocks)}
+    rows = {row.contestant: row for row in step.step_rows(SMALL, 2, blocks)}
     assert [name for name, row in rows.items() if row.best_peer] == [PEERS[2]]
     assert rows["ours"].ratio == 1.5  # of 3 / 2, 60 / 20, and 9 / 9
     assert rows["ours"].step_seconds == 9.0 / SMALL.steps

@@ -13,7 +13,7 @@ import pytest
 from tests.simulated import run_ranks, simulated
 from tests.training import settings
 
-from orchestra.bench.calibrate import Subject, calibrate, sizes_around, stopwatch, thread_counts
+from orchestra.bench.calibrate import Workload, calibrate, sizes_around, stopwatch, thread_counts
 from orchestra.bench.calibrate.messages import calibrate_links
 from orchestra.bench.calibrate.stopwatch import curve_of, spread
 from orchestra.bench.calibrate.training import Profile
@@ -410,7 +410,7 @@ def test_a_profile_takes_steps_apart() -> None:
 @pytest.fixture(scope="module")
 def measured() -> Calibration:
     told: list[str] = []
-    subject = Subject(TASK, SGD, batch_sizes=(4,))
+    subject = Workload(TASK, SGD, batch_sizes=(4,))
     with pytest.MonkeyPatch.context() as patch:  # a busy machine would be measured for two minutes
         patch.setattr(stopwatch, "_most_in_need", lambda *_: None)
         calibration = calibrate([subject], 0.01, lambda what, _: told.append(what))

@@ -18,7 +18,7 @@ from tests.simulated import simulated
 from tests.test_calibrate import CALIBRATION, COSTS, SGD, TASK, run_of
 
 from orchestra.bench import calibrate as bench
-from orchestra.bench.calibrate import Subject, stopwatch
+from orchestra.bench.calibrate import Workload, stopwatch
 from orchestra.bench.calibrate.sharing import measure_speeds
 from orchestra.bench.calibrate.stopwatch import (
     FIRST,
@@ -31,7 +31,7 @@ from orchestra.bench.calibrate.stopwatch import (
     repeat,
     waited,
 )
-from orchestra.bench.calibrate.training import Order, measure_task
+from orchestra.bench.calibrate.training import TrainingTask, measure_task
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.cluster.quality import Quality, together
@@ -167,7 +167,7 @@ def test_what_is_slow_is_repeated_less_often(
 
 
 def test_steps_without_time_are_of_the_batch_that_was_asked_for() -> None:
-    order = Subject(TASK, SGD, batch_sizes=(4,)).order(0.01, until=0.0)
+    order = Workload(TASK, SGD, batch_sizes=(4,)).order(0.01, until=0.0)
     (measured, kept), _ = launch(measure_task, order, 2).results
     for timing in (measured.one, measured.all):
         assert [amount for amount, _ in timing.gradient.points] == [4]
@@ -186,7 +186,7 @@ def test_files_of_ranks_that_are_killed_go_with_the_calibration(
 ) -> None:
     left: list[Path] = []
 
-    def killed(program: Any, order: Order, *_: Any, **__: Any) -> None:
+    def killed(program: Any, order: TrainingTask, *_: Any, **__: Any) -> None:
         assert order.folder is not None
         left.append(Path(order.folder) / "training")
         left[0].mkdir()
@@ -196,9 +196,9 @@ def test_files_of_ranks_that_are_killed_go_with_the_calibration(
     monkeypatch.setattr(bench, "measure_all", steps)
     monkeypatch.setattr(bench, "launch", killed)
     with pytest.raises(RunFailed, match="was killed"):
-        bench.calibrate([Subject(TASK, SGD)])
+        bench.calibrate([Workload(TASK, SGD)])
     assert not left[0].parent.exists()
-    order = Subject(TASK, SGD, batch_sizes=(4,)).order(0.01, 0.0, folder=f"{tmp_path}/none")
+    order = Workload(TASK, SGD, batch_sizes=(4,)).order(0.01, 0.0, folder=f"{tmp_path}/none")
     with pytest.raises(RunFailed, match="none/training-"):
         launch(measure_task, order, 2)
 
@@ -266,7 +266,7 @@ def test_a_calibration_knows_its_quality(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of real measurements, each of which the orchestration takes for disturbed by a fifth."""
     monkeypatch.setattr(bench, "waited", lambda ranks: 0.2)
     monkeypatch.setattr("orchestra.bench.calibrate.stopwatch._most_in_need", lambda *_: None)
-    (costs,) = (measured := bench.calibrate([Subject(TASK, SGD, batch_sizes=(4,))], 0.001)).tasks
+    (costs,) = (measured := bench.calibrate([Workload(TASK, SGD, batch_sizes=(4,))], 0.001)).tasks
     assert measured.quality is not None
     assert costs.quality is not None
     assert (measured.quality.waited, costs.quality.waited) == (0.2, 0.2)

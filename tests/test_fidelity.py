@@ -18,8 +18,8 @@ from orchestra.bench.fidelity.cases import STRATEGIES, TASKS, Case, cases, tasks
 from orchestra.bench.fidelity.formula import FORMULAS, closed_formula, constant
 from orchestra.bench.fidelity.markdown import markdown, verdicts
 from orchestra.bench.fidelity.measure import (
+    FidelityRow,
     Observation,
-    Row,
     distance,
     largest_difference,
     row_of,
@@ -33,9 +33,11 @@ from orchestra.errors import InputError
 CNN = TASKS[0]
 
 
-def row(label: str, real: float, simulated: float, *, noise: float = 0.0, ranks: int = 2) -> Row:
+def row(
+    label: str, real: float, simulated: float, *, noise: float = 0.0, ranks: int = 2
+) -> FidelityRow:
     runs = (real - noise, real, real + noise)
-    return Row("task", ranks, label, real, runs, simulated, 2.0, 1.0, 0, None, None)
+    return FidelityRow("task", ranks, label, real, runs, simulated, 2.0, 1.0, 0, None, None)
 
 
 def calibration(seconds: float = 1e-3) -> Calibration:

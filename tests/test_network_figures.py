@@ -19,7 +19,7 @@ from orchestra.records.timeline import Message, Slice, Timeline
 from orchestra.records.trace import write_trace
 from orchestra.report.figures.frame import for_image
 from orchestra.report.figures.messages import messages
-from orchestra.report.figures.messages_layout import WIDTH, Stage
+from orchestra.report.figures.messages_layout import WIDTH, MessageLayout
 from orchestra.report.figures.trace import Arrow, exchanges
 from orchestra.report.figures.traffic import links
 
@@ -239,7 +239,7 @@ def test_it_compiles_without_a_warning(
 
 
 def test_ranks_of_a_node_lie_together_and_arcs_go_round_their_side() -> None:
-    stage = Stage(cluster("lan_1gbit(nodes=2)"), 4, 5, {})
+    stage = MessageLayout(cluster("lan_1gbit(nodes=2)"), 4, 5, {})
     assert stage.rows == [0, 2, 1, 3]
     down, up = stage.arcs([Arrow(0, 3, 1, 1, 0.0, 1), Arrow(1, 2, 1, 1, 0.0, 1)])
     assert (down.down, up.down) == (True, False)
@@ -251,7 +251,7 @@ def test_ranks_of_a_node_lie_together_and_arcs_go_round_their_side() -> None:
 
 
 def test_longer_arcs_reach_further_and_ends_are_spread() -> None:
-    stage = Stage(cluster("lan_1gbit(nodes=5)"), 5, 5, {})
+    stage = MessageLayout(cluster("lan_1gbit(nodes=5)"), 5, 5, {})
     arcs = stage.arcs([Arrow(rank, 4, 1, 1, 0.0, 1) for rank in range(4)])
     reaches = [arc.apex[0] for arc in arcs]
     assert reaches == sorted(reaches, reverse=True)

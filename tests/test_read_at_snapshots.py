@@ -16,7 +16,7 @@ from orchestra.records.record import RunRecord, write_curve
 from orchestra.records.report import Point
 from orchestra.report.collect import collect
 from orchestra.report.figures.curves import curves
-from orchestra.report.figures.subject import Subject
+from orchestra.report.figures.subject import FigureData
 from orchestra.report.numbers import uncertain
 from orchestra.report.rows import TIME_TO_TARGET, rows_of
 from orchestra.report.study import Study
@@ -129,7 +129,7 @@ def test_the_figure_shows_nodes_from_mean_to_worst_and_their_average(tmp_path: P
     ]
     write_curve(tmp_path / "runs" / "ring" / "4-ranks" / "seed-0", points)
     sources = collect([tmp_path])
-    found = {figure.name: figure for figure in curves(Subject(Study(sources, rows_of(sources))))}
+    found = {figure.name: figure for figure in curves(FigureData(Study(sources, rows_of(sources))))}
     figure = found["loss-against-samples"]
     assert "a model that no node has" in figure.caption
     layers = figure.spec["layer"]

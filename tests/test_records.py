@@ -14,7 +14,6 @@ from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import (
     PACKAGES,
     RunRecord,
-    Usage,
     combine,
     environment,
     read_summary,
@@ -22,7 +21,7 @@ from orchestra.records.record import (
     write_curve,
     write_summary,
 )
-from orchestra.records.report import ChiefReport, Point, RankReport
+from orchestra.records.report import ChiefReport, Point, RankReport, Usage
 from orchestra.records.timeline import Instant, Message, Slice, Timeline
 
 CONTRACT = {

@@ -13,11 +13,11 @@ from tests.drawn import record
 
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
-from orchestra.report.answer import Answer, answer
+from orchestra.report.answer import Conclusion, answer
 from orchestra.report.collect import RunData, Source
 from orchestra.report.fairness import Fairness, fairness
 from orchestra.report.numbers import MINUS, THIN, fixed, significant
-from orchestra.report.rows import TIME_TO_TARGET, mean, paired_difference, rows_of, spread
+from orchestra.report.rows import TIME_TO_TARGET, mean, paired_difference, rows_of, sample_deviation
 from orchestra.report.study import Study
 
 TARGET = {"metric": "accuracy", "at_least": 0.95, "at_most": None}
@@ -61,7 +61,7 @@ def study(*sources: Source, baseline: str | None = None) -> Study:
     return Study(sources, rows_of(sources), baseline)
 
 
-def told(*sources: Source) -> Answer:
+def told(*sources: Source) -> Conclusion:
     return answer(study(*sources))
 
 
@@ -103,8 +103,8 @@ def test_one_pair_has_no_interval_and_none_no_difference() -> None:
 
 def test_mean_and_spread_of_a_sample() -> None:
     assert mean([1.0, 2.0, 6.0]) == 3.0
-    assert spread([1.0, 2.0, 6.0]) == pytest.approx(math.sqrt(7))
-    assert (mean([]), spread([]), spread([1.0])) == (None, None, None)
+    assert sample_deviation([1.0, 2.0, 6.0]) == pytest.approx(math.sqrt(7))
+    assert (mean([]), sample_deviation([]), sample_deviation([1.0])) == (None, None, None)
 
 
 def test_figures_are_written_with_the_digits_that_mean_something() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from orchestra.tasks import Task, TensorData, load_task
 from orchestra.tasks import images as module
-from orchestra.tasks.classification import Block, resnet20
+from orchestra.tasks.classification import ResidualBlock, resnet20
 from orchestra.tasks.images import Images
 
 #: Of the images at the default noise: another value needs another RECIPE.
@@ -85,7 +85,7 @@ def test_the_model_is_resnet20() -> None:
 
 def test_a_shortcut_has_no_parameters_and_passes_its_input_on() -> None:
     for inputs, outputs in ((4, 4), (4, 8)):
-        block = Block(inputs, outputs)
+        block = ResidualBlock(inputs, outputs)
         for parameter in block.parameters():
             nn.init.zeros_(parameter)
         x = torch.randn(2, inputs, 8, 8)

@@ -33,7 +33,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchmarkModel:
     """A model with a batch to measure it by.
 
     `batch_size` is that of one worker; `steps` are timed together, as one block, so that a block
@@ -69,7 +69,7 @@ def lenet() -> nn.Module:
     )  # fmt: skip
 
 
-def mlp() -> nn.Module:
+def perceptron() -> nn.Module:
     """A perceptron of 25.1 million parameters."""
     width = 1_960
     return nn.Sequential(
@@ -80,12 +80,12 @@ def mlp() -> nn.Module:
 
 
 SUBJECTS = (
-    Subject("lenet", lenet, 64, 10, (1, 28, 28), steps=25),
-    Subject("mlp25m", mlp, 32, 10, (1024,), steps=3),
+    BenchmarkModel("lenet", lenet, 64, 10, (1, 28, 28), steps=25),
+    BenchmarkModel("mlp25m", perceptron, 32, 10, (1024,), steps=3),
 )
 
 
-def subjects_named(name: str) -> tuple[Subject, ...]:
+def subjects_named(name: str) -> tuple[BenchmarkModel, ...]:
     """The subject of that name, or all of them for "all"."""
     if name == ALL:
         return SUBJECTS
@@ -106,7 +106,7 @@ RATE = 0.01
 class Contest:
     """What the ranks are to measure; `threads` are those of one process with all cores."""
 
-    subject: Subject
+    subject: BenchmarkModel
     rounds: int
     store: str
     threads: int
@@ -132,7 +132,7 @@ class StepRow:
 def bench_step(
     ranks: Sequence[int] = (2, 4),
     rounds: int = 7,
-    subjects: Sequence[Subject] = SUBJECTS,
+    subjects: Sequence[BenchmarkModel] = SUBJECTS,
     on_progress: Progress | None = None,
 ) -> list[StepRow]:
     """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
@@ -149,11 +149,11 @@ def bench_step(
                 contest = Contest(subject, rounds, store, torch.get_num_threads())
                 outcome = launch(measure, contest, count, on_event=tell)
             check_stopped(outcome)
-            rows += rows_of(subject, count, outcome.results[0])
+            rows += step_rows(subject, count, outcome.results[0])
     return rows
 
 
-def rows_of(subject: Subject, ranks: int, blocks: Blocks) -> list[StepRow]:
+def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepRow]:
     """The figures of each contestant; `blocks` holds seconds of `subject.steps` steps."""
     medians = {name: statistics.median(seconds) for name, seconds in blocks.items()}
     best = _best_peer(blocks)
@@ -198,7 +198,7 @@ def _block(step: Callable[[], None], steps: int) -> Callable[[], None]:
     return block
 
 
-def _peer(subject: Subject, bucket_megabytes: int) -> Callable[[], None]:
+def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
     torch.manual_seed(0)
     model = DistributedDataParallel(
         subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
@@ -206,7 +206,9 @@ def _peer(subject: Subject, bucket_megabytes: int) -> Callable[[], None]:
     return _plain_step(subject, model, subject.batch_size)
 
 
-def _plain_step(subject: Subject, model: torch.nn.Module, samples: int) -> Callable[[], None]:
+def _plain_step(
+    subject: BenchmarkModel, model: torch.nn.Module, samples: int
+) -> Callable[[], None]:
     """As in a loop by hand; reads the loss, as every step of ours does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     batch = subject.batch(samples)
@@ -238,7 +240,7 @@ def _alone(runtime: Runtime, contest: Contest) -> Callable[[], None]:
     return block
 
 
-def _ours(runtime: Runtime, subject: Subject, strategy: AllReduce) -> Callable[[], None]:
+def _ours(runtime: Runtime, subject: BenchmarkModel, strategy: AllReduce) -> Callable[[], None]:
     torch.manual_seed(0)
     model = subject.build()
     names = frozenset(name for name, _ in model.named_parameters())

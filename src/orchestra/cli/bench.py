@@ -75,8 +75,8 @@ def _step(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--model", default="all", metavar="NAME", help="lenet, mlp25m or all (default: all)"
     )
-    options = read(parser, arguments)
-    ranks = numbers(options.ranks)
+    options = read_options(parser, arguments)
+    ranks = rank_counts(options.ranks)
     from orchestra.bench.step import bench_step, subjects_named
 
     subjects = subjects_named(options.model)
@@ -96,14 +96,14 @@ def _fidelity(arguments: Sequence[str]) -> int:
         "--calibration", type=Path, metavar="FILE", help="of orchestra calibrate; measures no more"
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to a file")
-    options = read(parser, arguments)
-    ranks = numbers(options.ranks) if options.ranks is not None else None
+    options = read_options(parser, arguments)
+    ranks = rank_counts(options.ranks) if options.ranks is not None else None
     from orchestra.bench.fidelity import bench_fidelity
     from orchestra.bench.fidelity.cases import cases, tasks_named
     from orchestra.bench.fidelity.markdown import markdown
 
-    tasks = tasks_named(words(options.tasks))
-    chosen = cases(words(options.strategies), tasks, ranks)
+    tasks = tasks_named(listed_words(options.tasks))
+    chosen = cases(listed_words(options.strategies), tasks, ranks)
     with progress_line() as tell:
         result = bench_fidelity(
             chosen, tasks, options.rounds or 3, calibration=options.calibration, on_progress=tell
@@ -116,7 +116,7 @@ def _fidelity(arguments: Sequence[str]) -> int:
     return 0
 
 
-def words(text: str | None) -> list[str] | None:
+def listed_words(text: str | None) -> list[str] | None:
     """The parts of a list such as ring,server."""
     return None if text is None else [word.strip() for word in text.split(",")]
 
@@ -133,7 +133,7 @@ def bench_parser(program: str, description: str, *, rounds: str = "") -> Parser:
     return parser
 
 
-def read(parser: Parser, arguments: Sequence[str]) -> Namespace:
+def read_options(parser: Parser, arguments: Sequence[str]) -> Namespace:
     """The options, checked before minutes are spent."""
     options = parser.read(arguments)
     if getattr(options, "rounds", None) is not None and options.rounds < 1:
@@ -145,7 +145,7 @@ def read(parser: Parser, arguments: Sequence[str]) -> Namespace:
     return options
 
 
-def numbers(text: str) -> list[int]:
+def rank_counts(text: str) -> list[int]:
     """Numbers of ranks, such as 2,4; each at least 2."""
     try:
         ranks = [int(part) for part in text.split(",")]

@@ -23,7 +23,7 @@ from orchestra.optimizers.settings import Optimizer
 from orchestra.tasks.registry import task_text
 
 if TYPE_CHECKING:
-    from orchestra.bench.calibrate import Subject
+    from orchestra.bench.calibrate import Workload
     from orchestra.cluster.calibration import Calibration
 
 
@@ -139,8 +139,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _subject(options: Namespace) -> Subject:
-    from orchestra.bench.calibrate import Subject
+def _subject(options: Namespace) -> Workload:
+    from orchestra.bench.calibrate import Workload
 
     task, optimizer, precision = TASK, None, "float32"
     sizes: tuple[int, ...] = BATCH
@@ -160,7 +160,7 @@ def _subject(options: Namespace) -> Subject:
     for name, value in (("--seconds", options.seconds), ("--limit", options.limit)):
         if value is not None and not value > 0:
             raise InputError(f"{name}: {value} is not above 0")
-    return Subject(task, optimizer, precision, sizes)
+    return Workload(task, optimizer, precision, sizes)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

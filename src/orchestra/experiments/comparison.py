@@ -268,8 +268,6 @@ class _Runner:
         try:
             record = make_run(run, own, folder, self._train, tuned=tuned)
         except (RunFailed, InputError) as failure:
-            if self._progress.interrupted:
-                raise KeyboardInterrupt from None
             if isinstance(failure, InputError):
                 self._bad_input.append(failure)
             claim(folder, own)
@@ -277,7 +275,7 @@ class _Runner:
         if record.status == "stopped":
             raise KeyboardInterrupt
         failed = record.status == "failed"
-        self._progress.finish(outcome(record, run.training.target), failed=failed)
+        self._progress.finish(outcome_text(record, run.training.target), failed=failed)
         return record
 
     def give_up(self, run: Run, folder: Path, what: str, failure: RunFailed) -> RunRecord:
@@ -285,7 +283,7 @@ class _Runner:
         self._made += 1
         self._progress.begin(what)
         record = failed_record(run, folder, failure)
-        self._progress.finish(outcome(record, run.training.target), failed=True)
+        self._progress.finish(outcome_text(record, run.training.target), failed=True)
         return record
 
     def require_good_input(self) -> None:
@@ -294,10 +292,15 @@ class _Runner:
             raise self._bad_input[0]
 
     def _train(self, run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
-        return completed or train_run(run, folder, progress=self._progress)
+        try:
+            return completed or train_run(run, folder, progress=self._progress)
+        except (RunFailed, InputError):
+            if self._progress.interrupted:  # the failure is the user's second Ctrl-C
+                raise KeyboardInterrupt from None
+            raise
 
 
-def outcome(record: RunRecord, target: Target | None) -> str:
+def outcome_text(record: RunRecord, target: Target | None) -> str:
     """What has become of a run, in a few words."""
     if record.failure is not None:
         return f"failed: {record.failure.splitlines()[0]}"

@@ -11,11 +11,11 @@ from orchestra.report.numbers import (
     THIN,
     count,
     decimals_for,
+    figure_text,
     fixed,
     pairs_of,
     percent,
     places_of,
-    quantity,
     significant,
     some,
     times,
@@ -36,7 +36,7 @@ from orchestra.report.study import Study
 
 
 @dataclass(frozen=True)
-class Answer:
+class Conclusion:
     """`headline` is the answer; the rest adds to it, says why it is so, and what to mind."""
 
     headline: str
@@ -45,11 +45,11 @@ class Answer:
     mind: Sequence[str] = ()
 
 
-def answer(study: Study) -> Answer:
+def answer(study: Study) -> Conclusion:
     """What the runs of `study` say, with no more certainty than they give."""
     rows = [row for row in study.ranked if row.completed]
     if not rows:
-        return Answer(_nothing_completed(study))
+        return Conclusion(_nothing_completed(study))
     reached = [row for row in rows if study.target and study.reached(row)]
     if study.only_time:
         headline, detail = _fastest_of_all(study, rows), _fastest(study, rows)
@@ -63,7 +63,7 @@ def answer(study: Study) -> Answer:
             f"this is not one fair comparison, for the runs differ in {differing}: {headline}"
         )
     parts = (detail, why(study), _to_mind(study))
-    return Answer(_sentence(headline), *([_sentence(text) for text in part] for part in parts))
+    return Conclusion(_sentence(headline), *([_sentence(text) for text in part] for part in parts))
 
 
 def why(study: Study) -> Iterator[str]:
@@ -82,7 +82,7 @@ def why(study: Study) -> Iterator[str]:
     yield from _traffic(row)
 
 
-def place(study: Study, row: Row) -> str:
+def row_text(study: Study, row: Row) -> str:
     """A row in a sentence: "ring on 4 ranks", with its batch where rows have unlike ones."""
     batch = f" (batch {row.global_batch})"
     unlike = len({other.global_batch for other in study.rows if other.completed}) > 1
@@ -122,7 +122,7 @@ def _first_to_target(study: Study, rows: Sequence[Row], reached: Sequence[Row]) 
     first = reached[0]
     soonest = all(_time(first) <= _time(row) for row in reached)
     how = "first" if soonest else "most often"
-    opening = f"{place(study, first)} reached {study.target} {how}, {_after(study, first)}"
+    opening = f"{row_text(study, first)} reached {study.target} {how}, {_after(study, first)}"
     others = [row for row in reached if row.single is not first.single]
     if others:
         return f"{opening}; {_compared(study, first, others[0])}"
@@ -132,7 +132,7 @@ def _first_to_target(study: Study, rows: Sequence[Row], reached: Sequence[Row]) 
     whom = (
         "no distributed strategy reached it"
         if first.single
-        else f"{place(study, rivals[0])} did not reach it in {_runs(rivals[0])}"
+        else f"{row_text(study, rivals[0])} did not reach it in {_runs(rivals[0])}"
     )
     return f"{opening}; {whom}: {_verdict(study, first, rivals[0])}"
 
@@ -140,8 +140,8 @@ def _first_to_target(study: Study, rows: Sequence[Row], reached: Sequence[Row]) 
 def _compared(study: Study, first: Row, other: Row) -> str:
     """How long `other` took, and what follows for distributing."""
     ours, theirs = _time(first), _time(other)
-    who = f"the fastest of the distributed strategies, {place(study, other)}," * first.single
-    took = f"{who or place(study, other)} took {_seconds(other)}{_share(study, other)}"
+    who = f"the fastest of the distributed strategies, {row_text(study, other)}," * first.single
+    took = f"{who or row_text(study, other)} took {_seconds(other)}{_share(study, other)}"
     took += f", {times(theirs / ours)} as long" if 0 < ours < theirs else ""
     difference = study.between(other, first, TIME_TO_TARGET)
     if difference is not None and told_apart(difference) is False:
@@ -164,7 +164,7 @@ def _next_to_target(study: Study, reached: Sequence[Row]) -> Iterator[str]:
     yield from _at_the_same_batch(study, reached, named)
     if second is None or second is named:
         return
-    text = f"the next after {first.name} was {place(study, second)}, {_after(study, second)}"
+    text = f"the next after {first.name} was {row_text(study, second)}, {_after(study, second)}"
     if difference := study.between(second, first, TIME_TO_TARGET):
         text += f", a difference of {interval(difference, TIME_TO_TARGET)}"
         text += ": the two cannot be told apart" * (told_apart(difference) is False)
@@ -180,9 +180,8 @@ def _at_the_same_batch(study: Study, reached: Sequence[Row], named: Row | None) 
     rival = next((row for row in alike if row.single is not first.single), None)
     if rival is None:
         return
-    text = (
-        f"at the same batch, {first.global_batch}, {rival.name} took {quantity(_time(rival), 's')}"
-    )
+    took = figure_text(_time(rival), "s")
+    text = f"at the same batch, {first.global_batch}, {rival.name} took {took}"
     if difference := study.between(rival, first, TIME_TO_TARGET):
         text += f", a difference of {interval(difference, TIME_TO_TARGET)}"
     yield text
@@ -191,7 +190,9 @@ def _at_the_same_batch(study: Study, reached: Sequence[Row], named: Row | None) 
 def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
     measure = study.chief
     best = rows[0]
-    opening = f"{place(study, best)} ended with the best {_noun(measure)}, {_figure(best, measure)}"
+    opening = (
+        f"{row_text(study, best)} ended with the best {_noun(measure)}, {_figure(best, measure)}"
+    )
     if study.target:
         samples = max(run.record.samples for row in rows for run in row.completed)
         budget = count("sample", samples)
@@ -200,7 +201,7 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
     if not others:
         return opening
     second = others[0]
-    text = f"{opening}; the next was {place(study, second)} with {_figure(second, measure)}"
+    text = f"{opening}; the next was {row_text(study, second)} with {_figure(second, measure)}"
     unlike = ""
     if best.global_batch != second.global_batch:
         unlike = ": with unlike batches, that is a difference of batch and strategy together"
@@ -217,9 +218,9 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
 def _fastest_of_all(study: Study, rows: Sequence[Row]) -> str:
     """Where only time passed: who is first, and who next."""
     first, *others = rows
-    text = f"{place(study, first)} was the fastest with {_figure(first, PACE)}"
+    text = f"{row_text(study, first)} was the fastest with {_figure(first, PACE)}"
     if others:
-        text += f", and the next {place(study, others[0])} with {_figure(others[0], PACE)}"
+        text += f", and the next {row_text(study, others[0])} with {_figure(others[0], PACE)}"
         if first.global_batch != others[0].global_batch:
             text += ", in steps of unlike batches"
     return f"{text}; these runs tell of time alone, and of no result"
@@ -235,7 +236,8 @@ def _fastest(study: Study, rows: Sequence[Row]) -> Iterator[str]:
     for row in (single, spread_out):
         if row is not None and (single is None or spread_out is None):
             yield (
-                f"{place(study, row)} was the fastest with {_figure(row, PACE)}; {_no_rival(row)}"
+                f"{row_text(study, row)} was the fastest with {_figure(row, PACE)}; "
+                f"{_no_rival(row)}"
             )
     if single is None or spread_out is None:
         return
@@ -244,8 +246,8 @@ def _fastest(study: Study, rows: Sequence[Row]) -> Iterator[str]:
     verdict = told_apart(study.between(fast, slow, PACE))
     end = "the two cannot be told apart" if verdict is False else _verdict(study, fast, slow)
     yield (
-        f"by speed, {place(study, fast)} came to {_figure(fast, PACE)}, {times(ratio)} as many as "
-        f"{place(study, slow)} ({_figure(slow, PACE)}): {end}"
+        f"by speed, {row_text(study, fast)} came to {_figure(fast, PACE)}, {times(ratio)} as "
+        f"many as {row_text(study, slow)} ({_figure(slow, PACE)}): {end}"
     )
 
 
@@ -308,7 +310,8 @@ def _compute_beside(study: Study, row: Row) -> str:
     ours = row.mean(compute)
     theirs = single.mean(compute) if single is not None else None
     if ours and theirs:
-        beside = f"each computed for {quantity(ours, 's')}, one process for {quantity(theirs, 's')}"
+        own, other = figure_text(ours, "s"), figure_text(theirs, "s")
+        beside = f"each computed for {own}, one process for {other}"
         shared = f"{shared}, and {beside}" if shared else beside
     return f"; {shared}" if shared else ""
 
@@ -319,7 +322,7 @@ def _traffic(row: Row) -> Iterator[str]:
     if not sent:
         return
     estimated = " (in part an estimate)" * any(run.record.bytes_estimated for run in row.completed)
-    text = f"its ranks sent {quantity(sent, 'MB')}{estimated}"
+    text = f"its ranks sent {figure_text(sent, 'MB')}{estimated}"
     if stale:
         text += f", and its gradients were {significant(stale)} updates old in the mean"
     yield text
@@ -342,7 +345,7 @@ def _figure(row: Row, measure: Measure) -> str:
     mean, spread = row.mean(measure.read), row.spread(measure.read)
     assert mean is not None
     if spread is None:
-        return quantity(mean, measure.unit, measure.digits)
+        return figure_text(mean, measure.unit, measure.digits)
     places = decimals_for([mean], measure.digits)
     text = f"{fixed(mean, places)} ± {fixed(spread, places)}"
     return f"{text}{THIN}{measure.unit}" if measure.unit else text
@@ -366,7 +369,7 @@ def _seconds(row: Row) -> str:
     """Until the target, with no more digits than are known."""
     known = known_to(row, TIME_TO_TARGET)
     if known is None:
-        return quantity(_time(row), "s")
+        return figure_text(_time(row), "s")
     return f"{uncertain(_time(row), known)}{THIN}s"
 
 

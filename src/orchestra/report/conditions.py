@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from orchestra.records.record import NOTABLE, RunRecord
-from orchestra.report.numbers import count, listed, percent, quantity, some
+from orchestra.records.record import RunRecord
+from orchestra.records.report import NOTABLE
+from orchestra.report.numbers import count, figure_text, listed, percent, some
 from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
@@ -124,8 +125,8 @@ def unequal_shares(study: Study) -> Iterator[str]:
     also = f"; the same holds for {listed(others)}" if others else ""
     yield (
         f"under {row.name} all wait for the slowest worker, which computes for "
-        f"{quantity(now, 's')} in a step; with shares: measured, parts by speed, it would be about "
-        f"{quantity(best, 's')}, estimated from what the workers computed here{also}"
+        f"{figure_text(now, 's')} in a step; with shares: measured, parts by speed, it would be "
+        f"about {figure_text(best, 's')}, estimated from what the workers computed here{also}"
     )
 
 

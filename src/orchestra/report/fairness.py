@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from orchestra.records.record import RunRecord
 from orchestra.report.collect import Source
 from orchestra.report.conditions import doubts, unlike_batches
-from orchestra.report.methods import text_of
+from orchestra.report.methods import setting_text
 from orchestra.report.numbers import count, listed, some
 from orchestra.report.rows import Row
 from orchestra.report.study import Study
@@ -154,7 +154,9 @@ def _range_of_threads(record: RunRecord) -> tuple[int, int]:
 
 def _settings_differ(study: Study) -> Iterator[str]:
     for key, values in study.differing.items():
-        each = "; ".join(f"{text_of(value)} ({source.folder.name})" for source, value in values)
+        each = "; ".join(
+            f"{setting_text(value)} ({source.folder.name})" for source, value in values
+        )
         yield f"The runs differ in {key}: {each}."
 
 

@@ -75,7 +75,7 @@ def _method(source: Source) -> Method:
     name = str(source.experiment.get("name", source.folder.name))
     skipped = ("name", "strategies", "task")
     settings = [
-        (key, text_of(value)) for key, value in source.experiment.items() if key not in skipped
+        (key, setting_text(value)) for key, value in source.experiment.items() if key not in skipped
     ]
     command = source.environment.get("command") or []
     return Method(
@@ -143,7 +143,7 @@ def _repeat(source: Source) -> str:
     return f"orchestra {'compare' if several else 'train'} experiment.yaml --out repeated"
 
 
-def text_of(value: object) -> str:
+def setting_text(value: object) -> str:
     """A setting as a reader wants it."""
     if value is None:
         return "none"
@@ -151,8 +151,8 @@ def text_of(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(
-            f"{key} {text_of(item)}" for key, item in value.items() if item is not None
+            f"{key} {setting_text(item)}" for key, item in value.items() if item is not None
         )
     if isinstance(value, list):
-        return ", ".join(map(text_of, value)) or "none"
+        return ", ".join(map(setting_text, value)) or "none"
     return str(value)

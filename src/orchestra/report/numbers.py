@@ -68,7 +68,7 @@ def pairs_of(number: int) -> str:
     return f"n{THIN}={THIN}{number}"
 
 
-def quantity(value: float, unit: str, digits: int = 3, *, sign: bool = False) -> str:
+def figure_text(value: float, unit: str, digits: int = 3, *, sign: bool = False) -> str:
     """A figure with its unit: "3.10 s"."""
     text = significant(value, digits, sign=sign)
     return f"{text}{THIN}{unit}" if unit else text

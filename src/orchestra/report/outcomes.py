@@ -91,7 +91,7 @@ def _share(run: RunData) -> float | None:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TunedTrial:
     """One combination of settings, tried with one strategy on one number of ranks."""
 
     name: str
@@ -111,10 +111,10 @@ class Trials:
     metric: str
     better: str
     seed: int
-    lines: Sequence[Trial]
+    lines: Sequence[TunedTrial]
 
 
-def trials(sources: Sequence[Source]) -> list[Trials]:
+def tuning_tables(sources: Sequence[Source]) -> list[Trials]:
     """One table for each source whose settings were tuned."""
     return [_table(source) for source in sources if source.tuning]
 
@@ -125,9 +125,9 @@ def _table(source: Source) -> Trials:
     return Trials(source.folder.name, tuning["metric"], tuning["better"], tuning["seed"], lines)
 
 
-def _trial(choice: Mapping[str, Any], trial: Mapping[str, Any]) -> Trial:
+def _trial(choice: Mapping[str, Any], trial: Mapping[str, Any]) -> TunedTrial:
     score, loss = trial["score"], trial["loss"]
-    return Trial(
+    return TunedTrial(
         name=choice["name"],
         ranks=choice["ranks"],
         settings=", ".join(f"{key} {value}" for key, value in trial["settings"].items()),

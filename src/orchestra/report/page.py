@@ -25,10 +25,10 @@ from orchestra.report.figures import Figure, figures, save, style_of
 from orchestra.report.figures.frame import for_page
 from orchestra.report.figures.subject import INK, SIGNS, lines_of
 from orchestra.report.methods import agreement, endings, methods
-from orchestra.report.outcomes import switched, trials, troubles
+from orchestra.report.outcomes import switched, troubles, tuning_tables
 from orchestra.report.rows import Row, rows_of
 from orchestra.report.study import Study
-from orchestra.report.table import csv_text, figures_of, latex_text, table
+from orchestra.report.table import csv_text, latex_text, plain_figures, table
 
 SCHEMA = 1
 
@@ -75,7 +75,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         lines=_lines(study),
         switched=switched(study),
         troubles=troubles(study),
-        trials=trials(study.sources),
+        trials=tuning_tables(study.sources),
         traces=traces(study.ranked, out),
         methods=methods(study),
         endings=ends,
@@ -143,7 +143,7 @@ def _data(study: Study) -> Mapping[str, Any]:
             "label": row.label,
             "strategy": row.strategy,
             "ranks": row.ranks,
-            "figures": figures_of(study, row),
+            "figures": plain_figures(study, row),
             "runs": [run.record.summary() for run in row.runs],
         }
         for row in study.ranked

@@ -57,7 +57,7 @@ def mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def spread(values: Sequence[float]) -> float | None:
+def sample_deviation(values: Sequence[float]) -> float | None:
     """The sample standard deviation (n - 1); None below two values."""
     return statistics.stdev(values) if len(values) > 1 else None
 
@@ -142,7 +142,7 @@ class Row:
 
     def spread(self, read: Read) -> float | None:
         """The sample standard deviation over the seeds; None below two of them."""
-        return spread(list(self.values(read).values()))
+        return sample_deviation(list(self.values(read).values()))
 
 
 def rows_of(sources: Sequence[Source]) -> list[Row]:
@@ -217,7 +217,7 @@ def _numbered(names: Sequence[str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Target:
+class ReportTarget:
     """The bound that the runs were to reach."""
 
     metric: str
@@ -275,17 +275,17 @@ def known_to(row: Row, measure: Measure) -> float | None:
     return None if spacing is None else max(spacing, row.spread(measure.read) or 0.0)
 
 
-def target_of(experiment: Mapping[str, Any]) -> Target | None:
+def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
     """The target of an experiment; None where it has none."""
     target = experiment.get("target")
     if not isinstance(target, Mapping) or "metric" not in target:
         return None
     rising = target.get("at_least") is not None
     bound = target.get("at_least") if rising else target.get("at_most")
-    return Target(str(target["metric"]), float(bound), rising) if bound is not None else None
+    return ReportTarget(str(target["metric"]), float(bound), rising) if bound is not None else None
 
 
-def final_measures(rows: Sequence[Row], target: Target | None) -> list[Measure]:
+def final_measures(rows: Sequence[Row], target: ReportTarget | None) -> list[Measure]:
     """The figures of the final parameters: the target's metric first, then the others, the loss."""
     names = list(dict.fromkeys(name for row in rows for run in row.completed
                                for name in run.record.metrics))  # fmt: skip
@@ -296,7 +296,7 @@ def final_measures(rows: Sequence[Row], target: Target | None) -> list[Measure]:
     return [*measures, FINAL_LOSS]
 
 
-def _metric(name: str, target: Target | None) -> Measure:
+def _metric(name: str, target: ReportTarget | None) -> Measure:
     def read(record: RunRecord) -> float | None:
         return record.metrics.get(name)
 

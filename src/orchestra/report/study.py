@@ -18,8 +18,8 @@ from orchestra.report.rows import (
     TRAIN,
     Difference,
     Measure,
+    ReportTarget,
     Row,
-    Target,
     common_settings,
     final_measures,
     paired_difference,
@@ -50,7 +50,7 @@ class Study:
             )
 
     @cached_property
-    def target(self) -> Target | None:
+    def target(self) -> ReportTarget | None:
         """What all runs were to reach; None where they had no or different targets."""
         targets = {target_of(source.experiment) for source in self.sources}
         return targets.pop() if len(targets) == 1 else None

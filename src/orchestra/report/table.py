@@ -67,7 +67,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableRow:
     """A row with its cells, one for each column after the strategy's."""
 
     row: Row
@@ -83,7 +83,7 @@ class Table:
     """
 
     columns: Sequence[Column]
-    lines: Sequence[Line]
+    lines: Sequence[TableRow]
     beside: str
     pairs: int
     runs: int
@@ -116,7 +116,7 @@ def table(study: Study) -> Table:
     return Table(
         [columns[place] for place in kept],
         [
-            Line(row, [cells[place] for place in kept])
+            TableRow(row, [cells[place] for place in kept])
             for row, cells in zip(study.ranked, lines, strict=True)
         ],
         _beside(study),
@@ -125,7 +125,7 @@ def table(study: Study) -> Table:
     )
 
 
-def figures_of(study: Study, row: Row) -> dict[str, Any]:
+def plain_figures(study: Study, row: Row) -> dict[str, Any]:
     """The same figures for machines: mean, spread, number of seeds, and difference of each."""
     figures = {}
     for measure in study.measures:
@@ -286,7 +286,7 @@ def csv_text(study: Study) -> str:
     for row in study.ranked:
         known = [row.name, row.strategy, row.ranks, row.workers, row.servers, row.global_batch]
         values: list[object] = [*known, len(row.runs), len(row.completed)]
-        for figure in figures_of(study, row).values():
+        for figure in plain_figures(study, row).values():
             difference = figure["difference"] or {}
             values += [figure["mean"], figure["spread"], figure["n"]]
             values += [difference.get(part) for part in ("mean", "low", "high")]

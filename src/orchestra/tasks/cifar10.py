@@ -66,7 +66,7 @@ class Cifar10(Settings):
         from orchestra.tasks.tensors import TensorData
 
         folder = data_folder("cifar10", self.folder, SOURCE)
-        train, test = training_images(folder), labelled_images(folder / TEST)
+        train, test = training_images(folder), cifar10_images(folder / TEST)
         rest, validation = hold_out("cifar10", train, self.validation_samples)
         mean, deviation = (torch.tensor(part).view(3, 1, 1) for part in (MEAN, DEVIATION))
         plain = partial(standardised, mean=mean, deviation=deviation)
@@ -90,7 +90,7 @@ def training_images(folder: Path) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    parts = [labelled_images(folder / name) for name in TRAINING]
+    parts = [cifar10_images(folder / name) for name in TRAINING]
     counts = [len(labels) for _, labels in parts]
     if len(set(counts)) > 1:
         raise InputError(
@@ -101,7 +101,7 @@ def training_images(folder: Path) -> tuple[Tensor, Tensor]:
     return torch.cat(images), torch.cat(labels)
 
 
-def labelled_images(path: Path) -> tuple[Tensor, Tensor]:
+def cifar10_images(path: Path) -> tuple[Tensor, Tensor]:
     """Images (n, 3, 32, 32) of dtype uint8, and labels (n,), of one file.
 
     Raises:

@@ -118,7 +118,7 @@ def mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
     )
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two convolutions, each with batch normalisation, and the input added to what they give.
 
     Where the block halves the image and widens it, every second row and column of the input is
@@ -151,7 +151,7 @@ def resnet20() -> nn.Module:
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
         nn.ReLU(),
-        *(Block(inputs, outputs) for inputs, outputs in pairwise(widths)),
+        *(ResidualBlock(inputs, outputs) for inputs, outputs in pairwise(widths)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(64, 10),

@@ -61,8 +61,8 @@ class Mnist(Settings):
         from orchestra.tasks.tensors import TensorData
 
         folder = data_folder("mnist", self.folder, SOURCE)
-        train = labelled_images(folder, "training")
-        test = labelled_images(folder, "test")
+        train = mnist_images(folder, "training")
+        test = mnist_images(folder, "test")
         rest, validation = hold_out("mnist", train, self.validation_samples)
         transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
         return Task(
@@ -76,7 +76,7 @@ class Mnist(Settings):
         )
 
 
-def labelled_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Images (n, 1, 28, 28) of dtype uint8, and labels (n,), of the "training" or "test" split.
 
     Raises:

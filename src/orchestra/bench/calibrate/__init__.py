@@ -23,7 +23,7 @@ from orchestra.bench.calibrate.stopwatch import (
     measure_all,
     waited,
 )
-from orchestra.bench.calibrate.training import Order, measure_task
+from orchestra.bench.calibrate.training import TrainingTask, measure_task
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cluster.calibration import Calibration, Curve, TaskCosts
 from orchestra.cluster.quality import Quality
@@ -40,7 +40,7 @@ LIMIT = 120.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class Workload:
     """A task to be calibrated, with batches around `batch_sizes`, of one worker."""
 
     task: str
@@ -48,9 +48,11 @@ class Subject:
     precision: str = "float32"
     batch_sizes: tuple[int, ...] = (32,)
 
-    def order(self, seconds: float, until: float = math.inf, folder: str | None = None) -> Order:
+    def order(
+        self, seconds: float, until: float = math.inf, folder: str | None = None
+    ) -> TrainingTask:
         """What the rank that measures is told."""
-        return Order(
+        return TrainingTask(
             self.task,
             self.optimizer,
             self.precision,
@@ -80,7 +82,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def calibrate(
-    subjects: Sequence[Subject],
+    subjects: Sequence[Workload],
     seconds: float = 0.5,
     on_progress: Progress | None = None,
     limit: float | None = None,
@@ -131,7 +133,7 @@ def _general(seconds: float) -> list[Measurement]:
     ]
 
 
-def _of_subject(subject: Subject, seconds: float, folder: str) -> list[Measurement]:
+def _of_subject(subject: Workload, seconds: float, folder: str) -> list[Measurement]:
     """What is of one task: its steps, and these on all cores at once."""
     order = functools.partial(subject.order, seconds, folder=folder)
     cores = len(usable_cores())

@@ -43,7 +43,7 @@ LONG_AGO = 0.002
 
 
 @dataclass(frozen=True)
-class Measured:
+class MessageTimes:
     """What one of the two ranks found out."""
 
     send: Curve
@@ -55,7 +55,7 @@ class Measured:
     buffer_bytes: int
 
 
-def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[Measured, Kept]:
+def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[MessageTimes, Kept]:
     """On two ranks: back and forth in every size; then, on the first alone, the rest."""
     torch.set_num_threads(1)
     transport, kept, seconds = runtime.transport, Kept(), allowed.seconds
@@ -79,7 +79,7 @@ def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[Measured, Kept
         with kept.watched(1):
             work = elementwise(seconds, kept, budget)
     _goes_on(transport, False)  # the other rank waits for this one
-    measured = Measured(
+    measured = MessageTimes(
         send=send,
         receive=receive,
         one_way=one_way,
@@ -268,7 +268,7 @@ def elementwise(seconds: float, kept: Kept, budget: Budget) -> dict[str, Curve]:
     return curves
 
 
-def messages_of(first: Measured, second: Measured, cores: int) -> Messages:
+def messages_of(first: MessageTimes, second: MessageTimes, cores: int) -> Messages:
     """The mean of what both ranks measured.
 
     Between ranks of one machine only processors move bytes: the bandwidth that all of them share

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from orchestra.bench.calibrate.stopwatch import Allowed, Budget, Kept
-from orchestra.bench.calibrate.training import Order, step_of
+from orchestra.bench.calibrate.training import TrainingTask, step_of
 from orchestra.collectives import Group, all_reduce
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -30,7 +30,7 @@ class Speeds:
     turns: float
 
 
-def measure_speeds(runtime: Runtime, order: Order) -> tuple[Speeds, Kept]:
+def measure_speeds(runtime: Runtime, order: TrainingTask) -> tuple[Speeds, Kept]:
     """On one rank more than there are cores.
 
     A machine is faster at one time than at another: only what was measured in one turn is compared.

@@ -45,7 +45,7 @@ FIRST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Order:
+class TrainingTask:
     """What is to be measured: a task with these batches, and for how many seconds each.
 
     `threads` are the numbers of threads that it is measured with: 1, and more; `until` is when it
@@ -107,7 +107,7 @@ class Profile:
         return times
 
 
-def measure_task(runtime: Runtime, order: Order) -> tuple[TaskCosts, Kept] | None:
+def measure_task(runtime: Runtime, order: TrainingTask) -> tuple[TaskCosts, Kept] | None:
     """On rank 0 of two: the figures of a task. The other rank answers messages, and else waits."""
     torch.set_num_threads(1)
     if runtime.rank > 0:
@@ -145,7 +145,7 @@ def measure_task(runtime: Runtime, order: Order) -> tuple[TaskCosts, Kept] | Non
     return costs, kept
 
 
-def step_of(order: Order) -> Callable[[], None]:
+def step_of(order: TrainingTask) -> Callable[[], None]:
     """A gradient of the task and an update, as often as it is called, always on the same batch."""
     task = load_task(order.task)
     module = task.model()
@@ -194,7 +194,7 @@ class _Inner(PassingReporter):
 class _Meter:
     """Short trainings of one task on one worker, with batches of several sizes."""
 
-    def __init__(self, runtime: Runtime, order: Order, task: Task, kept: Kept) -> None:
+    def __init__(self, runtime: Runtime, order: TrainingTask, task: Task, kept: Kept) -> None:
         self._runtime = runtime
         self._order = order
         self._task = task
@@ -306,7 +306,9 @@ class _Meter:
         return profile.steps()
 
 
-def _updates(module: nn.Module, order: Order, kept: Kept, budget: Budget) -> dict[int, float]:
+def _updates(
+    module: nn.Module, order: TrainingTask, kept: Kept, budget: Budget
+) -> dict[int, float]:
     """What part of an update's seconds it takes on slices as servers have them, by elements."""
     layout = Layout.of_module(module)
     names = [slot.name for slot in layout.slots]
@@ -334,7 +336,9 @@ def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
     return float(counter.get_total_flops()) / size
 
 
-def _parameters(task: Task, module: nn.Module, order: Order, most: float) -> tuple[Parameter, ...]:
+def _parameters(
+    task: Task, module: nn.Module, order: TrainingTask, most: float
+) -> tuple[Parameter, ...]:
     """How a gradient's seconds are spread over the layers, at the batch that was asked for."""
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]

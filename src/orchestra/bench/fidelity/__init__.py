@@ -11,8 +11,8 @@ from orchestra.bench.calibrate import calibrate
 from orchestra.bench.fidelity.cases import Case, Subtask
 from orchestra.bench.fidelity.formula import closed_formula, constant
 from orchestra.bench.fidelity.measure import (
+    FidelityRow,
     Observation,
-    Row,
     largest_difference,
     observe,
     row_of,
@@ -27,7 +27,7 @@ __all__ = ["Fidelity", "bench_fidelity"]
 class Fidelity:
     """The rows, and the calibration that all predictions were made with."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[FidelityRow, ...]
     calibration: Calibration
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orchestra.bench.calibrate import Subject
+from orchestra.bench.calibrate import Workload
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
@@ -42,7 +42,7 @@ class Subtask:
 
     name: str
     model: str
-    subject: Subject
+    subject: Workload
     steps: int
     ranks: tuple[int, ...]
 
@@ -50,7 +50,7 @@ class Subtask:
 def _subtask(
     name: str, model: str, task: str, optimizer: str, batch: int, steps: int, *ranks: int
 ) -> Subtask:
-    subject = Subject(task, Optimizer.parse(optimizer, where=name), batch_sizes=(batch,))
+    subject = Workload(task, Optimizer.parse(optimizer, where=name), batch_sizes=(batch,))
     return Subtask(name, model, subject, steps, ranks)
 
 
@@ -133,13 +133,13 @@ def cases(
         for count in ranks or task.ranks
         for label in strategies or STRATEGIES
     )
-    found = [case for case in possible if refusal(case) is None]
+    found = [case for case in possible if case_refusal(case) is None]
     if not found:
         raise InputError("--strategies: none of them runs on that many ranks")
     return found
 
 
-def refusal(case: Case) -> str | None:
+def case_refusal(case: Case) -> str | None:
     """Why the strategy cannot run on so many ranks; None if it can."""
     try:
         case.run.strategy.roles(case.ranks)

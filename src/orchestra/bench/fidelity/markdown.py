@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from orchestra.bench.fidelity import Fidelity
-from orchestra.bench.fidelity.measure import Row
+from orchestra.bench.fidelity.measure import FidelityRow
 from orchestra.cluster.calibration import Calibration
 
 PREDICTORS = ("simulated", "formula", "constant")
@@ -29,12 +29,12 @@ class Verdict:
     kept: int
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(rows: Sequence[FidelityRow]) -> list[Verdict]:
     """One of each predictor."""
     return [_verdict(rows, predictor) for predictor in PREDICTORS]
 
 
-def _verdict(rows: Sequence[Row], predictor: str) -> Verdict:
+def _verdict(rows: Sequence[FidelityRow], predictor: str) -> Verdict:
     errors = [abs(row.error(predictor)) for row in rows]
     pairs = kept = 0
     for one, other in combinations(rows, 2):
@@ -84,7 +84,7 @@ def _summary(found: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     return headings, lines
 
 
-def _cases(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _cases(rows: Sequence[FidelityRow]) -> tuple[list[str], list[list[str]]]:
     headings = [
         "task", "ranks", "strategy", "real", "runs", "simulation", "formula", "constant",
         "bytes", "staleness", "parameters",

@@ -72,7 +72,7 @@ def step_seconds(run: Run, folder: Path) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class FidelityRow:
     """A case: what was predicted, and what real runs were like.
 
     Attributes:
@@ -115,7 +115,7 @@ def row_of(
     formula: float,
     constant: float,
     parameters_differ: float | None,
-) -> Row:
+) -> FidelityRow:
     """What became of `case`."""
     seconds = tuple(observation.step_seconds for observation in real)
     differences = [virtual.bytes_sent - observation.bytes_sent for observation in real]
@@ -124,7 +124,7 @@ def row_of(
         for value, share in observation.staleness.items():
             together[value] = together.get(value, 0.0) + share / len(real)
     stale = bool(together) or bool(virtual.staleness)
-    return Row(
+    return FidelityRow(
         case.task.model,
         case.ranks,
         case.label,

@@ -14,7 +14,7 @@ from orchestra.report.figures.messages import messages
 from orchestra.report.figures.results import differences, time_to_target, trade
 from orchestra.report.figures.scaling import scaling
 from orchestra.report.figures.seconds import seconds, staleness
-from orchestra.report.figures.subject import Style, Subject, style_of
+from orchestra.report.figures.subject import FigureData, Style, style_of
 from orchestra.report.figures.timeline import timelines
 from orchestra.report.figures.traffic import links, traffic
 from orchestra.report.figures.training_loss import training_loss
@@ -47,7 +47,7 @@ def figures(
 
     `rows` are of `sources`; differences are to the row or label `baseline`, or to one process.
     """
-    subject = Subject(Study(sources, rows, baseline))
+    subject = FigureData(Study(sources, rows, baseline))
     found = [figure for family in _FAMILIES for figure in family(subject)]
     return list(_named_apart(found))
 

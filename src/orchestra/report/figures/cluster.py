@@ -19,7 +19,7 @@ from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
 from orchestra.report.collect import RunData
 from orchestra.report.figures.frame import INK_NOW, Figure, figure
 from orchestra.report.figures.sketch import Canvas, Leaf, columns, layout
-from orchestra.report.figures.subject import COLOURS, Subject
+from orchestra.report.figures.subject import COLOURS, FigureData
 from orchestra.settings import write
 
 _Value = dict[str, Any]
@@ -293,7 +293,7 @@ def _ranges(ranks: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def clusters(subject: Subject) -> list[Figure]:
+def clusters(subject: FigureData) -> list[Figure]:
     """One for each cluster, with the ranks of the run that has most there."""
     widest: dict[str, RunData] = {}
     for run in subject.runs:

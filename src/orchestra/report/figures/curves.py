@@ -21,19 +21,19 @@ from orchestra.report.figures.frame import (
     figure,
     height_scale,
     marks,
-    numbers,
+    rounded,
     spans_much,
     zoomable,
 )
-from orchestra.report.figures.subject import Subject
-from orchestra.report.rows import Row, Target
+from orchestra.report.figures.subject import FigureData
+from orchestra.report.rows import ReportTarget, Row
 
 SECTION = "convergence"
 _AXES = ("seconds", "samples")
 _POINTS = 10  # on a line, so that they can be told apart
 
 
-def curves(subject: Subject) -> list[Figure]:
+def curves(subject: FigureData) -> list[Figure]:
     """Loss and metric of the snapshots against seconds and against samples."""
     found = []
     for axis in _AXES:
@@ -43,7 +43,7 @@ def curves(subject: Subject) -> list[Figure]:
     return found
 
 
-def _curve(subject: Subject, metric: str, axis: str) -> Figure:
+def _curve(subject: FigureData, metric: str, axis: str) -> Figure:
     rows = [row for row in subject.widest if any(_points(run, metric) for run in row.completed)]
     each = [value for row in rows for value in _each(row, metric)]
     log = metric == "loss" and spans_much([value["value"] for value in each])
@@ -105,7 +105,7 @@ def _node_tooltips(values: Values) -> list[alt.Tooltip]:
     ]
 
 
-def _rule(target: Target) -> alt.Chart:
+def _rule(target: ReportTarget) -> alt.Chart:
     """The target across the figure; it belongs to no strategy."""
     place = alt.Chart(alt.InlineData(values=[{"target": target.bound}]))
     rule: alt.Chart = place.mark_rule(color=FAINT, strokeDash=[3, 3])
@@ -136,7 +136,7 @@ def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
 
 def _points(run: RunData, metric: str) -> list[Point]:
     """The snapshots of `run` that have a finite `metric`."""
-    found = (point for point in run.curve if numbers(point.metrics.get(metric)) is not None)
+    found = (point for point in run.curve if rounded(point.metrics.get(metric)) is not None)
     return list(found)
 
 
@@ -150,9 +150,9 @@ def _each(row: Row, metric: str) -> Values:
 
 def _place(point: Point, metric: str) -> dict[str, Any]:
     return {
-        "seconds": numbers(point.seconds),
+        "seconds": rounded(point.seconds),
         "samples": point.samples,
-        "value": numbers(point.metrics[metric]),
+        "value": rounded(point.metrics[metric]),
     }
 
 
@@ -166,9 +166,9 @@ def _mean(row: Row, metric: str, rising: bool | None) -> Values:
             {
                 "strategy": row.name,
                 "seed": len(points),
-                "seconds": numbers(fmean(point.seconds for point in points)),
+                "seconds": rounded(fmean(point.seconds for point in points)),
                 "samples": round(fmean(point.samples for point in points)),
-                "value": numbers(fmean(point.metrics[metric] for point in points)),
+                "value": rounded(fmean(point.metrics[metric] for point in points)),
                 **_of_nodes(points, metric, rising),
             }
         )
@@ -181,11 +181,11 @@ def _of_nodes(points: Sequence[Point], metric: str, rising: bool | None) -> dict
     averages = [point.average[metric] for point in points if point.average is not None]
     found: dict[str, Any] = {}
     if len(worst) == len(points):
-        found["worst"] = numbers(fmean(worst))
+        found["worst"] = rounded(fmean(worst))
     if len(averages) == len(points) and None not in averages:
         judged = min(len(point.nodes) for point in points)
         replicas = max(point.replicas for point in points)
-        found |= {"average": numbers(fmean(averages)), "judged": judged, "replicas": replicas}
+        found |= {"average": rounded(fmean(averages)), "judged": judged, "replicas": replicas}
     return found
 
 
@@ -205,9 +205,9 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Values:
                 "strategy": row.name,
                 "seed": run.record.seed,
                 "step": step,
-                "seconds": numbers(at["seconds"]),
+                "seconds": rounded(at["seconds"]),
                 "samples": at["samples"],
-                "value": numbers(value),
+                "value": rounded(value),
             }
         )
     return values
@@ -234,14 +234,14 @@ def _between(at: float, places: Sequence[float], heights: Sequence[float], log: 
     return heights[0] if at < places[0] else heights[-1]
 
 
-def _keys(target: Target | None, switch: bool) -> list[str]:
+def _keys(target: ReportTarget | None, switch: bool) -> list[str]:
     """What is what, below the figure, where no line is in the way."""
     keys = [f"grey rule: target {target.bound:g}"] if target else []
     keys += ["rings: switches"] if switch else []
     return [", ".join(keys)] if keys else []
 
 
-def _caption(axis: str, several: bool, target: Target | None, switch: bool) -> str:
+def _caption(axis: str, several: bool, target: ReportTarget | None, switch: bool) -> str:
     parts = [
         "Copies of the model were taken in passing, and evaluated after the run"
         + (" (thick: mean over the seeds; thin: each seed)." if several else ".")

@@ -178,7 +178,7 @@ _CONFIG = {
 }
 
 
-def numbers(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """`value` to five significant digits, more than an eye can tell; None if not finite."""
     if value is None or not math.isfinite(value):
         return None
@@ -316,7 +316,7 @@ def lane(names: Sequence[str]) -> alt.Y:
     return alt.Y("strategy:N", axis=None, scale=scale)
 
 
-def words(texts: Mapping[str, str]) -> list[alt.Chart]:
+def lane_words(texts: Mapping[str, str]) -> list[alt.Chart]:
     """Above each bar on the left its strategy, on the right its text; the keys in order."""
     values = [{"strategy": name, "text": text} for name, text in texts.items()]
     base = marks(values).encode(lane(list(texts)))

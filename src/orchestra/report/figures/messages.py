@@ -11,9 +11,9 @@ import altair as alt
 from orchestra.cluster import Cluster
 from orchestra.report.collect import RunData
 from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, Values, figure
-from orchestra.report.figures.messages_layout import LETTER, RADIUS, WIDTH, Arc, Stage
+from orchestra.report.figures.messages_layout import LETTER, RADIUS, WIDTH, Arc, MessageLayout
 from orchestra.report.figures.sketch import Canvas
-from orchestra.report.figures.subject import Subject
+from orchestra.report.figures.subject import FigureData
 from orchestra.report.figures.trace import Arrow, Exchange, exchanges
 from orchestra.report.figures.traffic import with_unit
 from orchestra.report.numbers import count
@@ -28,7 +28,7 @@ _WORDY = 48  # arrows that have words
 _HEAD = 44.0
 
 
-def messages(subject: Subject) -> list[Figure]:
+def messages(subject: FigureData) -> list[Figure]:
     """For each strategy that was simulated, one step of its first seed; a switch has two parts."""
     lines: dict[str, list[Row]] = {}
     for row in subject.rows:
@@ -83,7 +83,7 @@ class _Sketch:
         self._alike = len(kinds) == 1
         self._links = _links(_carried(cluster, ranks, exchange.arrows))
         longest = max(map(len, map(self._text, exchange.arrows)))
-        self._stage = Stage(cluster, ranks, longest, self._links)
+        self._stage = MessageLayout(cluster, ranks, longest, self._links)
         self._arcs = self._stage.arcs(exchange.arrows)
         self._most = max(arrow.bytes for arrow in exchange.arrows)
         self._thick = min(_THICK[1], max(_THICK[0], _ROOM / len(exchange.arrows)))

@@ -24,7 +24,7 @@ _LEFT = 0.45  # of the room for arcs
 
 
 @dataclass(frozen=True)
-class Place:
+class PartPlace:
     """A part of the cluster: `x`, `y` in pixels; `above` is the x of the switch it hangs on.
 
     `span` are the heights of the first and last rank of a node, or of what hangs on a switch.
@@ -47,7 +47,7 @@ class Arc:
     apex: tuple[float, float]
 
 
-class Stage:
+class MessageLayout:
     """The places of everything for `ranks` ranks on `cluster`.
 
     `letters` is how long the words of an arc may be; `carried` has those of each link, by the name
@@ -81,7 +81,7 @@ class Stage:
         self.x = left + words + self._reach[0] + RADIUS
         self.places = [
             *(
-                Place(
+                PartPlace(
                     node,
                     self.node_x,
                     self._height_of(leaf.y),
@@ -91,7 +91,7 @@ class Stage:
                 for leaf, node in zip(tree.leaves, order, strict=True)
             ),
             *(
-                Place(
+                PartPlace(
                     branch.switch,
                     depths[branch.depth],
                     self._height_of(branch.y),

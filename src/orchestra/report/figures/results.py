@@ -19,13 +19,13 @@ from orchestra.report.figures.frame import (
     figure,
     height_scale,
     lane,
+    lane_words,
     marks,
-    numbers,
-    words,
+    rounded,
     zoomable,
 )
-from orchestra.report.figures.subject import Subject
-from orchestra.report.numbers import THIN, decimals_for, fixed, places_of, quantity, uncertain
+from orchestra.report.figures.subject import FigureData
+from orchestra.report.numbers import THIN, decimals_for, figure_text, fixed, places_of, uncertain
 from orchestra.report.rows import (
     CONFIDENCE,
     TIME_TO_TARGET,
@@ -37,7 +37,7 @@ from orchestra.report.rows import (
 )
 
 
-def time_to_target(subject: Subject) -> list[Figure]:
+def time_to_target(subject: FigureData) -> list[Figure]:
     """A dot for each seed, a bar for their mean; the first strategy reached it soonest."""
     target, rows = subject.target, sorted(subject.rows, key=_target_rank)
     if target is None or not any(_times(row) for row in rows):
@@ -53,13 +53,13 @@ def time_to_target(subject: Subject) -> list[Figure]:
     )
     layers = [
         *_target_marks(subject, rows, reached),
-        *words({row.name: _target_text(row) for row in rows}),
+        *lane_words({row.name: _target_text(row) for row in rows}),
     ]
     height = LANE * len(rows)
     return [figure("time-to-target", "Time to target", caption, "target", layers, height)]
 
 
-def _target_marks(subject: Subject, rows: list[Row], reached: str) -> list[alt.Chart]:
+def _target_marks(subject: FigureData, rows: list[Row], reached: str) -> list[alt.Chart]:
     x = alt.X(
         "seconds:Q",
         title=f"seconds of training until {reached}",
@@ -69,7 +69,7 @@ def _target_marks(subject: Subject, rows: list[Row], reached: str) -> list[alt.C
     look = Look({row.name: subject.styles[row.name] for row in rows})
     colour, shape = look.colour(legend=False), look.shape(legend=False)
     means = [
-        {"strategy": row.name, "seconds": numbers(fmean(_times(row).values()))}
+        {"strategy": row.name, "seconds": rounded(fmean(_times(row).values()))}
         for row in rows
         if _times(row)
     ]
@@ -77,8 +77,8 @@ def _target_marks(subject: Subject, rows: list[Row], reached: str) -> list[alt.C
         {
             "strategy": row.name,
             "seed": seed,
-            "seconds": numbers(seconds),
-            "after": numbers(row.values(lambda r: r.time_to_target_after_seconds).get(seed)),
+            "seconds": rounded(seconds),
+            "after": rounded(row.values(lambda r: r.time_to_target_after_seconds).get(seed)),
         }
         for row in rows
         for seed, seconds in _times(row).items()
@@ -118,11 +118,11 @@ def _target_text(row: Row) -> str:
     part = "" if len(times) == n else f" ({len(times)} of {n} seeds)"
     known = known_to(row, TIME_TO_TARGET)
     if known is None:
-        return quantity(fmean(times), "s") + part
+        return figure_text(fmean(times), "s") + part
     return f"{uncertain(fmean(times), known)}{THIN}s{part}"
 
 
-def trade(subject: Subject) -> list[Figure]:
+def trade(subject: FigureData) -> list[Figure]:
     """The final metric against the seconds of training, a point for each seed."""
     metric = subject.metric or "loss"
     if not any(_seeds(row, metric) for row in subject.widest):
@@ -139,7 +139,7 @@ def trade(subject: Subject) -> list[Figure]:
     ]
 
 
-def _trade_layers(subject: Subject, metric: str) -> list[alt.Chart]:
+def _trade_layers(subject: FigureData, metric: str) -> list[alt.Chart]:
     values = [value for row in subject.widest for value in _seeds(row, metric)]
     means = [value for row in subject.widest for value in _trade_mean(row, metric)]
     look = Look({value["strategy"]: subject.styles[value["strategy"]] for value in means})
@@ -173,8 +173,8 @@ def _seeds(row: Row, metric: str) -> Values:
         {
             "strategy": row.name,
             "seed": str(seed),
-            "seconds": numbers(seconds[seed]),
-            "value": numbers(value),
+            "seconds": rounded(seconds[seed]),
+            "value": rounded(value),
         }
         for seed, value in found.items()
         if seed in seconds
@@ -186,19 +186,19 @@ def _trade_mean(row: Row, metric: str) -> Values:
     if not values:
         return []
     about = {"strategy": row.name, "seed": f"mean of {len(values)}"}
-    means = {name: numbers(fmean(v[name] for v in values)) for name in ("seconds", "value")}
+    means = {name: rounded(fmean(v[name] for v in values)) for name in ("seconds", "value")}
     return [{**about, **means}]
 
 
 def _final(record: RunRecord, metric: str) -> float | None:
     value = record.metrics.get(metric, record.final_loss if metric == "loss" else None)
-    return numbers(value)
+    return rounded(value)
 
 
 _COARSE = ", to which the spacing of the snapshots is added"
 
 
-def differences(subject: Subject) -> list[Figure]:
+def differences(subject: FigureData) -> list[Figure]:
     """A forest plot for each figure that decides; only where several seeds give an interval."""
     first = TIME_TO_TARGET if subject.target else TRAIN
     return [
@@ -206,7 +206,7 @@ def differences(subject: Subject) -> list[Figure]:
     ]
 
 
-def _forest(subject: Subject, measure: Measure) -> list[Figure]:
+def _forest(subject: FigureData, measure: Measure) -> list[Figure]:
     found = {row.name: subject.study.difference(row, measure) for row in subject.rows}
     known = {name: each for name, each in found.items() if each and each.low is not None}
     if not known:
@@ -227,21 +227,21 @@ def _forest(subject: Subject, measure: Measure) -> list[Figure]:
             ),
             "differences",
             [*_difference_marks(subject, known, f"difference in {name}{unit}{_better(measure)}"),
-             *words(texts)],
+             *lane_words(texts)],
             LANE * len(rows),
         )
     ]  # fmt: skip
 
 
 def _difference_marks(
-    subject: Subject, known: dict[str, Difference], title: str
+    subject: FigureData, known: dict[str, Difference], title: str
 ) -> list[alt.Chart]:
     values: Values = [
         {
             "strategy": name,
-            "mean": numbers(difference.mean),
-            "low": numbers(difference.low),
-            "high": numbers(difference.high),
+            "mean": rounded(difference.mean),
+            "low": rounded(difference.low),
+            "high": rounded(difference.high),
             "pairs": difference.n,
             "certain": difference.certain,
         }
@@ -291,7 +291,7 @@ def _difference_text(difference: Difference, measure: Measure) -> str:
     return f"{mean} [{first}, {last}] {measure.unit}".rstrip()
 
 
-def _baseline(subject: Subject, rows: list[Row]) -> str:
+def _baseline(subject: FigureData, rows: list[Row]) -> str:
     """What the differences are to, where it has one name."""
     rivals = {rival.label for row in rows if (rival := subject.study.rival(row)) is not None}
     return rivals.pop() if len(rivals) == 1 else "the baseline"

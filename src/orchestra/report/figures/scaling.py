@@ -19,9 +19,9 @@ from orchestra.report.figures.frame import (
     Values,
     figure,
     marks,
-    numbers,
+    rounded,
 )
-from orchestra.report.figures.subject import Subject
+from orchestra.report.figures.subject import FigureData
 from orchestra.report.numbers import count, listed
 
 _POWERS = 5  # of ten that an axis has room for, with ticks between
@@ -29,19 +29,19 @@ _ALONE = "A rank that is alone has all cores of its machine, of several each has
 _Read = Callable[[RunRecord], float | None]
 
 
-def scaling(subject: Subject) -> list[Figure]:
+def scaling(subject: FigureData) -> list[Figure]:
     """Samples a second and time to target against ranks, where there are several numbers."""
     return [*_speed(subject), *(_time(subject) if subject.target else [])]
 
 
-def _speed(subject: Subject) -> list[Figure]:
+def _speed(subject: FigureData) -> list[Figure]:
     values = _values(subject, lambda record: record.samples_per_second)
     ranks = sorted({value["ranks"] for value in values})
     if len(ranks) < 2:
         return []
     by_line = _by_line(values)
     for value in values:
-        value["percent"] = numbers(100 * efficiency(by_line[value["line"]])[value["ranks"]])
+        value["percent"] = rounded(100 * efficiency(by_line[value["line"]])[value["ranks"]])
     by_ranks = {value["ranks"] for value in values if not value["single"]}
     knees = _knees(values)
     ideal = _ideal(values, ranks, grows=True)
@@ -64,7 +64,7 @@ def _speed(subject: Subject) -> list[Figure]:
     return [figure("speed-against-ranks", "Speed against ranks", caption, "scaling", layers)]
 
 
-def _time(subject: Subject) -> list[Figure]:
+def _time(subject: FigureData) -> list[Figure]:
     values = _values(subject, lambda record: record.time_to_target_seconds)
     ranks = sorted({value["ranks"] for value in values})
     if len(ranks) < 2:
@@ -84,14 +84,14 @@ def _time(subject: Subject) -> list[Figure]:
     return [figure(name, title, caption, "scaling", layers)]
 
 
-def _values(subject: Subject, read: _Read) -> Values:
+def _values(subject: FigureData, read: _Read) -> Values:
     found = {row.name: row.mean(read) for row in subject.rows}
     return [
         {
             "strategy": row.name,
             "line": subject.lines[row.name],
             "ranks": row.ranks,
-            "value": numbers(found[row.name]),
+            "value": rounded(found[row.name]),
             "single": row.single,
         }
         for row in subject.rows
@@ -137,7 +137,7 @@ def _ticks(least: float, most: float) -> alt.Axis:
 
 
 def _lines(
-    subject: Subject, values: Values, x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip]
+    subject: FigureData, values: Values, x: alt.X, y: alt.Y, tooltip: Sequence[alt.Tooltip]
 ) -> list[alt.Chart]:
     """A line of each strategy, and its points."""
     lines = {value["line"]: subject.styles[value["strategy"]] for value in values}
@@ -157,7 +157,7 @@ def _ideal(values: Values, ranks: Sequence[int], *, grows: bool) -> Values:
     spread_out = [value for value in first if not value["single"]]  # one process does not scale
     best = (max if grows else min)(value["value"] for value in spread_out or first)
     last = best * most / fewest if grows else best * fewest / most
-    return [{"ranks": fewest, "value": best}, {"ranks": most, "value": numbers(last)}]
+    return [{"ranks": fewest, "value": best}, {"ranks": most, "value": rounded(last)}]
 
 
 def _dotted(ideal: Values, x: alt.X, y: alt.Y) -> alt.Chart:

@@ -19,12 +19,12 @@ from orchestra.report.figures.frame import (
     Values,
     figure,
     lane,
+    lane_words,
     marks,
-    numbers,
-    words,
+    rounded,
 )
-from orchestra.report.figures.subject import Subject
-from orchestra.report.numbers import quantity
+from orchestra.report.figures.subject import FigureData
+from orchestra.report.numbers import figure_text
 from orchestra.report.rows import Row
 
 # From dark to light, so that the order is that of the greys, too.
@@ -44,7 +44,7 @@ _LEGEND = alt.Legend(
 )
 
 
-def seconds(subject: Subject) -> list[Figure]:
+def seconds(subject: FigureData) -> list[Figure]:
     """Training seconds by what they went to, the same by rank, and set-up seconds by part."""
     return [
         *_stacked(
@@ -88,7 +88,7 @@ def _stacked(
             "strategy": name,
             "part": part,
             "place": list(colours).index(part),
-            "seconds": numbers(of_row[part]),
+            "seconds": rounded(of_row[part]),
         }
         for name, of_row in parts.items()
         for part in colours
@@ -97,8 +97,8 @@ def _stacked(
     if not values:
         return []
     bars = marks(values).mark_bar(**BAR).encode(*_bar(colours, values), lane(list(parts)))
-    totals = {name: quantity(sum(of_row.values()), "s") for name, of_row in parts.items()}
-    layers = [bars.encode(tooltip=_tooltip()), *words(totals)]
+    totals = {name: figure_text(sum(of_row.values()), "s") for name, of_row in parts.items()}
+    layers = [bars.encode(tooltip=_tooltip()), *lane_words(totals)]
     return [figure(section="time", layers=layers, height=LANE * len(rows), **about)]
 
 
@@ -141,7 +141,7 @@ def _mean_parts(of_runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(parts.get(name, 0.0) for parts in telling) for name in names}
 
 
-def _by_rank(subject: Subject) -> list[Figure]:
+def _by_rank(subject: FigureData) -> list[Figure]:
     """A bar for each rank, under a heading for each strategy."""
     values: Values = []
     domain: list[str] = []
@@ -155,7 +155,7 @@ def _by_rank(subject: Subject) -> list[Figure]:
             domain.append(key)
             about = {"strategy": row.name, "lane": key, "rank": rank, "role": role}
             values += [
-                {**about, "part": part, "place": place, "seconds": numbers(parts[part])}
+                {**about, "part": part, "place": place, "seconds": rounded(parts[part])}
                 for place, part in enumerate(TRAINING)
                 if parts.get(part, 0) > 0
             ]
@@ -210,7 +210,7 @@ _FEW = 0.005
 _BARS = 24  # along the axis, so that they stay apart on a phone
 
 
-def staleness(subject: Subject) -> list[Figure]:
+def staleness(subject: FigureData) -> list[Figure]:
     """The share of updates at each staleness, for strategies with any that is not zero."""
     counts = {row.name: _stale_counts(row) for row in subject.widest}
     stale = {name: of_row for name, of_row in counts.items() if any(of_row)}
@@ -292,7 +292,7 @@ def _shares(name: str, counts: Counter[int], last: int, more: bool) -> Values:
                 "strategy": name,
                 "staleness": low,
                 "updates_between": f"{low}{' or more' if more and high == last else end}",
-                "share": numbers(sum(inside) / sum(counts.values())),
+                "share": rounded(sum(inside) / sum(counts.values())),
                 "updates": sum(inside),
             }
         )

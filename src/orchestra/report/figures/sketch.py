@@ -40,7 +40,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TreeLayout:
     """All parts, and how many rows they take."""
 
     leaves: tuple[Leaf, ...]
@@ -56,7 +56,7 @@ class Layout:
 
 def layout(
     cluster: Cluster, alone: Collection[str] = (), sizes: Mapping[str, int] | None = None
-) -> Layout:
+) -> TreeLayout:
     """The places of all parts.
 
     Args:
@@ -74,7 +74,7 @@ def layout(
     for group in stack.groups:
         if group[0].name not in placed:
             stack.leaf(group)
-    return Layout(tuple(stack.leaves), tuple(stack.branches), stack.next)
+    return TreeLayout(tuple(stack.leaves), tuple(stack.branches), stack.next)
 
 
 def _groups(nodes: Sequence[Node], alone: Collection[str]) -> list[tuple[Node, ...]]:

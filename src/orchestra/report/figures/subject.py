@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.report.collect import RunData
-from orchestra.report.rows import FINAL_LOSS, Row, Target
+from orchestra.report.rows import FINAL_LOSS, ReportTarget, Row
 from orchestra.report.study import Study
 
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too pale for a line on
@@ -94,7 +94,7 @@ _METRIC = "metrics."
 
 
 @dataclass(frozen=True)
-class Subject:
+class FigureData:
     """A study as figures show it: only rows with completed runs, best first."""
 
     study: Study
@@ -124,7 +124,7 @@ class Subject:
         return [row for row in self.rows if row.ranks == most[self.lines[row.name]]]
 
     @property
-    def target(self) -> Target | None:
+    def target(self) -> ReportTarget | None:
         """What all runs were to reach."""
         return self.study.target
 

@@ -6,8 +6,8 @@ import altair as alt
 
 from orchestra.records.record import RunRecord
 from orchestra.report.figures.frame import INK_NOW, Figure, Values, figure, marks, zoomable
-from orchestra.report.figures.subject import Subject
-from orchestra.report.figures.trace import Window, windows
+from orchestra.report.figures.subject import FigureData
+from orchestra.report.figures.trace import Window, step_windows
 from orchestra.report.rows import Row
 
 # Waiting is palest, and its bars are thin, so that it shows without colour, too.
@@ -23,7 +23,7 @@ _MAIN = "main"
 """The flow of a rank that computes; the others are background flows."""
 
 
-def timelines(subject: Subject) -> list[Figure]:
+def timelines(subject: FigureData) -> list[Figure]:
     """For each strategy the middle of what was traced of its first seed; a switch has two parts."""
     return [found for row in subject.widest for found in _of_row(row)]
 
@@ -33,7 +33,7 @@ def _of_row(row: Row) -> list[Figure]:
     if not traced:
         return []
     assert traced[0].trace is not None
-    found = [window for window in windows(traced[0].trace) if window.pieces]
+    found = [window for window in step_windows(traced[0].trace) if window.pieces]
     return [
         _timeline(row, traced[0].record, window, part if len(found) > 1 else 0)
         for part, window in enumerate(found, start=1)

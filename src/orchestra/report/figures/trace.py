@@ -39,7 +39,7 @@ class Window:
     messages: list[tuple[Event, Event]] = field(default_factory=list)
 
 
-def windows(path: Path) -> list[Window]:
+def step_windows(path: Path) -> list[Window]:
     """From the middle of each traced part of a run, about three steps.
 
     A run has several parts where its strategy changed: each began to be traced anew.

@@ -18,18 +18,18 @@ from orchestra.report.figures.frame import (
     Values,
     figure,
     lane,
+    lane_words,
     marks,
-    numbers,
-    words,
+    rounded,
 )
-from orchestra.report.figures.subject import Subject
-from orchestra.report.numbers import count, quantity
+from orchestra.report.figures.subject import FigureData
+from orchestra.report.numbers import count, figure_text
 from orchestra.report.rows import Row
 
 _UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
 
 
-def traffic(subject: Subject) -> list[Figure]:
+def traffic(subject: FigureData) -> list[Figure]:
     """Mean bytes of a run, and for each sample, by strategy."""
     rows = subject.rows
     if not any(_sent(row) for row in rows):
@@ -40,7 +40,7 @@ def traffic(subject: Subject) -> list[Figure]:
         + (" ≈: by a formula, not counted." if any(map(_estimated, rows)) else "")
     )
     look = Look({row.name: subject.styles[row.name] for row in rows})
-    layers = [_bars(rows, look), *words({row.name: _text(row) for row in rows})]
+    layers = [_bars(rows, look), *lane_words({row.name: _text(row) for row in rows})]
     return [figure("bytes-sent", "Bytes sent", caption, "traffic", layers, LANE * len(rows))]
 
 
@@ -49,7 +49,7 @@ def _bars(rows: Sequence[Row], look: Look) -> alt.Chart:
     values = [
         {
             "strategy": row.name,
-            "sent": numbers(_sent(row) / _UNITS[unit]),
+            "sent": rounded(_sent(row) / _UNITS[unit]),
             "per_sample": _per_sample(row),
             "known": "by a formula" if _estimated(row) else "counted",
         }
@@ -81,7 +81,7 @@ def _estimated(row: Row) -> bool:
 
 def _per_sample(row: Row) -> float | None:
     samples = row.mean(lambda record: float(record.samples))
-    return numbers(_sent(row) / samples) if samples else None
+    return rounded(_sent(row) / samples) if samples else None
 
 
 def _text(row: Row) -> str:
@@ -96,7 +96,7 @@ def _text(row: Row) -> str:
 def with_unit(value: float) -> str:
     """So many bytes, in the unit in which they are a short number."""
     unit = _unit(value)
-    return quantity(value / _UNITS[unit], unit)
+    return figure_text(value / _UNITS[unit], unit)
 
 
 MOST_LINKS = 6
@@ -107,7 +107,7 @@ _LINK_ROOM = "width - 92"
 _HEAD = ""  # what stands for a link in the lane of a heading
 
 
-def links(subject: Subject) -> list[Figure]:
+def links(subject: FigureData) -> list[Figure]:
     """The busiest links of each strategy, where a cluster was simulated whose links carried any."""
     found = {row.name: (row, carried) for row in subject.widest if (carried := _carried(row))}
     if not found:
@@ -158,9 +158,9 @@ def _link_values(row: Row, carried: Links) -> Values:
             "strategy": row.name,
             "lane": _link_lane(row.name, link.name),
             "link": link.name,
-            "percent": numbers(100 * link.share),
+            "percent": rounded(100 * link.share),
             "bytes": link.bytes,
-            "text": f"{quantity(100 * link.share, '%', 2)} · {with_unit(link.bytes)}",
+            "text": f"{figure_text(100 * link.share, '%', 2)} · {with_unit(link.bytes)}",
         }
         for link in carried.busiest[:MOST_LINKS]
     ]

@@ -18,11 +18,11 @@ from orchestra.report.figures.frame import (
     figure,
     height_scale,
     marks,
-    numbers,
+    rounded,
     spans_much,
     zoomable,
 )
-from orchestra.report.figures.subject import Subject
+from orchestra.report.figures.subject import FigureData
 from orchestra.report.rows import Row
 
 _BINS = 200
@@ -30,7 +30,7 @@ _SIGNS = 8
 _BATCHES = 4  # in a part at the least: a single batch says little
 
 
-def training_loss(subject: Subject) -> list[Figure]:
+def training_loss(subject: FigureData) -> list[Figure]:
     """Training loss against samples: means of up to 200 equal parts of the run."""
     width = _width(subject)
     values = [value for row in subject.widest for value in _means(row, width)] if width else []
@@ -83,7 +83,7 @@ def _signs(values: Values, names: list[str]) -> Iterator[dict[str, Any]]:
         yield from line[place * every // len(names) :: every]
 
 
-def _width(subject: Subject) -> int:
+def _width(subject: FigureData) -> int:
     """Samples in one part: a whole number of the largest global batch; 0 without steps."""
     runs = [run for row in subject.widest for run in row.completed if run.steps]
     if not runs:
@@ -103,9 +103,9 @@ def _means(row: Row, width: int) -> Values:
         {
             "strategy": row.name,
             "samples": part * width + width // 2,
-            "value": numbers(fmean(losses)),
-            "low": numbers(min(losses)),
-            "high": numbers(max(losses)),
+            "value": rounded(fmean(losses)),
+            "low": rounded(min(losses)),
+            "high": rounded(max(losses)),
         }
         for part, losses in sorted(by_part.items())
     ]
@@ -120,7 +120,7 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
     totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for lines in run.steps.values():
         for line in lines:
-            if numbers(line["loss"]) is not None:
+            if rounded(line["loss"]) is not None:
                 total = totals[min(last, max(0, line["consumed"] - 1) // width)]
                 total[0] += line["loss"] * line["samples"]
                 total[1] += line["samples"]
