@@ -41,6 +41,7 @@ class Started:
     """A process, found again with all that it started by a mark in the environment.
 
     Args:
+        variables: of the environment, beside this one's; without those that are None.
         fresh: start an interpreter that has imported nothing yet, as a user does.
         file_size: no file may become larger, in bytes, as on a full disk.
     """
@@ -49,7 +50,7 @@ class Started:
         self,
         command: Sequence[str],
         cwd: Path,
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, str | None] | None = None,
         fresh: bool = False,
         file_size: int = RLIM_INFINITY,
     ) -> None:
@@ -57,12 +58,8 @@ class Started:
         name, _, value = self.mark.partition("=")
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT}/src",
-            name: value,
-            **(variables or {}),
-        }
+        own = {"PYTHONPATH": f"{ROOT}:{ROOT}/src", name: value, **(variables or {})}
+        env = {key: text for key, text in {**os.environ, **own}.items() if text is not None}
         self.process: subprocess.Popen[bytes] | WarmProcess
         if fresh:
             self.process = subprocess.Popen(

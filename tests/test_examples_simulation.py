@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import Started
 
 from orchestra.cluster import load_cluster
 
@@ -20,11 +20,10 @@ def test_output_is_what_the_example_says(script: Path, tmp_path: Path) -> None:
     """On every machine: no figure is measured."""
     head = script.read_text().split('"""')[1]
     expected = [line.removeprefix("    ") for line in head.partition(PRINTS)[2].splitlines()]
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == expected
+    with Started([sys.executable, str(script)], tmp_path) as process:
+        ended = process.end()
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.splitlines() == expected
     assert expected
     assert not list(tmp_path.iterdir())
 

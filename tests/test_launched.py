@@ -6,17 +6,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.commands import Started
+from tests.commands import DEADLINE_SECONDS, Started
 from tests.meshes import make_certificate, make_tls
 from tests.rank_programs import pids
-from tests.waiting import descendants, is_running, listening_ports, wait_until
+from tests.waiting import is_running, listening_ports, wait_until
 
 from orchestra.engines.processes.environment import Launched, detect, first_host
 from orchestra.errors import InputError
@@ -148,45 +147,37 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
+def started() -> Iterator[list[Started]]:
     """Processes of a test, which end with it, and so does what they started."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Started] = []
     yield processes
-    for process in processes:
-        left = descendants(process.pid)
-        process.kill()
-        process.communicate()
-        for pid in filter(is_running, left):
-            os.kill(pid, signal.SIGKILL)
+    forget(processes)
 
 
-def two_nodes(started: list[subprocess.Popen[str]], program: str, folder: Path) -> None:
+def forget(started: list[Started]) -> None:
+    """End whatever is left of them."""
+    while started:
+        started.pop().__exit__(None, None, None)
+
+
+def two_nodes(started: list[Started], program: str, folder: Path, fresh: bool = False) -> None:
     """Two nodes that run a program of `rank_programs`."""
-    on_two_nodes(started, [str(ROOT / "tests" / "joined.py"), program, str(folder), "60"])
+    what = [str(ROOT / "tests" / "joined.py"), program, str(folder), "60"]
+    on_two_nodes(started, folder, what, fresh)
 
 
-def on_two_nodes(started: list[subprocess.Popen[str]], what: list[str]) -> None:
+def on_two_nodes(started: list[Started], logs: Path, what: list[str], fresh: bool = False) -> None:
     """Two agents of torchrun on this machine, with two ranks each."""
     port = free_port()
     for node in range(2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--log-dir={logs}"]
         command += ["--nproc-per-node=2", f"--node-rank={node}", "--master-addr=127.0.0.1"]
-        started.append(start([*command, f"--master-port={port}", *what], {}))
-
-
-def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        command += [f"--master-port={port}", *what]
+        started.append(Started(command, ROOT, fresh=fresh))
 
 
 def join_by_hand(
-    started: list[subprocess.Popen[str]],
+    started: list[Started],
     program: str,
     folder: Path,
     ranks: int,
@@ -198,12 +189,13 @@ def join_by_hand(
         variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         script = str(ROOT / "tests" / "joined.py")
-        started.append(start([sys.executable, script, program, str(folder), patience], variables))
+        command = [sys.executable, script, program, str(folder), patience]
+        started.append(Started(command, ROOT, variables))
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, error = process.communicate()
-    return process.returncode, error
+def ended(process: Started) -> tuple[int, str]:
+    process.process.wait(DEADLINE_SECONDS)
+    return process.process.returncode, process.err()
 
 
 def test_two_nodes_of_torchrun(started: Any, tmp_path: Path) -> None:
@@ -225,8 +217,8 @@ def test_a_training_on_two_nodes_of_torchrun_and_the_same_again(
     what += [strategy, "--set", "steps=6", "--set", "batch_size=8", "--out", str(tmp_path / "run")]
     summaries = []
     for _ in range(2):
-        started.clear()
-        on_two_nodes(started, what)
+        forget(started)
+        on_two_nodes(started, tmp_path, what)
         for process in started:
             status, error = ended(process)
             assert status == 0, error
@@ -248,8 +240,19 @@ def test_the_first_cause_is_told_on_every_node(started: Any, tmp_path: Path) -> 
 
 def test_a_failed_training_under_torchrun(tmp_path: Path) -> None:
     """Told once, and written down by whoever is left."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "orchestra"]
-    words += ["train", "--strategy", "AllReduce", "--set", "batch_size=8", "--set", "steps=40"]
+    words = ["-m", "torch.distributed.run", "--standalone", f"--log-dir={tmp_path / 'logs'}"]
+    words += [
+        "--nproc-per-node=3",
+        "-m",
+        "orchestra",
+        "train",
+        "--strategy",
+        "AllReduce",
+        "--set",
+        "batch_size=8",
+        "--set",
+        "steps=40",
+    ]
     words += ["--set", "snapshots=0"]
     task = "tests.failing_tasks:"
     with Started(
@@ -296,7 +299,7 @@ def test_ranks_that_find_certificates_in_their_environment(
         monkeypatch.setenv(f"ORCHESTRA_TLS_{name.upper()}", str(getattr(tls, name)))
     join_by_hand(started, "pass_round", tmp_path, 3)
     assert [ended(process) for process in started] == [(0, "")] * 3
-    started.clear()
+    forget(started)
     monkeypatch.setenv("ORCHESTRA_TLS_KEY", str(tls.authority))
     join_by_hand(started, "pass_round", tmp_path, 2, patience="3")
     status, error = ended(started[0])
@@ -334,7 +337,7 @@ def test_everything_listens_on_loopback(started: Any, tmp_path: Path) -> None:
     listening = {port for pid in pids(tmp_path, 2) for port in listening_ports(pid)}
     assert listening
     assert {address.split(":")[0] for address in listening} == {"0100007F"}
-    started[0].send_signal(signal.SIGINT)
+    started[0].process.send_signal(signal.SIGINT)
     assert [ended(process) for process in started] == [(0, "")] * 2
     assert (tmp_path / "outcome 0").read_text() == "('stopped in order', 'stopped in order')"
 
@@ -364,8 +367,8 @@ def test_ranks_leave_when_rank_0_is_silent(started: Any, tmp_path: Path) -> None
 
 
 def test_ranks_leave_when_their_agent_is_gone(started: Any, tmp_path: Path) -> None:
-    two_nodes(started, "until_asked_to_stop", tmp_path)
+    two_nodes(started, "until_asked_to_stop", tmp_path, fresh=True)
     ranks = pids(tmp_path, 4)
     for process in started:
-        process.kill()
+        process.process.kill()
     wait_until(lambda: not any(map(is_running, ranks)), "all ranks leave")

@@ -357,58 +357,43 @@ def environment() -> dict[str, str]:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Any]:
     """Starts a launcher as a process of its own; nothing of it survives the test."""
-    started: list[subprocess.Popen[str]] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(program: str, ranks: int) -> tuple[subprocess.Popen[str], list[int]]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_programs", program, str(tmp_path), str(ranks)],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process, pids(tmp_path, ranks)
+        def start(program: str, ranks: int) -> tuple[Started, list[int]]:
+            words = [sys.executable, "-m", "tests.rank_programs", program]
+            process = stack.enter_context(Started([*words, str(tmp_path), str(ranks)], ROOT))
+            return process, pids(tmp_path, ranks)
 
-    yield start
-    for process in started:
-        left = descendants(process.pid)
-        process.kill()
-        process.communicate()
-        for pid in filter(is_running, left):
-            os.kill(pid, signal.SIGKILL)
+        yield start
 
 
 def test_no_rank_survives_its_launcher(launcher: Any) -> None:
     process, ranks = launcher("deaf", 4)
-    others = descendants(process.pid)
+    others = descendants(process.process.pid)
     os.kill(ranks[3], signal.SIGSTOP)
     wait_until(lambda: is_stopped(ranks[3]), "a rank is stopped")
-    process.kill()
+    process.process.kill()
     wait_until(lambda: not any(map(is_running, {*ranks, *others})), "all processes end")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_stop_in_good_order(launcher: Any, number: signal.Signals) -> None:
     process, _ = launcher("until_asked_to_stop", 2)
-    process.send_signal(number)
-    out, error = process.communicate()
-    assert "results=('stopped in order', 'stopped in order')" in out
-    assert "stopped=True" in out
-    assert "press Ctrl-C again" in error
-    assert process.returncode == 0
+    process.process.send_signal(number)
+    ended = process.end()
+    assert "results=('stopped in order', 'stopped in order')" in ended.out
+    assert "stopped=True" in ended.out
+    assert "press Ctrl-C again" in ended.err
+    assert ended.status == 0
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(launcher: Any) -> None:
-    process, ranks = launcher("deaf", 3)
-    process.send_signal(signal.SIGINT)
-    assert "press Ctrl-C again" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate()
-    assert out == "failed: interrupted\n"
-    assert process.returncode == 1
-    assert not any(map(is_running, ranks))
+    process, _ = launcher("deaf", 3)
+    process.process.send_signal(signal.SIGINT)
+    process.wait_until(lambda: "press Ctrl-C again" in process.err(), "the order to stop")
+    process.process.send_signal(signal.SIGINT)
+    ended = process.end()
+    assert (ended.status, ended.out) == (1, "failed: interrupted\n")
 
 
 def fork_server(launcher: int) -> int | None:

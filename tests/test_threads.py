@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import rank_programs as programs
-from tests.commands import torchrun
+from tests.commands import Started, torchrun
 from tests.simulated import FREE, cluster, run_ranks, simulated
 from tests.test_calibrate import CALIBRATION, COSTS, TASK, kept, run_of, timing
 from tests.test_launched import ROOT, ended, free_port, started
@@ -80,37 +79,27 @@ def test_a_background_flow_has_one_thread() -> None:
 
 
 def torchrun_nodes(
-    started: list[subprocess.Popen[str]],
+    started: list[Started],
     folder: Path,
     cores: Sequence[set[int]],
     program: str = "thread_count",
     ranks: int = 1,
-    **variables: str,
+    **variables: str | None,
 ) -> str:
     """What the ranks returned, where each agent of torchrun may use only these cores."""
-    environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environ |= {"PYTHONPATH": f"{ROOT}:{ROOT}/src", **variables}
+    variables = {"OMP_NUM_THREADS": None, **variables}
     port = free_port()
     for node, own in enumerate(cores):
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(cores)}"]
         command += [f"--nproc-per-node={ranks}", f"--node-rank={node}", f"--master-port={port}"]
-        command += [
-            "--master-addr=127.0.0.1",
-            f"--log-dir={folder}",
-            str(ROOT / "tests" / "joined.py"),
-            program,
-        ]
-        command += [str(folder), "60"]
+        command += ["--master-addr=127.0.0.1", f"--log-dir={folder}"]
+        command += [str(ROOT / "tests" / "joined.py"), program, str(folder), "60"]
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, own)  # what is started from here inherits it
         try:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environ, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
+            started.append(Started(command, ROOT, variables, fresh=True))
         finally:
             os.sched_setaffinity(0, before)
-        started.append(process)
     for process in started:
         status, error = ended(process)
         assert status == 0, error

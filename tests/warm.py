@@ -44,7 +44,7 @@ FIXED = ("OMP_NUM_THREADS", "PYTHONPATH")
 IMPORTED = (
     "torch",
     "torch._dynamo",
-    "torch.distributed.run",
+    "torch.distributed.launcher.api",
     "orchestra.engines.processes.rank",
     "orchestra.cli.list",
     "orchestra.cli.train",
