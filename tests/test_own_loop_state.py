@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.commands import torchrun
 from tests.own_loops import BATCH, State, Stream, samples, state_of
 from tests.threads import run_ranks
 from torch import nn
@@ -20,6 +22,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.worker.runtime import Runtime
 
+SCRIPTS = Path(__file__).parent / "scripts"
 EPOCHS, COUNT = 3, 24
 SHARDED = "AllReduce(shard='optimizer')"
 BESIDE = "ParameterServer(placement='beside', servers=2)"
@@ -45,9 +48,9 @@ class Run:
     """One rank's loop, which keeps what it has seen and saved."""
 
     def __init__(
-        self, runtime: Runtime, strategy: str, loader: Any, seed: int = 0, **options: Any
+        self, runtime: Runtime, strategy: str, loader: Any, initial: int = 0, **options: Any
     ) -> None:
-        self.model = a_model(seed)
+        self.model = a_model(initial)
         self.optimizer = adam(self.model)
         self.loop = OwnLoop(
             runtime, self.model, self.optimizer, loader,
@@ -109,7 +112,7 @@ def through_and_resumed(
         state = expected[0][2][place]
 
         def resumed(runtime: Runtime, state: bytes = state) -> Any:
-            run = Run(runtime, strategy, loader(), seed=runtime.rank + 1, **options)
+            run = Run(runtime, strategy, loader(), initial=runtime.rank + 1, **options)
             if run.batches.is_worker():
                 run.load(state)
                 run.train()
@@ -160,7 +163,7 @@ def test_resumed_where_workers_take_batches_from_a_queue() -> None:
         return run.end()
 
     def resumed(runtime: Runtime) -> Any:
-        run = Run(runtime, ASYNCHRONOUS, shuffled(), seed=1)
+        run = Run(runtime, ASYNCHRONOUS, shuffled(), initial=1)
         if run.batches.is_worker():
             run.load(saved)
             run.train(epochs=2)
@@ -454,3 +457,22 @@ def test_states_are_saved_between_steps_and_moments_where_they_are() -> None:
         refused("save batches.state_dict", after_another_step, strategy)
     with pytest.raises(InputError, match="other moments than on the first rank"):
         run_ranks(2, moments_on_one_rank_only)
+
+
+# On processes
+
+
+def test_other_processes_go_on_from_a_file(tmp_path: Path) -> None:
+    """Bit for bit, with each rank's random numbers, whatever another seed has given meanwhile."""
+    strategies = ["AllReduce", SHARDED, "ParameterServer", BESIDE, "LocalSGD(2)"]
+    for mode in ("through", "resumed"):
+        with torchrun(SCRIPTS / "saved_loop.py", 3, [mode, *strategies], tmp_path) as process:
+            ended = process.end()
+        assert ended.status == 0, ended.err
+    for number, strategy in enumerate(strategies):
+        for rank in range(2 if strategy == "ParameterServer" else 3):
+            through, resumed = (
+                torch.load(tmp_path / f"{mode}-{number}-{rank}.pt", weights_only=True)
+                for mode in ("through", "resumed")
+            )
+            assert equal(resumed, through), (strategy, rank)

@@ -117,7 +117,7 @@ class Batches:
             each._end_epoch()
 
     def _is_over(self) -> bool:
-        """Whether there is nothing to iterate over, where that is no mistake."""
+        """Whether there is nothing to do any more, where that is no mistake."""
         if not self.ended:
             return False
         if self.is_worker():
@@ -193,8 +193,8 @@ class Batches:
             InputError: there is no such place here; the message says where one is.
         """
         loop = self._loop
-        if self.ended:
-            raise InputError(f"batches.state_dict(): {ENDED}")
+        if self._is_over():
+            return loop.kept.saved(self, {})
         if not self.is_worker():
             self._serve(until_saved=True)
             return loop.kept.saved(self, {})
@@ -212,8 +212,8 @@ class Batches:
         Raises:
             InputError: `state` is of other settings, or training has come too far to go back.
         """
-        if self.ended:
-            raise InputError(f"batches.load_state_dict(): {ENDED}")
+        if self._is_over():
+            return
         if self._in_epoch and not self.left:
             raise InputError(
                 "batches.load_state_dict(): an iteration over the batches is under way: call it "
