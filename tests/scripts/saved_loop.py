@@ -19,7 +19,7 @@ class Noisy(TensorDataset):
     """Adds noise from the global generator."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        features, target = super().__getitem__(index)
+        features, target = (tensor[index] for tensor in self.tensors)
         return features + 0.1 * torch.randn(3), target
 
 

@@ -18,11 +18,12 @@ from orchestra.data.own_loop import (
     generators_of,
     shard_loader,
 )
-from orchestra.errors import InputError, PeerLost
+from orchestra.errors import InputError
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import WorkSource
 from orchestra.trainer.own_state import Word
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
+from orchestra.trainer.saved_state import check_place
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Batches:
         if not self.is_worker():
             self._serve(until_saved=True)
             return loop.kept.saved(self, {})
-        loop.kept.check_place(self)
+        check_place(loop)
         loop.kept.take_over()
         loop.strategy.quiesce(loop.worker, loop.state, SAVING)
         return loop.kept.saved(self, loop.kept.collect())
@@ -354,30 +355,6 @@ class Batches:
         if word is Word.HANDS_OVER:
             self._loop.kept.hand_over()
 
-    def tell(self, word: Word) -> None:
-        """On workers, before they stop: the first one tells ranks that serve what follows."""
-        worker, (first, serving) = self._loop.worker, self.places()
-        if worker.rank == first:
-            for rank in serving:
-                with contextlib.suppress(PeerLost):
-                    worker.transport.send(torch.tensor([word]), rank, Tag.GOES_ON).wait()
-
-    def hear(self) -> Word:
-        """On a rank that serves, once it has stopped: what follows."""
-        first, _ = self.places()
-        try:
-            return Word(int(self._loop.worker.transport.receive(first, Tag.GOES_ON).wait()))
-        except PeerLost:
-            return Word.OVER
-
-    def places(self) -> tuple[int, list[int]]:
-        """The first worker, and the ranks that serve, of those that are there."""
-        worker = self._loop.worker
-        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
-        everyone = worker.everyone.ranks
-        first = next(rank for rank in workers if rank in everyone)
-        return first, [rank for rank in everyone if rank not in workers]
-
     def _serve(self, *, until_saved: bool = False) -> Word | None:
         """To the end of the workers' epoch; what follows, where it is that of the loop."""
         loop = self._loop
@@ -387,7 +364,7 @@ class Batches:
         while not self.is_worker():
             paused = loop.strategy.serve(loop.worker, loop.state)
             if paused is None:
-                word = self.hear()
+                word = loop.kept.hear()
                 if word not in (Word.RESTART, Word.RESUME):
                     self.ended, last = True, word
                     break
