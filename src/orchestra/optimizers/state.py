@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -72,6 +72,39 @@ def restore(target: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(target, tuple) else saved
 
 
+@dataclass(frozen=True)
+class OptimizerPart:
+    """An optimizer of parts of the parameters: by name the tensor, and the element it begins at."""
+
+    optimizer: torch.optim.Optimizer
+    tensors: Mapping[str, tuple[Tensor, int]]
+
+    def moments(self) -> list[dict[str, Any]]:
+        """Of each tensor that was updated its name, first element and state."""
+        return [
+            {"name": name, "first": first, "state": dict(self.optimizer.state[tensor])}
+            for name, (tensor, first) in self.tensors.items()
+            if tensor in self.optimizer.state
+        ]
+
+
+def join_moments(
+    parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
+) -> Moments:
+    """The moments of whole `parameters`, from what `OptimizerPart.moments` gave on all ranks."""
+    joined: Moments = {}
+    for part in parts:
+        whole, first = joined.setdefault(part["name"], {}), part["first"]
+        shape = parameters[part["name"]].shape
+        for key, value in part["state"].items():
+            if isinstance(value, Tensor) and elementwise and value.dim():
+                flat = whole.setdefault(key, value.new_zeros(shape)).view(-1)
+                flat[first : first + value.numel()] = value.reshape(-1)
+            else:
+                whole[key] = value
+    return joined
+
+
 def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Moments:
     """The moments of `parameters` in `optimizer`; parameters never updated have none."""
     return {
@@ -82,7 +115,9 @@ def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Te
 
 
 def install_moments(
-    optimizer: torch.optim.Optimizer, parts: Mapping[str, tuple[Tensor, int]], moments: Moments
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, tuple[Tensor, int]],
+    moments: Moments,
 ) -> None:
     """Give `optimizer` copies of the `moments` of its tensors.
 
@@ -97,6 +132,8 @@ def install_moments(
         for key, value in moments[name].items():
             if isinstance(value, Tensor) and elementwise and value.dim():
                 part = value.reshape(-1)[first : first + tensor.numel()]
-                state[key] = part.clone().view(tensor.shape)
+                state[key] = part.to(tensor.device, copy=True).view(tensor.shape)
+            elif isinstance(value, Tensor):  # numbers, such as counts of steps, stay where they are
+                state[key] = value.to(tensor.device if value.dim() else value.device, copy=True)
             else:
-                state[key] = value.clone() if isinstance(value, Tensor) else value
+                state[key] = value
