@@ -11,12 +11,13 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from orchestra.engines.deadlock import tell
 from orchestra.engines.simulation.carriers import Carrier, GreenletCarrier, ThreadCarrier
 from orchestra.errors import RunAborted
 
+T = TypeVar("T")
 Call = Callable[[], None]
 Wait = tuple[tuple[int, ...], str]
 """Any of which ranks is waited for, and for what."""
@@ -50,14 +51,19 @@ class Processor(Protocol):
 class Timer:
     """A call that is due; it may be cancelled until then."""
 
-    __slots__ = ("call",)
+    __slots__ = ("_call",)
 
     def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
+        self._call: Call | None = call
 
     def cancel(self) -> None:
         """Let it pass without effect."""
-        self.call = None
+        self._call = None
+
+    def fire(self, _: object) -> None:
+        """Make the call, unless it has been cancelled."""
+        if self._call is not None:
+            self._call()
 
 
 class Flow:
@@ -144,7 +150,7 @@ class Kernel:
         self.outstanding = 0
         self.failure: BaseException | None = None
         self._now = 0.0
-        self._due: list[tuple[float, int, Timer]] = []
+        self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._sequence = itertools.count()
         self._ready: deque[Flow] = deque()
         self._aborted: Exception | None = None
@@ -161,10 +167,14 @@ class Kernel:
 
     def at(self, time: float, call: Call) -> Timer:
         """Let `call` happen at `time`, after all that is already due then."""
-        assert time >= self._now, f"{time} lies before {self._now}"
         timer = Timer(call)
-        heapq.heappush(self._due, (time, next(self._sequence), timer))
+        self.call_at(time, timer.fire, None)
         return timer
+
+    def call_at(self, time: float, call: Callable[[T], object], argument: T) -> None:
+        """Like `at`, for `call(argument)`, which cannot be cancelled: cheaper, for each message."""
+        assert time >= self._now, f"{time} lies before {self._now}"
+        heapq.heappush(self._due, (time, next(self._sequence), call, argument))
 
     def after(self, seconds: float, call: Call) -> Timer:
         """Let `call` happen so many seconds from now."""
@@ -182,7 +192,7 @@ class Kernel:
         self.started_of[rank] += 1
         self.changes += 1
         self._living += main
-        self.at(self._now, lambda: self.resume(flow))
+        self.call_at(self._now, self.resume, flow)
         return flow
 
     def resume(self, flow: Flow) -> None:
@@ -243,8 +253,7 @@ class Kernel:
 
     def sleep(self, seconds: float) -> None:
         """Let so many seconds pass for this flow."""
-        flow = self.current
-        self.after(seconds, lambda: self.resume(flow))
+        self.call_at(self._now + seconds, self.resume, self.current)
         self.park()
 
     # A flow alone on its core need not wait until it has computed: it goes ahead of the others
@@ -257,10 +266,9 @@ class Kernel:
 
     def catch_up(self) -> None:
         """Park until the present of this flow is everybody's."""
-        ahead = self.current.ahead
-        if ahead > self._now:
-            flow = self.current
-            self.at(ahead, lambda: self.resume(flow))
+        flow = self.current
+        if flow.ahead > self._now:
+            self.call_at(flow.ahead, self.resume, flow)
             self.park()
 
     def catch_up_with_own(self) -> None:
@@ -360,13 +368,11 @@ class Kernel:
             if not self._due:
                 self.fail(Deadlock(describe(self.flows)))
                 break
-            time, _, timer = heapq.heappop(self._due)
-            if timer.call is not None:
-                self._now = time
-                try:
-                    timer.call()
-                except Exception as error:
-                    self.fail(error)
+            self._now, _, call, argument = heapq.heappop(self._due)
+            try:
+                call(argument)
+            except Exception as error:
+                self.fail(error)
         return self.launcher
 
 

@@ -213,11 +213,11 @@ class SimulatedTransport:
         port.keep_order()
         first = overhead.send.at(0) + port.warm_up()
         self._spend(first)
-        self._kernel.when_here(lambda: stream.send(message))
+        stream.send(message, self._kernel.here())
         self._spend(overhead.send.at(size) - overhead.send.at(0))
         if size <= overhead.buffer_bytes:
             sending.finished = True
-        self._kernel.when_here(lambda: stream.leave(message))
+        stream.leave(message, self._kernel.here())
         return sending
 
     def receive(
