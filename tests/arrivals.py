@@ -17,6 +17,7 @@ from orchestra.parameter_server import Server
 from orchestra.parameter_server.state import Answer, Push
 from orchestra.parameter_server.wire import Kind, decode_answer, encode_push, request
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
+from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -43,14 +44,12 @@ class Here:
         return True
 
 
-class Arrivals:
+class Arrivals(CollectiveVerb):
     """The transport of a server: `order` names who pushes next; at the end all send `last`.
 
     `given` holds for each worker the values that it was last sent, `clocks` how far it is, and
     `answers` all that pushes were told.
     """
-
-    all_reduce_at_once = None
 
     def __init__(self, rank: int, workers: int) -> None:
         self.rank, self.size = rank, rank + 1

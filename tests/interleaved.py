@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
+from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import Header, byte_view
 from orchestra.transports.matching import Incoming, Mailbox
 from orchestra.transports.operations import Flow, Operation, Receive, Send
@@ -198,10 +199,8 @@ class Network:
             assert fiber.ended
 
 
-class Port:
+class Port(CollectiveVerb):
     """The transport of one flow."""
-
-    all_reduce_at_once = None
 
     def __init__(self, network: Network, rank: int) -> None:
         self.network = network

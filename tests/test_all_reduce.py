@@ -28,7 +28,7 @@ from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Task
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Worker
@@ -188,14 +188,16 @@ class SameCuts(AllReduce):
         exchange.agree_on_parameters(worker)
         shards = exchange.Shards(worker, worker.workers)
 
-        def reduce(transport: Transport, bucket: Any) -> int:
-            buffer = shards.reduce(transport, bucket)
+        def begin(bucket: Any, *, background: bool) -> list[Task[int]]:
+            begun = shards.sum(bucket, background=background)
             edges = shards._edges[bucket.first]
-            gradient = bucket.values[: edges[-1]]
-            shards._all_gather.run(transport, gradient, Tag.GRADIENTS, edges)
-            return buffer
+            gather = shards._all_gather.begin(
+                worker.transport, bucket.values[: edges[-1]], Tag.GRADIENTS, edges,
+                background=background,
+            )  # fmt: skip
+            return [*begun, gather]
 
-        average = exchange.GradientAverage(worker, reduce)
+        average = exchange.GradientAverage(worker, begin)
         return AllReduceState(worker.local_optimizer(), average)
 
 

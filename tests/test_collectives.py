@@ -15,9 +15,10 @@ from tests.interpreter import interpret
 from tests.threads import run_ranks
 from torch import Tensor
 
-from orchestra.collectives import Group, all_reduce, broadcast, execute, executor, gather_objects
+from orchestra.collectives import Group, all_reduce, broadcast, execute, gather_objects
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.schedules import broadcast as broadcast_schedule
+from orchestra.transports import executor
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Traffic, Transport
 from orchestra.worker.runtime import Runtime

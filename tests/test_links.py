@@ -15,8 +15,7 @@ from tests.test_trace import assert_matched, assert_well_formed, read
 from tests.training import settings, step_lines
 
 from orchestra.cluster import load_cluster
-from orchestra.collectives import all_reduce
-from orchestra.collectives.executor import Group
+from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.links import links_of
 from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.simulate import Outcome, simulate

@@ -20,13 +20,13 @@ from tests.step_times import Figures, Timed
 from torch import nn
 
 from orchestra.cluster import Cluster
-from orchestra.collectives import executor
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.records.report import RankReport
 from orchestra.strategies.pipeline import Pipeline
 from orchestra.tasks import Task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
+from orchestra.transports import executor
 from orchestra.worker.reporters import SilentReporter
 
 ALPHA, BETA = 0.5, 1 / 125e6

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from tests.simulated import FREE, Second, run_ranks
 
 from orchestra.cluster.costs import Line, Overhead
-from orchestra.collectives import Group, execute, executor
+from orchestra.collectives import Group, execute
 from orchestra.engines.simulation.meeting import Meeting
 from orchestra.engines.simulation.recurrence import Recurrence
 from orchestra.engines.simulation.walk import Walk
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
+from orchestra.transports import executor
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
 from orchestra.transports.traced import SHOWN, TracedTransport
@@ -59,10 +60,8 @@ class MessageByMessage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def all_reduce_at_once(self, *arguments: Any, message_by_message: bool) -> int | None:
-        at_once = self.inner.all_reduce_at_once
-        assert at_once is not None
-        return at_once(*arguments, message_by_message=True)
+    def collective(self, *arguments: Any) -> Any:
+        return self.inner.collective(*arguments, visible=True)
 
 
 @dataclass(frozen=True)

@@ -232,10 +232,11 @@ def test_a_switch_is_marked_and_opens_a_second_window(tmp_path: Path) -> None:
 def test_background_flows_have_threads_of_their_own(tmp_path: Path) -> None:
     trace = traced('AllReduce("ring")', 2, tmp_path / "buckets", bucket_megabytes=0.003)
     assert trace.names("thread") == {"steps", "main", "sum in background"}
-    between_flows = {"send 8 B to another flow", "receive 8 B from another flow"}
     names = {(flow(e), e["name"]) for e in trace.slices("send", "receive") if e["name"] != OTHERS}
-    assert {name for number, name in names if number == MAIN} == between_flows
-    assert {name for number, name in names if number != MAIN} > between_flows
+    assert names
+    assert MAIN not in {number for number, _ in names}
+    waits = [e["name"] for e in trace.slices("wait") if flow(e) == MAIN]
+    assert "wait for another flow" in waits
     beside = traced('ParameterServer(placement="beside")', 2, tmp_path / "beside")
     assert beside.names("thread") == {"steps", "main", "serve to the end"}
     updates = [e for e in beside.slices("compute") if e["name"] == "update"]

@@ -1,5 +1,6 @@
-"""Run a schedule over a transport."""
+"""Collectives by name, among any group of ranks."""
 
-from orchestra.collectives.executor import Group, all_reduce, broadcast, execute, gather_objects
+from orchestra.collectives.operations import all_reduce, broadcast, execute, gather_objects
+from orchestra.transports.protocol import Group
 
 __all__ = ["Group", "all_reduce", "broadcast", "execute", "gather_objects"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         start_together,
         wait_for_everyone,
     )
-    from orchestra.exchange.collective import Collective, make_collective
+    from orchestra.exchange.collective import Collective, make_collective, native_sum
     from orchestra.exchange.common_step import CommonStep
     from orchestra.exchange.elastic import look_ahead, pull_on_centre, step_elastically
     from orchestra.exchange.gossip import (
@@ -91,6 +91,7 @@ if TYPE_CHECKING:
         "homes_of",
         "is_stage",
         "make_collective",
+        "native_sum",
         "keep_gradient",
         "look_ahead",
         "make_replicated_server",
@@ -145,6 +146,7 @@ else:
             "homes_of": "servers",
             "is_stage": "pipeline",
             "make_collective": "collective",
+            "native_sum": "collective",
             "keep_gradient": "gossip",
             "look_ahead": "elastic",
             "make_replicated_server": "servers",

@@ -2,152 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce, broadcast, gather_objects
 from orchestra.optimizers.moments import Moments, export_moments
-from orchestra.transports.protocol import Task, Transport
+from orchestra.transports.protocol import Task
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
-if TYPE_CHECKING:
-    from orchestra.exchange.collective import Collective
 
-END = -1
+class Begin(Protocol):
+    """Begins the sum of a bucket over the workers."""
+
+    def __call__(self, bucket: Bucket, *, background: bool) -> Sequence[Task[int]]:
+        """The collectives that it takes, in their order; each gives the bytes of its buffer."""
+        ...
 
 
 class GradientAverage:
     """Replaces the gradient on every worker by its sample-weighted mean over `worker.workers`.
 
-    The flat gradient is cut into buckets; each is summed as soon as backward has filled it, by a
-    background flow, while backward goes on. The loss of every worker, the wish to stop, and
-    which tensors were used travel with the last bucket.
-
-    `reduce` sums a bucket over the workers, over the transport of the flow that it is given, and
-    returns the bytes of buffer that it used. None: torch.distributed's own all-reduce. `alone` is
-    given where `reduce` carries out that collective and nothing else, and where all that the ranks
-    exchange between two steps are these averages.
+    The flat gradient is cut into buckets; the sum of each begins as soon as backward has filled
+    it, and goes on while backward does. The loss of every worker, the wish to stop, and which
+    tensors were used travel with the last bucket. `begin` begins the sum of a bucket.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        reduce: Callable[[Transport, Bucket], int] | None,
-        alone: Collective | None = None,
-    ) -> None:
+    def __init__(self, worker: Worker, begin: Begin) -> None:
         self._worker = worker
-        self._reduce = reduce
+        self._begin = begin
         self._buckets = cut_into_buckets(worker)
         self._ready = [0] * len(self._buckets)  # slots of each that have their gradient
-        self._next = 0  # the first bucket that was not handed over yet
-        self._works: list[Task[Tensor]] = []
-        self._flow: Task[None] | None = None
-        self._at_once = None if alone is None else worker.average_at_once(alone, self._buckets)
-        if self._at_once is not None:
-            return
-        if len(worker.workers) > 1 and len(self._buckets) > 1:
+        self._next = 0  # the first bucket that was not begun yet
+        self._under_way: list[Task[int]] = []
+        self._overlaps = len(worker.workers) > 1 and len(self._buckets) > 1
+        if self._overlaps:
             worker.gradients.when_ready(self._slot_is_ready)
-            if reduce is not None:
-                self._flow = worker.transport.spawn(self._sum_in_background)
 
     def finish(self) -> None:
-        """After backward: hand over what is left, and wait for all of it."""
+        """After backward: begin what is left, and wait for all of it."""
         worker, gradients, step = self._worker, self._worker.gradients, self._worker.step
         gradients.collect_rest(step.weight)
         gradients.fill_tail(worker.rank, step.weight, step.loss, step.stop)
-        if self._at_once is not None:
-            self._note_buffer(self._at_once())
-        elif len(worker.workers) > 1:
+        if len(worker.workers) > 1:
             while self._next < len(self._buckets):
-                self._hand_over()
-            self._wait()
+                self._begin_next()
+            for collective in reversed(self._under_way):  # all are done when the last one is
+                self._note_buffer(collective.wait())
+            self._under_way.clear()
             self._ready = [0] * len(self._buckets)
             self._next = 0
         step.loss, step.losses, step.stop = gradients.publish()
         step.agreed = True
 
     def close(self) -> None:
-        """End the background flow."""
+        """Nothing goes on in the background any more."""
         self._worker.gradients.when_ready(None)
-        if self._flow is not None:
-            self._signal(END)
-            self._flow.wait()
-            self._flow = None
-        elif self._at_once is not None:  # no flow is there to be told, but telling takes its time
-            self._signal(END)
-            self._worker.transport.receive(self._worker.rank, Tag.BUCKET).wait()
+        self._worker.transport.end_background()
 
     def _slot_is_ready(self, slot: int) -> None:
-        """In backward: collect it, and hand over the buckets that are complete, in their order."""
+        """In backward: collect it, and begin the buckets that are complete, in their order."""
         self._worker.gradients.collect(slot, self._worker.step.weight)
         bucket = next(i for i, bucket in enumerate(self._buckets) if slot < bucket.last_slot)
         self._ready[bucket] += 1
         last = len(self._buckets) - 1  # waits for what travels with it
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
             self._worker.compute.reached(self._buckets[self._next].last_slot - 1)
-            self._hand_over()
+            self._begin_next()
 
-    def _hand_over(self) -> None:
+    def _begin_next(self) -> None:
         bucket = self._buckets[self._next]
-        if self._reduce is None:
-            self._count_native(bucket.values)
-            self._works.append(self._worker.native.start_all_reduce(bucket.values))
-        elif self._flow is not None:
-            self._signal(self._next)
-        else:
-            self._sum(self._worker.transport, bucket)
+        self._under_way += self._begin(bucket, background=self._overlaps)
         self._next += 1
-
-    def _wait(self) -> None:
-        started = self._worker.transport.now()
-        for work in self._works:
-            work.wait()
-        if self._works:
-            self._worker.measures.native_seconds += self._worker.transport.now() - started
-            self._works.clear()
-        elif self._flow is not None:
-            self._receive_done(self._flow)
-
-    def _sum(self, transport: Transport, bucket: Bucket) -> None:
-        assert self._reduce is not None
-        before = transport.traffic.seconds_communicating
-        self._note_buffer(self._reduce(transport, bucket))
-        if self._flow is not None:
-            seconds = transport.traffic.seconds_communicating - before
-            self._worker.measures.background_seconds += seconds
 
     def _note_buffer(self, buffer: int) -> None:
         measures = self._worker.measures
         measures.peak_buffer_bytes = max(measures.peak_buffer_bytes, buffer)
-
-    def _count_native(self, values: Tensor) -> None:
-        ranks = len(self._worker.workers)
-        self._worker.measures.native_bytes += 2 * (ranks - 1) * values.nbytes // ranks
-
-    # Between the flows of this rank: messages to itself, so that every engine sees them
-
-    def _signal(self, bucket: int) -> None:
-        self._worker.transport.send(torch.tensor([bucket]), self._worker.rank, Tag.BUCKET)
-
-    def _receive_done(self, flow: Task[None]) -> None:
-        for _ in self._buckets:
-            done = self._worker.transport.receive(self._worker.rank, Tag.DONE).wait()
-            if int(done) == END:
-                flow.wait()
-
-    def _sum_in_background(self, transport: Transport) -> None:
-        try:
-            while (index := int(transport.receive(transport.rank, Tag.BUCKET).wait())) != END:
-                self._sum(transport, self._buckets[index])
-                transport.send(torch.tensor([index]), transport.rank, Tag.DONE)
-        except BaseException:
-            transport.send(torch.tensor([END]), transport.rank, Tag.DONE)
-            raise
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from orchestra.collectives import Group, all_reduce, execute
+from orchestra.collectives import Group, all_reduce
 from orchestra.errors import InputError
-from orchestra.exchange.average import Bucket
+from orchestra.exchange.average import Begin, Bucket
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -25,15 +25,57 @@ class Collective:
     schedule: Schedule
     group: Group
 
-    def run(
-        self, transport: Transport, vector: Tensor, tag: int, edges: Sequence[int] | None = None
-    ) -> int:
-        """Take this rank's part; returns the bytes of buffer used beside `vector`."""
-        return execute(transport, vector, self.schedule, self.group, tag, edges)
+    def begin(
+        self,
+        transport: Transport,
+        vector: Tensor,
+        tag: int,
+        edges: Sequence[int] | None = None,
+        *,
+        background: bool = False,
+    ) -> Task[int]:
+        """Begin this rank's part; see `Transport.collective`."""
+        return transport.collective(
+            self.schedule, vector, self.group, tag, edges, background=background
+        )
 
-    def sum(self, transport: Transport, bucket: Bucket) -> int:
-        """Every worker gets the sum of `bucket`."""
-        return self.run(transport, bucket.values, Tag.GRADIENTS)
+    def sum_on(self, transport: Transport) -> Begin:
+        """What begins the sum of a bucket, over `transport`."""
+
+        def begin(bucket: Bucket, *, background: bool) -> Sequence[Task[int]]:
+            return [self.begin(transport, bucket.values, Tag.GRADIENTS, background=background)]
+
+        return begin
+
+
+@dataclass
+class NativeSum:
+    """torch.distributed's own all-reduce under way on `worker`."""
+
+    worker: Worker
+    work: Task[Tensor]
+
+    def wait(self) -> int:
+        """Block until it is done; what buffer it uses is not known."""
+        started = self.worker.transport.now()
+        self.work.wait()
+        self.worker.measures.native_seconds += self.worker.transport.now() - started
+        return 0
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work.done()
+
+
+def native_sum(worker: Worker) -> Begin:
+    """What begins the sum of a bucket by torch.distributed's own all-reduce."""
+
+    def begin(bucket: Bucket, *, background: bool) -> Sequence[Task[int]]:
+        ranks = len(worker.workers)
+        worker.measures.native_bytes += 2 * (ranks - 1) * bucket.values.nbytes // ranks
+        return [NativeSum(worker, worker.native.start_all_reduce(bucket.values))]
+
+    return begin
 
 
 def make_collective(

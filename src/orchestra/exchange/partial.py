@@ -111,7 +111,7 @@ class PartialAverage:
         try:
             while (chosen := self._next_choice(transport, step)).any():
                 values = storage if chosen[own] else stand_in.zero_()
-                buffer = self._collective.run(transport, values, Tag.GRADIENTS)
+                buffer = self._collective.begin(transport, values, Tag.GRADIENTS).wait()
                 self._note_buffer(buffer + stand_in.nbytes)
                 outcome = Outcome.TOOK_PART if chosen[own] else Outcome.LATE
                 self._report(transport, outcome, int(chosen.sum()))

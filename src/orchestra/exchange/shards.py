@@ -13,8 +13,8 @@ from orchestra.exchange.collective import Collective
 from orchestra.optimizers.moments import install_moments
 from orchestra.optimizers.spec import set_rates
 from orchestra.parameter_server.placement import place, slice_edges
-from orchestra.schedules import ring_all_gather, ring_reduce_scatter
-from orchestra.transports.protocol import Transport
+from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
+from orchestra.transports.protocol import Task
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
@@ -45,6 +45,7 @@ class Shards:
         self._worker = worker
         self._reduce_scatter = Collective(ring_reduce_scatter(len(ring)), ring)
         self._all_gather = Collective(ring_all_gather(len(ring)), ring)
+        self._tail = Collective(ALL_REDUCE["butterfly"](len(ring)), ring)
         self._buckets = cut_into_buckets(worker)
         self._edges: dict[int, tuple[int, ...]] = {}  # of the slices of a bucket, by its beginning
         self._parts: list[Part] = []
@@ -79,15 +80,16 @@ class Shards:
         gradient = worker.gradients.vector[start:end].view(shape)
         return Part(index, start - slot.offset, values, gradient)
 
-    def reduce(self, transport: Transport, bucket: Bucket) -> int:
-        """The sum of this worker's slice of `bucket`; of the tail behind it everybody's."""
+    def sum(self, bucket: Bucket, *, background: bool) -> list[Task[int]]:
+        """Begin the sum of this worker's slice of `bucket`; of the tail behind it everybody's."""
+        transport = self._worker.transport
         edges = self._edges[bucket.first]
         gradient, tail = bucket.values[: edges[-1]], bucket.values[edges[-1] :]
-        buffer = self._reduce_scatter.run(transport, gradient, Tag.GRADIENTS, edges)
+        tag = Tag.GRADIENTS
+        begun = [self._reduce_scatter.begin(transport, gradient, tag, edges, background=background)]
         if tail.numel():
-            group = self._reduce_scatter.group
-            buffer = max(buffer, all_reduce(transport, tail, "butterfly", group, Tag.GRADIENTS))
-        return buffer
+            begun.append(self._tail.begin(transport, tail, tag, background=background))
+        return begun
 
     def update(self) -> None:
         """Clip and step on the own slices; then everybody's parameters are collected."""
@@ -101,7 +103,7 @@ class Shards:
         for bucket in self._buckets:
             edges = self._edges[bucket.first]
             values = worker.parameters[bucket.first : bucket.first + edges[-1]]
-            self._all_gather.run(worker.transport, values, Tag.SHARDS, edges)
+            self._all_gather.begin(worker.transport, values, Tag.SHARDS, edges).wait()
 
     def _clip(self) -> None:
         """By the norm of the whole gradient: each worker knows the square of its part."""

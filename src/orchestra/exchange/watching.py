@@ -14,7 +14,7 @@ Observe = Callable[[Step], bool]
 def own_seconds(worker: Worker) -> float:
     """What `worker` has needed so far, without waiting for others."""
     communicating = worker.transport.traffic.seconds_communicating
-    return worker.compute.seconds + communicating + worker.measures.background_seconds
+    return worker.compute.seconds + communicating + worker.transport.traffic.seconds_in_background
 
 
 class Judge:

@@ -158,7 +158,8 @@ class AllReduce(Strategy[AllReduceState]):
         worker.reporter.expendable(False)
         if self.algorithm == "native":
             worker.native.barrier()  # the group is made now, not inside the first step
-            return AllReduceState(worker.local_optimizer(), exchange.GradientAverage(worker, None))
+            average = exchange.GradientAverage(worker, exchange.native_sum(worker))
+            return AllReduceState(worker.local_optimizer(), average)
         collective = exchange.make_collective(
             worker, self.algorithm, self.order, self.ranks_per_node
         )
@@ -167,13 +168,12 @@ class AllReduce(Strategy[AllReduceState]):
             partial = exchange.PartialAverage(worker, collective, needed)
             return AllReduceState(worker.local_optimizer(), partial)
         if self.shard == "nothing":
-            alone = collective if type(self) is AllReduce else None
-            average = exchange.GradientAverage(worker, collective.sum, alone)
+            average = exchange.GradientAverage(worker, collective.sum_on(worker.transport))
             return AllReduceState(worker.local_optimizer(), average)
         shards = exchange.Shards(worker, collective.group)
         # A loop of the user's own may read the gradient, to clip it: it gets the whole of it.
-        reduce = collective.sum if worker.own_loop else shards.reduce
-        return AllReduceState(shards.optimizer, exchange.GradientAverage(worker, reduce), shards)
+        begin = collective.sum_on(worker.transport) if worker.own_loop else shards.sum
+        return AllReduceState(shards.optimizer, exchange.GradientAverage(worker, begin), shards)
 
     def before_forward(self, worker: Worker, state: AllReduceState) -> None:
         """Everyone takes the first worker's buffers; but nobody waits for it under `backup`."""

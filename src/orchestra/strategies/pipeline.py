@@ -127,7 +127,7 @@ class Pipeline(Strategy[PipelineState]):
         parts = self.microbatches * worker.accumulation
         return PipelineState(
             worker.local_optimizer(),
-            exchange.GradientAverage(worker, collective.sum),
+            exchange.GradientAverage(worker, collective.sum_on(worker.transport)),
             exchange.PipelineStep(worker, seat, parts, self.schedule),
         )
 

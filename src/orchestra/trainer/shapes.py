@@ -18,7 +18,6 @@ from orchestra.exchange import start_together
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.records.report import ChiefReport, RankReport
 from orchestra.strategies.base import Strategy, roles_of
-from orchestra.strategies.switch import Switch
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
 from orchestra.trainer.curve import moments
@@ -110,7 +109,6 @@ class ShapeSession:
         self.worker.set_workers(self.roles.workers)
         if training.work == "shared":
             self.worker.queue_of = functools.partial(queue_of, training, shared.budget)
-        self.worker.quiet = _is_quiet(run.strategy)
         self.position, self.totals = Position(), Totals()
         self.stopped = False
         runtime.reporter.phase("set-up")
@@ -205,15 +203,6 @@ class Sums(Recorder):
 
     def flush(self) -> None:
         """There is nothing to be written."""
-
-
-def _is_quiet(strategy: Strategy[Any]) -> bool:
-    """Whether, while gradients are averaged, no flow of a rank sends anything else."""
-    if not isinstance(strategy, Switch):
-        return True
-    alike = strategy.first.synchronous and not strategy.when.compares_workers
-    watched = not alike and not strategy.when.counts
-    return not watched and _is_quiet(strategy.first) and _is_quiet(strategy.then)
 
 
 def _nothing() -> Any:

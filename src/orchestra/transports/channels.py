@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,4 +34,8 @@ class Channel(PassingTransport):
         return self.inner.receive(source, self._number * TAGS + tag, into)
 
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
-        return self.inner.spawn(lambda transport: function(Channel(transport, self._number)))
+        @functools.wraps(function)
+        def on_channel(transport: Transport) -> T:
+            return function(Channel(transport, self._number))
+
+        return self.inner.spawn(on_channel)

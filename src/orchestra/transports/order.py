@@ -8,6 +8,7 @@ same answers, a program does the same again, on any engine: no parameter or grad
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class RecordedTransport(PassingTransport):
         def recorded(transport: Transport) -> T:
             return function(RecordedTransport(transport, self._order, name))
 
-        recorded.__name__ = getattr(function, "__name__", "background")
+        functools.update_wrapper(recorded, function)
         return RecordedTask(self.inner.spawn(recorded), self._told)
 
     def lost(self) -> frozenset[int]:
@@ -197,7 +198,7 @@ class ReplayedTransport(PassingTransport):
         def replayed(transport: Transport) -> T:
             return function(ReplayedTransport(transport, self._order, name))
 
-        replayed.__name__ = getattr(function, "__name__", "background")
+        functools.update_wrapper(replayed, function)
         return ReplayedTask(self.inner.spawn(replayed), self._done)
 
     def lost(self) -> frozenset[int]:

@@ -26,7 +26,8 @@ class Traffic:
 
     `seconds_waiting` is time blocked with nothing to move; `seconds_communicating` is the rest of
     the time inside the transport, blocked for the rest of a message that has begun to arrive
-    included: what links take. `bytes_sent` counts payload and our headers, when sent; a
+    included: what links take. `seconds_in_background` are those that collectives communicated on
+    the background flow of this one. `bytes_sent` counts payload and our headers, when sent; a
     message from a rank to itself costs no bytes.
     """
 
@@ -36,6 +37,7 @@ class Traffic:
     messages_received: int = 0
     seconds_waiting: float = 0.0
     seconds_communicating: float = 0.0
+    seconds_in_background: float = 0.0
 
     def add(self, more: Traffic) -> None:
         """Count `more`, too."""
@@ -45,6 +47,7 @@ class Traffic:
         self.messages_received += more.messages_received
         self.seconds_waiting += more.seconds_waiting
         self.seconds_communicating += more.seconds_communicating
+        self.seconds_in_background += more.seconds_in_background
 
 
 class Handle(Protocol):
@@ -68,35 +71,27 @@ class Handle(Protocol):
 
 
 class Task(Protocol[T_co]):
-    """A background flow started by `spawn`."""
+    """A background flow started by `spawn`, or a collective under way."""
 
     def wait(self) -> T_co:
-        """Block until the flow ends; its result. Raises what the flow raised."""
+        """Block until it ends; its result. Raises what it raised."""
         ...
 
     def done(self) -> bool: ...
 
 
-class AllReduceAtOnce(Protocol):
-    """Spares the messages of an all-reduce, where nothing shows it, or those of a joint schedule
-    that moves no values."""
+@dataclass(frozen=True)
+class Group:
+    """The ranks that take part in a collective, in the order that a schedule numbers them."""
 
-    def __call__(
-        self,
-        vector: Tensor,
-        schedule: Schedule,
-        ranks: tuple[int, ...],
-        tag: int,
-        edges: Sequence[int] | None,
-        *,
-        message_by_message: bool = False,
-    ) -> int | None:
-        """Replace `vector` by the sum that `schedule` would give; bytes of buffer it would need.
+    ranks: tuple[int, ...]
 
-        None: it has to be run message by message, on all of `ranks`. That is also what
-        `message_by_message` asks for; the first rank to arrive decides for all.
-        """
-        ...
+    def index(self, rank: int) -> int:
+        """The place of `rank` in this group."""
+        return self.ranks.index(rank)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
 
 
 class Transport(Protocol):
@@ -118,11 +113,6 @@ class Transport(Protocol):
         """Payload and headers sent by all flows of this rank."""
         ...
 
-    @property
-    def all_reduce_at_once(self) -> AllReduceAtOnce | None:
-        """None where every message is sent."""
-        ...
-
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         """Start sending a contiguous `tensor`; it may be changed after `wait` returned.
 
@@ -138,6 +128,44 @@ class Transport(Protocol):
         any source raises `PeerLost` once for each rank that is lost, after the complete messages
         of that rank have been delivered.
         """
+        ...
+
+    def collective(
+        self,
+        schedule: Schedule,
+        vector: Tensor,
+        group: Group,
+        tag: int,
+        edges: Sequence[int] | None = None,
+        *,
+        background: bool = False,
+        via: Transport | None = None,
+        visible: bool = False,
+    ) -> Task[int]:
+        """Begin this rank's part in `schedule` on a flat, contiguous `vector`, in its place.
+
+        `wait` ends it, and returns the bytes of buffer used beside `vector`. Several may be under
+        way; they are executed in the order in which this flow began them. Without `background`
+        they make progress inside `wait` only; with it a background flow executes them, one for
+        all, which `end_background` ends.
+
+        Args:
+            schedule: who sends which pieces to whom, in rounds.
+            vector: shape [elements]; nobody else touches it until `wait` has returned.
+            group: the ranks that take part, all of which begin it.
+            tag: of its messages.
+            edges: where the pieces begin, and the number of elements, the same on all ranks; None:
+                pieces as equal as can be.
+            background: whether it goes on while this flow does something else.
+            via: what its messages are sent over, where it is made of messages: an interceptor that
+                looks at them. None: this transport.
+            visible: whether somebody wants to see its messages, and an engine that can do without
+                them should not.
+        """
+        ...
+
+    def end_background(self, via: Transport | None = None) -> None:
+        """End the background flow behind `collective`, if there is one; `via` as it was there."""
         ...
 
     def add(self, own: Tensor, *arrived: Tensor) -> None:

@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
 from orchestra.transports.operations import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
@@ -30,13 +31,11 @@ from orchestra.transports.protocol import Traffic, Transport
 T = TypeVar("T")
 
 
-class SocketTransport:
+class SocketTransport(CollectiveVerb):
     """Messages of tensors over TCP, for one flow of one rank.
 
     `on_flow_start` is called first in the thread of each background flow.
     """
-
-    all_reduce_at_once = None
 
     def __init__(
         self,

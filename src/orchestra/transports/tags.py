@@ -16,7 +16,6 @@ class Tag(enum.IntEnum):
     PARTS = 6
     CHECKPOINT = 7
     COUNT = 8
-    BUCKET = 9
     DONE = 10
     COMPLETED = 11
     READY = 12

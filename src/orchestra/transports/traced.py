@@ -16,7 +16,7 @@ from torch import Tensor
 from orchestra.records.timeline import Message
 from orchestra.schedules import Schedule
 from orchestra.transports.passing import PassingTransport
-from orchestra.transports.protocol import AllReduceAtOnce, Collectives, Handle, Task, Transport
+from orchestra.transports.protocol import Collectives, Group, Handle, Task, Transport
 from orchestra.transports.tags import tag_name
 from orchestra.transports.tracer import MAIN, Tracer
 
@@ -67,42 +67,44 @@ class TracedTransport(PassingTransport):
         number = next(tracer.received[source, tag])
         return TracedReceive(handle, self, source, tag, number) if tracer.is_open else handle
 
-    @property
-    def all_reduce_at_once(self) -> AllReduceAtOnce | None:
-        at_once = self.inner.all_reduce_at_once
-        if at_once is None or not self.tracer.is_open:
-            return at_once
-        return functools.partial(self._traced_at_once, at_once)
-
-    def _traced_at_once(
+    def collective(
         self,
-        at_once: AllReduceAtOnce,
-        vector: Tensor,
         schedule: Schedule,
-        ranks: tuple[int, ...],
+        vector: Tensor,
+        group: Group,
         tag: int,
-        edges: Sequence[int] | None,
+        edges: Sequence[int] | None = None,
         *,
-        message_by_message: bool = False,
-    ) -> int | None:
+        background: bool = False,
+        via: Transport | None = None,
+        visible: bool = False,
+    ) -> Task[int]:
         """Its messages are to be seen, as far as there are not too many."""
-        inner, tracer = self.inner, self.tracer
-        waited, start = inner.traffic.seconds_waiting, tracer.now()
-        visible = message_by_message or len(ranks) <= SHOWN
-        buffer = at_once(vector, schedule, ranks, tag, edges, message_by_message=visible)
-        if buffer is not None and tracer.is_open:
-            moving, end = start + inner.traffic.seconds_waiting - waited, tracer.now()
+        visible = visible or (self.tracer.is_open and len(group) <= SHOWN)
+        task = super().collective(
+            schedule, vector, group, tag, edges, background=background, via=via, visible=visible
+        )
+        if not background:
+            return task
+        return TracedCollective(task, self)
+
+    def done_without_messages(
+        self, schedule: Schedule, vector: Tensor, tag: int, start: float, moving: float
+    ) -> None:
+        tracer = self.tracer
+        if tracer.is_open:
             name = f"all-reduce ({schedule.name}), {size_text(vector.nbytes)}"
             about: dict[str, Any] = {"tag": tag_name(tag)}
             tracer.add(self.flow, "wait", "wait for the others", start, moving, dict(about))
             about["payload_bytes"] = vector.nbytes
-            tracer.add(self.flow, "native", name, moving, end, about)
-        return buffer
+            tracer.add(self.flow, "native", name, moving, tracer.now(), about)
+        super().done_without_messages(schedule, vector, tag, start, moving)
 
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         name = getattr(function, "__name__", "background").strip("_").replace("_", " ")
         flow = self.tracer.new_flow(name)
 
+        @functools.wraps(function)
         def traced(transport: Transport) -> T:
             self.tracer.enter(flow)
             return function(TracedTransport(transport, self.tracer, flow))
@@ -220,6 +222,26 @@ class TracedTask(Task[T]):
         args = {} if self.payload_bytes is None else {"payload_bytes": self.payload_bytes}
         self.tracer.add(self.flow, self.category, self.name, start, self.tracer.now(), args)
         return result
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+
+@dataclass(slots=True)
+class TracedCollective:
+    """A collective that goes on in the background of `transport`."""
+
+    inner: Task[int]
+    transport: TracedTransport
+
+    def wait(self) -> int:
+        tracer, traffic = self.transport.tracer, self.transport.traffic
+        before, start = traffic.seconds_waiting, tracer.now()
+        buffer_bytes = self.inner.wait()
+        end = start + traffic.seconds_waiting - before
+        if tracer.is_open and end > start:
+            tracer.add(self.transport.flow, "wait", "wait for another flow", start, end, {})
+        return buffer_bytes
 
     def done(self) -> bool:
         return self.inner.done()

@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from orchestra.optimizers.spec import OptimizerSpec
-from orchestra.schedules import Schedule
 from orchestra.worker.batches import Batch
 from orchestra.worker.gradients import LOSSES, Gradients
 from orchestra.worker.layout import Layout, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import Shape
-from orchestra.worker.worker import Bucket, Collective, Step, Worker
-
-
-@runtime_checkable
-class Charges(Protocol):
-    """What a simulation's `Compute` can tell in addition."""
-
-    def charge(self, seconds: float) -> None:
-        """Count so many more seconds of computation."""
-        ...
-
-    def ready(self, slot: int) -> float:
-        """What part of a gradient's seconds has passed when `slot` has its gradient."""
-        ...
-
-    def least(self, work: Work) -> float:
-        """Seconds on a core of speed 1 that `work` takes at least."""
-        ...
-
-
-class Station(Protocol):
-    """Takes a rank through the averages of a step."""
-
-    def __call__(self, began: float, ended: float, apart: float) -> tuple[float, int]:
-        """Wait for them, after a backward pass from `began` to `ended`.
-
-        For `apart` seconds on a core of speed 1 the rank then sends nothing. Returns the seconds
-        that the pass lasted longer, for handing buckets over, and bytes of buffer.
-        """
-        ...
-
-
-@runtime_checkable
-class MeetsForTrains(Protocol):
-    """A transport that knows the times of a step's averages without their messages."""
-
-    def station(
-        self, schedule: Schedule, ranks: tuple[int, ...], buckets: Sequence[Tensor],
-        ready: Sequence[float],
-    ) -> Station | None:  # fmt: skip
-        """Where `ranks` average `buckets`; all but the last are `ready` at a part of the pass.
-
-        None: messages have to be sent.
-        """
-        ...
+from orchestra.worker.worker import Step, Worker
 
 
 class SharedShapes:
@@ -172,8 +127,6 @@ class ShapeWorker(Worker):
     ) -> None:
         self._shared = shared
         self._steps = 0
-        self._pass = 0.0, 0.0  # when the last backward pass began, and when it ended
-        self.quiet = False  # between two steps nobody sends anything
         super().__init__(runtime, shared.module, optimizer, **options)
         self.agrees = True
 
@@ -193,39 +146,10 @@ class ShapeWorker(Worker):
         step.stop = self._shared.stops(self._steps, wish=step.stop)
 
     def backward(self, batch: Batch | None) -> None:
-        began = self.transport.now()
         if batch is not None:
             assert isinstance(self.gradients, ShapeGradients)
             work = Work("gradient", self.step.samples)
             self.compute.run(work, self.gradients.pass_backward)
-        self._pass = began, self.transport.now()
-
-    def average_at_once(
-        self, collective: Collective, buckets: Sequence[Bucket]
-    ) -> Callable[[], int] | None:
-        """Where nothing can come between, the engine knows the end of all from their beginning."""
-        transport, compute = self.transport, self.compute
-        assert isinstance(compute, Charges)
-        if not isinstance(transport, MeetsForTrains) or not self.quiet or self.buffers:
-            return None
-        if len(buckets) == 1 or len(collective.group) == 1:
-            return None
-        ready = [compute.ready(bucket.last_slot - 1) for bucket in buckets[:-1]]
-        values = [bucket.values for bucket in buckets]
-        station = transport.station(collective.schedule, collective.group.ranks, values, ready)
-        if station is None:
-            return None
-
-        apart = compute.least(Work("update", self.layout.size))
-
-        def pass_through() -> int:
-            began, ended = self._pass
-            seconds, buffer = station(began, ended, apart)
-            if ended > began:
-                compute.charge(seconds)
-            return buffer
-
-        return pass_through
 
     def named_parameters(self) -> dict[str, Tensor]:
         return dict(self._shared.named)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from orchestra.collectives import Group
 from orchestra.errors import InputError
 from orchestra.optimizers.moments import Moments, install_moments
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
-from orchestra.schedules import Schedule
 from orchestra.schedules.work_queue import WorkQueue
 from orchestra.transports.protocol import Collectives, Transport
 from orchestra.worker.batches import Batch, batch_samples, split_batch
@@ -67,32 +65,11 @@ class Step:
         return self.samples / self.total_samples if self.total_samples else 0.0
 
 
-class Collective(Protocol):
-    """An all-reduce among some ranks."""
-
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def group(self) -> Group: ...
-
-
-class Bucket(Protocol):
-    """A part of the flat gradient; `last_slot` is the end of the parameters in it."""
-
-    @property
-    def values(self) -> Tensor: ...
-
-    @property
-    def last_slot(self) -> int: ...
-
-
 @dataclass
 class Measures:
     """What strategies report about themselves, beside the transport's counters.
 
-    `dropped`: gradients of this worker that came too late to be applied. `background_seconds`:
-    those that a background flow communicated in averages of gradients.
+    `dropped`: gradients of this worker that came too late to be applied.
     """
 
     staleness: list[int] = field(default_factory=list)
@@ -100,7 +77,6 @@ class Measures:
     peak_buffer_bytes: int = 0
     native_bytes: int = 0
     native_seconds: float = 0.0
-    background_seconds: float = 0.0
     switched_at_step: int | None = None
     switched_at_sample: int | None = None
 
@@ -248,15 +224,6 @@ class Worker(FlatModel):
         work = Work("gradient", self.step.samples)
         self.step.loss = self.compute.run(work, lambda: self._accumulate(batch))
         self.check_loss(self.step.loss)
-
-    def average_at_once(
-        self, collective: Collective, buckets: Sequence[Bucket]
-    ) -> Callable[[], int] | None:
-        """What averages all `buckets` of a step at once; it returns the bytes of buffer needed.
-
-        None: they have to be averaged one after the other.
-        """
-        return None
 
     def micro_batches(self, batch: Batch) -> list[tuple[Batch, int]]:
         """What `batch` is split into, each with its number of samples."""

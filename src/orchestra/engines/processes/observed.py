@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
 from orchestra.engines.processes.control import Signs
+from orchestra.schedules import Schedule
+from orchestra.transports.collective import Background
 from orchestra.transports.passing import PassingTransport
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.protocol import Group, Handle, Task, Transport
 
 T = TypeVar("T")
 
@@ -29,6 +32,7 @@ class ObservedTransport(PassingTransport):
         super().__init__(inner)
         self.moved = moved or _Moved()
         self.waits: Callable[[], Signs] | None = None
+        self._flows: dict[str, ObservedTransport] = {}  # the newest of each name
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         return ObservedHandle(self.inner.send(tensor, to, tag), self, to, tag, "to send")
@@ -40,11 +44,33 @@ class ObservedTransport(PassingTransport):
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         flow = ObservedTransport(self.inner, self.moved)
 
+        self._flows[getattr(function, "__name__", "")] = flow
+
+        @functools.wraps(function)
         def observed(transport: Transport) -> T:
             flow.inner = transport
             return function(flow)
 
         return ObservedTask(self.inner.spawn(observed), self, flow)
+
+    def collective(
+        self,
+        schedule: Schedule,
+        vector: Tensor,
+        group: Group,
+        tag: int,
+        edges: Sequence[int] | None = None,
+        *,
+        background: bool = False,
+        via: Transport | None = None,
+        visible: bool = False,
+    ) -> Task[int]:
+        task = super().collective(
+            schedule, vector, group, tag, edges, background=background, via=via, visible=visible
+        )
+        if not background:
+            return task
+        return ObservedTask(task, self, self._flows[Background.sum_in_background.__name__])
 
     def signs(self) -> Signs:
         """What this flow waits for now, and how much has moved."""

@@ -38,11 +38,11 @@ class _Gradient:
 
 
 class SimulatedCompute:
-    """One rank's; `jitter` gives the factor of the piece of work that begins in a flow, which is at
-    least `least_factor`. The rank's main flow computes with `threads`, others with one.
+    """One rank's; `jitter` gives the factor of the piece of work that begins in a flow.
 
-    `on_step` is called at the beginning of each step. What surrounds its gradient takes time, but
-    does not count as computation, as it does not on processes.
+    The rank's main flow computes with `threads`, others with one. `on_step` is called at the
+    beginning of each step. What surrounds its gradient takes time, but does not count as
+    computation, as it does not on processes.
     """
 
     def __init__(
@@ -51,11 +51,9 @@ class SimulatedCompute:
         costs: Costs,
         jitter: Callable[[Flow], float],
         on_step: Callable[[], None] = lambda: None,
-        least_factor: float = 1.0,
         threads: int = 1,
     ) -> None:
         self._threads = threads
-        self._least_factor = least_factor
         self._seconds = 0.0
         self._kernel = kernel
         self._costs = costs
@@ -68,10 +66,6 @@ class SimulatedCompute:
         """Charged so far, to all flows of the rank."""
         self._kernel.catch_up_with_own()
         return self._seconds
-
-    def charge(self, seconds: float) -> None:
-        """Count so many more."""
-        self._seconds += seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         """Do `function`, and let virtual time pass.
@@ -107,14 +101,6 @@ class SimulatedCompute:
         it one right after the other, it is in the caches, of which a gradient leaves nothing.
         """
         self._kernel.catch_up()
-
-    def ready(self, slot: int) -> float:
-        """What part of a gradient's seconds has passed when `slot` has its gradient."""
-        return self._costs.ready(slot)
-
-    def least(self, work: Work) -> float:
-        """Seconds on cores of speed 1 that `work` takes at least in the main flow."""
-        return self._costs.seconds(work, self._threads) * self._least_factor
 
     def reached(self, slot: int) -> None:
         """Inside a gradient: let time pass up to where `slot` is ready."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summed:
-    """What a rank brings; see `AllReduceAtOnce`."""
+    """What a rank brings; see `Transport.collective`."""
 
     vector: Tensor
     schedule: Schedule

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestra.collectives import executor
 from orchestra.schedules import REDUCE, Schedule
+from orchestra.transports import executor
+from orchestra.transports.executor import Part, Step
 from orchestra.transports.framing import header_bytes
 
 Integers = NDArray[np.int64]
 
 HEADER = header_bytes(1)
-
-
-class Sends(NamedTuple):
-    """A run of pieces that leaves for `target`, in messages of so many elements."""
-
-    target: int
-    run: tuple[int, int]
-    elements: tuple[int, ...]
-
-
-class Receives(NamedTuple):
-    """A run of pieces that comes from `source`."""
-
-    source: int
-    run: tuple[int, int]
-    elements: tuple[int, ...]
-    reduces: bool
-
-
-class Part(NamedTuple):
-    """What one rank does in one round, as the executor does it."""
-
-    sends: list[Sends]
-    receives: list[Receives]
 
 
 class Transfers:
@@ -91,10 +67,11 @@ class Plan:
     """All messages of `schedule`, for a vector of `length` elements cut at `edges`.
 
     Ranks are numbered as in the schedule. A run of pieces that is empty makes no message; a long
-    one makes several, as in collectives/executor.py.
+    one makes several, as in transports/executor.py.
 
     Attributes:
         pairs: every (source, target) that there is a message for, with the bytes of all of them.
+        cuts: where its pieces begin, and the end.
         segment: elements of the longest message.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
         is_joint: whether no rank is through before all have begun.
@@ -110,7 +87,8 @@ class Plan:
         self.length = length
         self._slot_bytes = length * itemsize if schedule.slots else 0
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
-        cuts = np.array(schedule.edges(length) if edges is None else edges)
+        self.cuts = tuple(schedule.edges(length) if edges is None else edges)
+        cuts = np.array(self.cuts)
         every = _all_of(schedule)
         elements = cuts[every.end] - cuts[every.first]
         self._transfers, self._elements = every.kept(elements > 0), elements[elements > 0]
@@ -142,20 +120,25 @@ class Plan:
         """Of a message with its header."""
         return elements * self.itemsize + HEADER
 
-    def part(self, number: int, rank: int) -> Part | None:
-        """What `rank` does in a round; None: nothing."""
-        if number not in self._parts:
-            parts: dict[int, Part] = defaultdict(lambda: Part([], []))
-            for source, target, first, end, operation, count in self.rounds[number].tolist():
-                run, elements = (first, end), self._messages(count)
-                parts[source].sends.append(Sends(target, run, elements))
-                parts[target].receives.append(Receives(source, run, elements, operation == REDUCE))
-            self._parts[number] = dict(parts)
-        return self._parts[number].get(rank)
+    def parts(self, rank: int, first: int = 0) -> Iterator[Part]:
+        """What `rank` does in each round from number `first` on."""
+        for number in range(first, len(self.rounds)):
+            if number not in self._parts:
+                parts: dict[int, Part] = defaultdict(lambda: Part([], []))
+                for source, target, piece, end, operation, _ in self.rounds[number].tolist():
+                    sends, receives = parts[source].sends, parts[target].receives
+                    assert isinstance(sends, list)
+                    assert isinstance(receives, list)
+                    sends.append((target, piece, end))
+                    receives.append((source, piece, end, operation))
+                self._parts[number] = dict(parts)
+            part = self._parts[number].get(rank)
+            if part is not None:
+                yield part
 
-    def _messages(self, elements: int) -> tuple[int, ...]:
-        whole, rest = divmod(elements, self.segment)
-        return (self.segment,) * whole + ((rest,) if rest else ())
+    def steps(self, rank: int, first: int = 0) -> Iterator[Step]:
+        """What the executor does on `rank` from round `first` on."""
+        return executor.steps(self.parts(rank, first), self.cuts, self.segment)
 
     def _by_pair(self, pair: Integers, amount: Integers) -> dict[tuple[int, int], int]:
         """`amount`, summed by the pair that it goes between."""

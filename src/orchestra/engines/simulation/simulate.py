@@ -258,9 +258,8 @@ class Simulation:
         jitter = self._jitter if node.jitter == DEFAULT else node.jitter
         port, factors = world.net.ports[rank], self._factors(jitter, node)
         kind = SimulatedCompute if self._values else ChargedCompute
-        least = 0.0 if node.drift else 1.0 if jitter is None else jitter.support[0]
         threads = self._threads[rank]
-        compute = kind(self._kernel, self._costs, factors, port.chill, least, threads)
+        compute = kind(self._kernel, self._costs, factors, port.chill, threads)
         return Runtime(
             rank,
             self._ranks,

@@ -20,15 +20,16 @@ from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
 from orchestra.engines.simulation.meeting import Meetings, Member, Summed
 from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.streams import Message, Route, Stream
-from orchestra.engines.simulation.train import Line, Station
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
 from orchestra.transports import operations
+from orchestra.transports.collective import CollectiveVerb, HandOver
+from orchestra.transports.executor import execute
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Mailbox
 from orchestra.transports.operations import Operation
-from orchestra.transports.protocol import Traffic, Transport
-from orchestra.transports.tags import Tag
+from orchestra.transports.passing import PassingTransport
+from orchestra.transports.protocol import Group, Traffic, Transport
 
 T = TypeVar("T")
 
@@ -54,7 +55,6 @@ class Net:
         self.overhead = overhead
         self.meetings = meetings
         self.ports: list[Port] = []
-        self.stations: dict[object, Station | None] = {}
         self.streams: dict[tuple[int, int], Stream] = {}
         self._route = route
         self._delay = delay
@@ -156,7 +156,7 @@ class Sending(operations.Operation):
         return self.tensor
 
 
-class SimulatedTransport:
+class SimulatedTransport(CollectiveVerb):
     """The transport of one flow."""
 
     def __init__(self, port: Port) -> None:
@@ -236,36 +236,46 @@ class SimulatedTransport:
             own.add_(each)
         self._spend(self._port.net.overhead.add * (own.nbytes * len(arrived)))
 
-    def all_reduce_at_once(
+    def _execute(
         self,
-        vector: Tensor,
         schedule: Schedule,
-        ranks: tuple[int, ...],
+        vector: Tensor,
+        group: Group,
         tag: int,
         edges: Sequence[int] | None,
-        *,
-        message_by_message: bool = False,
-    ) -> int | None:
-        """See `AllReduceAtOnce`; with a vector of no elements there are no messages either way."""
-        if len(ranks) == 1 or not vector.numel():
-            return None
-        port, traffic, kernel, flow = self._port, self.traffic, self._kernel, self._kernel.current
+        visible: bool,
+        flow: Transport,
+    ) -> int:
+        """Without messages where all ranks meet; with a vector of no elements there are none."""
+        together = schedule.all_reduce or schedule.joint
+        if not together or len(group) == 1 or not vector.numel():
+            return execute(flow, schedule, vector, group, tag, edges)
+        port, kernel, current = self._port, self._kernel, self._kernel.current
+        traffic = flow.traffic
         port.keep_order()
-        self._spend(port.warm_up() + port.net.overhead.collective)
+        waited, start = traffic.seconds_waiting, kernel.here()
+        self._spend(port.warm_up() + port.net.overhead.collective, traffic)
+        moves_values = not (schedule.all_reduce or vector.is_meta)
         member = self._join(
-            Summed(vector, schedule, ranks, tag, edges),
-            message_by_message or port.net.meetings.faults,
+            Summed(vector, schedule, group.ranks, tag, edges),
+            visible or moves_values or port.net.meetings.faults,
         )
         if member is None:
-            return None
+            return execute(flow, schedule, vector, group, tag, edges)
         while not member.done:
             kernel.park()
-        flow.waits = None
+        current.waits = None
         moved = member.traffic()
         port.bytes_sent += moved.bytes_sent
         port.meter.count_all(member.sent)
         traffic.add(moved)
+        if isinstance(flow, PassingTransport):
+            moving = start + traffic.seconds_waiting - waited
+            flow.done_without_messages(schedule, vector, tag, start, moving)
         return member.buffer_bytes
+
+    def _new_hand_over(self) -> HandOver:
+        return FlowHandOver(self._port)
 
     def _join(self, summed: Summed, message_by_message: bool) -> Member | None:
         """Let the present flow take part once its present is everybody's."""
@@ -292,23 +302,6 @@ class SimulatedTransport:
         while not joined:
             kernel.park()
         return joined[0]
-
-    def station(
-        self,
-        schedule: Schedule,
-        ranks: tuple[int, ...],
-        buckets: Sequence[Tensor],
-        ready: Sequence[float],
-    ) -> Callable[..., tuple[float, int]] | None:
-        """Where the gradients of `ranks` are averaged without messages; None: not here."""
-        stations = self._port.net.stations
-        key = schedule, ranks, tuple(bucket.numel() for bucket in buckets)
-        if key not in stations:
-            station = Station(Line(schedule, ranks, Tag.GRADIENTS, buckets, ready), self._port.net)
-            alone = all(flow.processor.undisturbed() for flow in self._kernel.flows)
-            stations[key] = station if alone and station.serves else None
-        found = stations[key]
-        return None if found is None else partial(found.pass_through, self.rank, self.traffic)
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -382,11 +375,11 @@ class SimulatedTransport:
         self._kernel.catch_up()
         return operation.finished
 
-    def _spend(self, seconds: float) -> None:
+    def _spend(self, seconds: float, traffic: Traffic | None = None) -> None:
         if seconds > 0:
             started = self.now()
             self._kernel.current.processor.spend(seconds)
-            self.traffic.seconds_communicating += self.now() - started
+            (traffic or self.traffic).seconds_communicating += self.now() - started
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         if isinstance(operation, operations.Receive):
@@ -396,6 +389,37 @@ class SimulatedTransport:
             whom, verb, tag = operation.to, "to send", ""
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         return (others if whom is None else (whom,)), verb + tag
+
+
+SIGNAL_BYTES = 8
+"""What a flow tells another one of its rank: a number."""
+
+
+class FlowHandOver:
+    """Between two flows of the rank of `port`: telling takes as long as a message to itself."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+
+    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
+        kernel, rank = self._port.net.kernel, self._port.rank
+        started = kernel.here()
+        if not so():
+            flow = kernel.current
+            flow.waits = lambda: ((rank,), "another flow of its own")
+            self._port.sleep_until(so)
+            flow.waits = None
+        traffic.seconds_waiting += kernel.here() - started
+
+    def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
+        kernel, local = self._port.net.kernel, self._port.net.overhead.local
+        if local is not None:
+            started = kernel.here()
+            kernel.current.processor.spend(local.at(SIGNAL_BYTES))
+            traffic.seconds_communicating += kernel.here() - started
+        kernel.catch_up()
+        change()
+        self._port.wake()
 
 
 class FlowTask(Generic[T]):

@@ -1,8 +1,8 @@
 """One rank's way through an all-reduce, message by message, without a thread.
 
-It does what collectives/executor.py does over a transport, in the same order and at the same
-times: in the world, where its messages share links with others and its processor time shares
-cores; or ahead of the world, for a time in which nobody else had to do with either.
+It takes the steps of transports/executor.py, at the times that a transport would take: in the
+world, where its messages share links with others and its processor time shares cores; or ahead of
+the world, for a time in which nobody else had to do with either.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.kernel import Kernel, Processor
 from orchestra.engines.simulation.plan import Plan
+from orchestra.transports import executor
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.streams import Stream
@@ -190,44 +191,33 @@ class Walk:
     # What it does
 
     def _way(self, number: int) -> Iterator[Deed]:
-        """As collectives/executor.py goes, over a SimulatedTransport."""
+        """The executor's steps from round `number` on, with what a SimulatedTransport charges."""
         paths, plan, overhead = self._paths, self._paths.plan, self._paths.overhead
-        sent: Counter[int] = Counter()
-        received: Counter[int] = Counter()
-        for round_number in range(number, len(plan.rounds)):
-            part = plan.part(round_number, self.index)
-            if part is None:
-                continue
-            leaving: dict[tuple[int, int], list[list[Parcel]]] = defaultdict(list)
-            for target, run, messages in part.sends:
-                pair, parcels = (self.index, target), []
-                for elements in messages:
-                    parcel = paths.parcel(pair, sent[target], elements)
-                    sent[target] += 1
-                    parcels.append(parcel)
-                    first = overhead.send.at(0)
-                    rest = overhead.send.at(parcel.frame_bytes) - first
-                    yield SPEND, first, None, NOBODY
-                    yield SEND, rest, parcel, pair
-                    yield SPEND, rest, None, NOBODY
-                    yield LEAVE, 0.0, parcel, pair
-                leaving[run].append(parcels)
-            for source, run, messages, reduces in part.receives:
-                for place, elements in enumerate(messages):
-                    parcel = paths.parcel((source, self.index), received[source], elements)
-                    received[source] += 1
-                    yield BEGIN, 0.0, parcel, NOBODY
-                    yield SPEND, overhead.receive.at(parcel.frame_bytes), None, NOBODY
-                    yield END, 0.0, parcel, NOBODY
-                    if reduces:
-                        for parcels in leaving.get(run, ()):
-                            yield BE_RID, 0.0, parcels[place], NOBODY
-                        adding = overhead.add * elements * plan.itemsize
-                        yield SPEND, adding, None, NOBODY
-            for several in leaving.values():
-                for parcels in several:
-                    for parcel in parcels:
-                        yield BE_RID, 0.0, parcel, NOBODY
+        counts: Counter[Pair] = Counter()
+        leaving: list[Parcel] = []
+        first = overhead.send.at(0)
+        for verb, place, peer, begin, end, _ in plan.steps(self.index, number):
+            if verb is executor.Verb.SEND:
+                pair = (self.index, peer)
+                parcel = paths.parcel(pair, counts[pair], end - begin)
+                counts[pair] += 1
+                leaving.append(parcel)
+                rest = overhead.send.at(parcel.frame_bytes) - first
+                yield SPEND, first, None, NOBODY
+                yield SEND, rest, parcel, pair
+                yield SPEND, rest, None, NOBODY
+                yield LEAVE, 0.0, parcel, pair
+            elif verb is executor.Verb.TAKE:
+                pair = (peer, self.index)
+                parcel = paths.parcel(pair, counts[pair], end - begin)
+                counts[pair] += 1
+                yield BEGIN, 0.0, parcel, NOBODY
+                yield SPEND, overhead.receive.at(parcel.frame_bytes), None, NOBODY
+                yield END, 0.0, parcel, NOBODY
+            elif verb is executor.Verb.FREE:
+                yield BE_RID, 0.0, leaving[place], NOBODY
+            elif verb is executor.Verb.ADD:
+                yield SPEND, overhead.add * (end - begin) * plan.itemsize, None, NOBODY
         yield SPEND, overhead.add * plan.added_slots_bytes, None, NOBODY
 
     # Ahead of the world
