@@ -117,7 +117,9 @@ class Stream:
         self.latency = route.latency
         self.bandwidth = min(resource.capacity for resource in route.resources)
         self.free = 0.0
+        assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
         self._net = net
+        self._kernel = net.kernel
         self._target = target
         self._delay = delay
         self._last = 0.0  # when the last one arrives
@@ -134,7 +136,7 @@ class Stream:
         arrival = time + self.latency
         if self._delay is not None:
             self._last = arrival = max(self._last, arrival + self._delay(time))
-        self._net.kernel.call_at(arrival, self.arrive, load)
+        self._kernel.call_at(arrival, self.arrive, load)
 
     def arrive(self, load: Load) -> None:
         """The first byte of `load` is there, or would be if none were before it."""
@@ -179,10 +181,10 @@ class Stream:
         """Of the message that crosses, the bytes until now."""
         if self._crossing is None:
             return 0.0
-        return self._crossing.amount - self._crossing.left_at(self._net.kernel.now())
+        return self._crossing.amount - self._crossing.left_at(self._kernel.now())
 
     def _begin(self, load: Load) -> None:
-        if self._net.kernel.is_held(self._target):
+        if self._kernel.is_held(self._target):
             return  # a rank that stands still takes in nothing
         load.begin()
         self._cross(load.frame_bytes * self._net.overhead.wire)
@@ -196,11 +198,10 @@ class Stream:
         self._end_once_left(load)
 
     def _end_once_left(self, load: Load) -> None:
-        kernel = self._net.kernel
-        if load.left_at <= kernel.now():
+        if load.left_at <= self._kernel.now():
             self._end(load)
         elif load.left_at < inf:
-            kernel.call_at(load.left_at, self._end, load)
+            self._kernel.call_at(load.left_at, self._end, load)
 
     def _end(self, load: Load) -> None:
         if self._closed is not None:

@@ -170,7 +170,7 @@ class World:
 
     def _way(self, source: int, target: int) -> Way:
         path = self._cluster.path(self.nodes[source], self.nodes[target])
-        return Way([self._resource(channel) for channel in path.channels], path.latency)
+        return Way(tuple(self._resource(channel) for channel in path.channels), path.latency)
 
     def _resource(self, channel: Channel) -> Resource:
         if channel not in self._channels:
