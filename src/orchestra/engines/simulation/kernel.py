@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from orchestra.engines.deadlock import tell
-from orchestra.engines.simulation.carriers import Carrier, GreenletCarrier, ThreadCarrier
+from orchestra.engines.simulation.contexts import Context, GreenletContext, ThreadContext
 from orchestra.errors import RunAborted
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Flow:
     """One strand of a rank's work, from its start to its end.
 
     Attributes:
-        carrier: what it runs on.
+        context: what it runs on.
         processor: what it computes on.
         waits: whom it waits for, and for what, while it is parked; for the diagnosis.
         ahead: until when it has computed already, where nothing can come between.
@@ -105,9 +105,9 @@ class Flow:
         self.on_end: list[Callable[[Flow], None]] = []
         self._kernel = kernel
         self._function = function
-        self.carrier = kernel.launcher.another(self._live, f"rank {rank}")
+        self.context = kernel.launcher.another(self._live, f"rank {rank}")
 
-    def _live(self) -> Carrier:
+    def _live(self) -> Context:
         kernel = self._kernel
         try:
             kernel.entered(self)
@@ -128,9 +128,9 @@ class Deadlock(Exception):
 class Kernel:
     """The clock, what is due when, and whose turn it is.
 
-    `on_turn` is called on the carrier of each flow whose turn begins. Besides the main flows,
+    `on_turn` is called on the context of each flow whose turn begins. Besides the main flows,
     `outstanding` things have to be over before `run` ends. `current` is the flow whose turn it is,
-    once there is one. `carriers` are of a kind that suits
+    once there is one. `contexts` are of a kind that suits
     what the flows do; the launching one makes the kernel, and runs it.
     """
 
@@ -139,9 +139,9 @@ class Kernel:
     def __init__(
         self,
         on_turn: Callable[[Flow], None] = lambda flow: None,
-        carriers: type[ThreadCarrier | GreenletCarrier] = ThreadCarrier,
+        contexts: type[ThreadContext | GreenletContext] = ThreadContext,
     ) -> None:
-        self.launcher: Carrier = carriers.present()
+        self.launcher: Context = contexts.present()
         self.flows: list[Flow] = []
         self.flows_of: Counter[int] = Counter()  # by rank
         self.started_of: Counter[int] = Counter()  # those that have ended included
@@ -245,8 +245,8 @@ class Kernel:
         flow = self.current
         self._check()
         following = self._next()
-        if following is not flow.carrier:
-            flow.carrier.pass_to(following)
+        if following is not flow.context:
+            flow.context.pass_to(following)
             self.current = flow
             self._check()
             self._on_turn(flow)
@@ -299,7 +299,7 @@ class Kernel:
         self._check()
         self._on_turn(flow)
 
-    def leave(self, flow: Flow) -> Carrier:
+    def leave(self, flow: Flow) -> Context:
         """From a flow that has ended: whose turn comes next."""
         if self._aborted is not None:
             return self.launcher
@@ -339,16 +339,16 @@ class Kernel:
         self._aborted = RunAborted(reason)
         left, self.flows = [*self.flows, *self._dead], []
         for flow in left:
-            self._pass_to(flow.carrier)
-            flow.carrier.join()
+            self._pass_to(flow.context)
+            flow.context.join()
 
-    def _pass_to(self, carrier: Carrier) -> None:
+    def _pass_to(self, context: Context) -> None:
         """From the launcher: let flows go on until it is its turn again.
 
         Ctrl-C or another signal may raise meanwhile, while a flow runs: the run ends once that
         one parks.
         """
-        away: Call = functools.partial(self.launcher.pass_to, carrier)
+        away: Call = functools.partial(self.launcher.pass_to, context)
         while True:
             try:
                 return away()
@@ -360,11 +360,11 @@ class Kernel:
         if self._aborted is not None:
             raise self._aborted
 
-    def _next(self) -> Carrier:
+    def _next(self) -> Context:
         """Carry out what is due until a flow is to go on; the launcher, once the run is over."""
         while (self._living or self.outstanding) and self.failure is None:
             if self._ready:
-                return self._ready.popleft().carrier
+                return self._ready.popleft().context
             if not self._due:
                 self.fail(Deadlock(describe(self.flows)))
                 break

@@ -17,8 +17,8 @@ from torch import Tensor
 from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
+from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.meeting import Meetings, Member, Summed
-from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
