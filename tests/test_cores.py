@@ -9,9 +9,9 @@ import pytest
 from tests.simulated import FREE, Second, cluster
 
 from orchestra.cluster.costs import Line, Sharing
-from orchestra.engines.simulation.cores import Cores, Turn
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
+from orchestra.engines.simulation.processor import Cores, Turn
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.fair_shares import Change, Job, slow_ends
 from tests.laboratory import Laboratory
 
-from orchestra.engines.simulation import pool
+from orchestra.engines.simulation import sharing
 from orchestra.engines.simulation.fluid import Activity, Resource
 
 CLOSE = 1e-8
@@ -145,12 +145,12 @@ def test_random_activities_that_share_evenly_end_when_they_should(
     ends, _ = slow_ends(capacities, wanted, changed)
     for end, job in zip(ends, wanted, strict=True):
         assume(abs(end - job.cancelled) > 1e-6 or end == inf)
-    with mock.patch.object(pool, "LEAST", 2):
+    with mock.patch.object(sharing, "LEAST", 2):
         lived = live(capacities, wanted, changed, logged=False)
         found = lived.lab.run()
     for number, end in enumerate(ends):
         assert found.get(str(number), inf) == pytest.approx(end, rel=CLOSE)
-    assert not any(resource.pool for resource in lived.resources if not resource.activities)
+    assert not any(resource.equal for resource in lived.resources if not resource.activities)
 
 
 def test_a_thousand_messages_through_one_link() -> None:

@@ -16,8 +16,7 @@ from tests.training import settings, step_lines
 
 from orchestra.cluster import load_cluster
 from orchestra.collectives import Group, all_reduce
-from orchestra.engines.simulation.links import links_of
-from orchestra.engines.simulation.meter import Meter
+from orchestra.engines.simulation.links import Meter, links_of
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.errors import InputError
 from orchestra.records.links import MOST, Link, read_links

@@ -82,4 +82,9 @@ def test_numpys_second_normal_outlives_the_turns_of_others(streams: RandomStream
     streams.give(1)
     streams.give(0)
     assert np.random.normal() == alone.normal()
+    np.random.set_state(state)  # with the second one of a pair, and nothing is drawn
+    alone.set_state(state)
+    streams.give(1)
+    streams.give(0)
+    assert np.random.normal() == alone.normal()
     streams.give(None)

@@ -22,7 +22,7 @@ from tests.training import settings, step_lines, train_processes
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.sharding import Contiguous
-from orchestra.engines.simulation.carriers import GreenletCarrier, ThreadCarrier
+from orchestra.engines.simulation.contexts import GreenletContext, ThreadContext
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.world import World
 from orchestra.errors import InputError, RunFailed
@@ -269,10 +269,10 @@ class Free:
     def compute(self, seconds: float) -> None: ...
 
 
-@pytest.fixture(params=[ThreadCarrier, GreenletCarrier])
+@pytest.fixture(params=[ThreadContext, GreenletContext])
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     """One whose flows run on threads, or on greenlets."""
-    return Kernel(carriers=request.param)
+    return Kernel(contexts=request.param)
 
 
 def test_events_happen_in_the_order_of_time_and_then_of_their_making(kernel: Kernel) -> None:

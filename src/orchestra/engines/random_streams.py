@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ def seed(number: int) -> None:
 
 
 class Streams(NamedTuple):
-    """The states of a rank's generators; `legacy` where NumPy keeps a second normal number."""
+    """Where the generators of a rank stand; `legacy` where NumPy keeps a second normal number."""
 
     torch: Tensor
     python: Any
@@ -28,19 +28,19 @@ class Streams(NamedTuple):
 
 
 class RandomStreams:
-    """Torch's, Python's and NumPy's global generators, in place for one rank at a time.
+    """Torch's, Python's and NumPy's global generators, put in place for the rank whose turn it is.
 
-    Only a rank's main flow draws from them. NumPy's state takes long to copy, so each rank has a
-    bit generator of its own, which is put in place whole.
+    Only a rank's main flow draws from them. To copy NumPy's state takes a hundred times as long as
+    to copy torch's, so each rank has a bit generator of its own, which is put in place whole; the
+    state is copied only after a turn in which the rank has used it.
     """
 
     def __init__(self) -> None:
         self._owner: int | None = None
         self._saved: dict[int | None, Streams] = {}
-        self._given: bytes | None = None  # NumPy's state as it was put in place, without a normal
 
     def give(self, rank: int | None) -> None:
-        """Put the streams of `rank` in place; None: those of the process itself."""
+        """The streams of `rank` are in place from now on; None: those of the process itself."""
         if rank == self._owner:
             return
         self._saved[self._owner] = self.present()
@@ -48,51 +48,70 @@ class RandomStreams:
         if rank in self._saved:
             self._install(self._saved[rank])
         else:  # its program begins with a seed
-            self._put(np.random.MT19937(0))
+            np.random.mtrand.set_bit_generator(MT19937())
 
     def present(self) -> Streams:
         """The streams that are in place, as they are now."""
-        bits = np.random.mtrand.get_bit_generator()
-        legacy = self._second_normal(bits)
+        bits, legacy = np.random.mtrand.get_bit_generator(), None
+        if not isinstance(bits, MT19937) or bits.noted.taken:
+            state = np.random.get_state(legacy=False)
+            legacy = state if state["has_gauss"] else None
         return Streams(torch.default_generator.get_state(), random.getstate(), bits, legacy)
-
-    def _second_normal(self, bits: Any) -> Any:
-        """NumPy's state, if it keeps a normal number for later.
-
-        Asking takes long. Without one to begin with, it has none until it has drawn something.
-        """
-        if self._given is not None and _bytes_of(bits) == self._given:
-            return None
-        state = np.random.get_state(legacy=False)
-        return state if state["has_gauss"] else None
 
     def go_on_from(self, streams: Streams) -> None:
         """The streams in place go on as another rank's did from `streams`."""
-        bits = np.random.MT19937(0)
+        bits = MT19937()
         bits.state = streams.bits.state if streams.legacy is None else streams.legacy
         self._install(streams._replace(bits=bits))
 
     def _install(self, streams: Streams) -> None:
         torch.default_generator.set_state(streams.torch)
         random.setstate(streams.python)
-        self._put(streams.bits)
+        np.random.mtrand.set_bit_generator(streams.bits)  # it forgets the second normal number
+        if isinstance(streams.bits, MT19937):
+            streams.bits.noted.taken = False
         if streams.legacy is not None:
             np.random.set_state(streams.legacy)
-            self._given = None
-
-    def _put(self, bits: Any) -> None:
-        np.random.mtrand.set_bit_generator(bits)
-        self._given = _bytes_of(bits)
 
 
-class _Twister(ctypes.Structure):
-    """The state of NumPy's MT19937, at the address that its `ctypes` interface gives."""
+class _NotedLock:
+    """A lock that notes that it was `taken`."""
 
-    _fields_ = (("key", ctypes.c_uint32 * 624), ("position", ctypes.c_int))
+    def __init__(self) -> None:
+        self.taken = False
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.taken = True
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
-def _bytes_of(bits: Any) -> bytes | None:
-    """The state of a bit generator, if it is NumPy's own kind."""
-    if not isinstance(bits, np.random.MT19937):
-        return None
-    return bytes(_Twister.from_address(bits.ctypes.state_address))
+class MT19937(np.random.MT19937):
+    """NumPy's bit generator, whose lock notes its use; named as NumPy's is, as states tell.
+
+    Each function that draws holds the lock meanwhile (`numpy.random.BitGenerator.lock`); a new
+    state may bring a second normal number with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.noted = _NotedLock()
+
+    @property
+    def lock(self) -> Any:  # type: ignore[override]
+        return self.noted
+
+    @property
+    def state(self) -> Any:
+        return _STATE.__get__(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.noted.taken = True
+        _STATE.__set__(self, value)
+
+
+_STATE: Any = np.random.MT19937.state

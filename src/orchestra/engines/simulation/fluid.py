@@ -12,9 +12,15 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
-from orchestra.engines.simulation import pool
-from orchestra.engines.simulation.pool import Pool, is_only_shared
-from orchestra.engines.simulation.sharing import ROUNDING, Activity, Resource, share
+from orchestra.engines.simulation import sharing
+from orchestra.engines.simulation.sharing import (
+    ROUNDING,
+    Activity,
+    EqualShares,
+    Resource,
+    is_only_shared,
+    share,
+)
 
 __all__ = ["Activity", "Clock", "Fluid", "Resource", "Timer"]
 
@@ -62,7 +68,7 @@ class Fluid:
         self._alarm: Timer | None = None
         self._alarm_at = inf
         self._dirty: dict[Resource, None] = {}  # a set in the order of insertion
-        self._pools = 0
+        self._equal = 0  # how many resources are shared equally
 
     def start(
         self, amount: float, resources: Sequence[Resource], then: Call, *, bound: float = inf
@@ -76,7 +82,6 @@ class Fluid:
         assert bound > 0, f"a bound of {bound}"
         now = self._clock.now()
         path = tuple(resources) if amount else ()
-        assert len({*path}) == len(path), "a resource is crossed twice"
         self._started += 1
         self._running += 1
         activity = Activity(self._started, amount, path, then, bound, now)
@@ -87,13 +92,15 @@ class Fluid:
         undisturbing = True
         for resource in path:
             if resource.activities:
-                self._end_pools_beside(resource)
+                self._part_beside(resource)
                 if not resource.fits(rate):
                     undisturbing = False
                     self._share_anew(resource)
+            else:
+                resource.fastest = 0.0
             resource.activities[activity] = None
-            if resource.pool is not None:
-                resource.pool.newcomers.append(activity)
+            if resource.equal is not None:
+                resource.equal.newcomers.append(activity)
         if undisturbing:
             self._change_rate(activity, rate, now)
             for resource in path:
@@ -116,7 +123,7 @@ class Fluid:
         assert 0 <= capacity < inf, f"{resource.name} gets the capacity {capacity}"
         resource.capacity = capacity
         if resource.activities:
-            self._end_pools_beside(resource)
+            self._part_beside(resource)
             self._share_anew(resource)
 
     def use(self, resource: Resource) -> float:
@@ -128,6 +135,9 @@ class Fluid:
         activity.left = left = activity.left_at(now)
         activity.updated_at = now
         activity.rate = rate
+        for resource in activity.resources:
+            if rate > resource.fastest:
+                resource.fastest = rate
         if left == 0:  # even if it stalls
             activity.finish = now
         elif rate == 0:
@@ -150,8 +160,8 @@ class Fluid:
         for resource in activity.resources:
             if resource.tight and resource.activities:
                 self._share_anew(resource)
-            elif resource.pool is not None:
-                self._end_pool(resource.pool)
+            elif resource.equal is not None:
+                self._part(resource.equal)
             if resource.log is not None:
                 resource.note(now)
 
@@ -169,10 +179,10 @@ class Fluid:
         dirty, self._dirty = self._dirty, {}
         before = self.solves
         for seed in dirty:
-            if seed.pool is not None and not self._share_evenly(seed.pool, now):
-                self._end_pool(seed.pool)
+            if seed.equal is not None and not self._share_equally(seed.equal, now):
+                self._part(seed.equal)
         for seed in dirty:
-            if seed.pool is None and seed.mark <= before and seed.activities:
+            if seed.equal is None and seed.mark <= before and seed.activities:
                 self._share_out(seed, now)
         self._set_alarm()
 
@@ -180,8 +190,8 @@ class Fluid:
         self.solves += 1
         activities, shared, logged = share(seed, self.solves)
         self.shares += len(activities)
-        if not logged and _evenly(activities, shared):
-            self._make_pool(shared[0], activities, now)
+        if not logged and _are_equal(activities, shared):
+            self._join(shared[0], activities, now)
             return
         for activity in activities:
             if activity.share != activity.rate:
@@ -191,64 +201,64 @@ class Fluid:
 
     # Many that have one resource in common, and nothing else
 
-    def _make_pool(self, resource: Resource, activities: Sequence[Activity], now: float) -> None:
-        self._pools += 1
-        resource.pool = made = Pool(resource, now)
-        made.take_in(activities, now)
-        made.change_rate(activities[0].share, now)
-        self._look_up_first(made, now)
+    def _join(self, resource: Resource, activities: Sequence[Activity], now: float) -> None:
+        self._equal += 1
+        resource.equal = equal = EqualShares(resource, now)
+        equal.take_in(activities, now)
+        equal.change_rate(activities[0].share, now)
+        self._look_up_first(equal, now)
 
-    def _share_evenly(self, evenly: Pool, now: float) -> bool:
+    def _share_equally(self, equal: EqualShares, now: float) -> bool:
         """Whether those that have come share nothing else, either: then all have their shares."""
-        resource = evenly.resource
-        newcomers = [activity for activity in evenly.newcomers if activity.running]
-        evenly.newcomers.clear()
+        resource = equal.resource
+        newcomers = [activity for activity in equal.newcomers if activity.running]
+        equal.newcomers.clear()
         rate = resource.capacity / len(resource.activities)
-        if 2 * len(resource.activities) < pool.LEAST or not rate:
+        if 2 * len(resource.activities) < sharing.LEAST or not rate:
             return False
         if not all(is_only_shared(resource, activity) for activity in newcomers):
             return False
         limit = min((activity.limit for activity in newcomers), default=inf)
-        if min(limit, evenly.limit) * ROUNDING < rate:
+        if min(limit, equal.limit) * ROUNDING < rate:
             return False
         self.shares += 1 + len(newcomers)
-        evenly.change_rate(rate, now)
-        evenly.take_in(newcomers, now)
-        self._look_up_first(evenly, now)
+        equal.change_rate(rate, now)
+        equal.take_in(newcomers, now)
+        self._look_up_first(equal, now)
         return True
 
-    def _look_up_first(self, evenly: Pool, now: float) -> None:
-        """Of all in a pool only the first knows when it ends."""
-        first = evenly.first()
-        if evenly.head is not None and evenly.head is not first:
-            evenly.head.finish = inf
-        evenly.head = first
+    def _look_up_first(self, equal: EqualShares, now: float) -> None:
+        """Of all that share equally only the first knows when it ends."""
+        first = equal.first()
+        if equal.head is not None and equal.head is not first:
+            equal.head.finish = inf
+        equal.head = first
         if first is not None:
-            left = max(first.until - evenly.given_at(now), 0.0)
-            first.finish = now + left / evenly.rate
+            left = max(first.until - equal.given_at(now), 0.0)
+            first.finish = now + left / equal.rate
             heapq.heappush(self._ends, (first.finish, first.order, first))
 
-    def _end_pools_beside(self, resource: Resource) -> None:
+    def _part_beside(self, resource: Resource) -> None:
         """What crosses `resource` has it no longer for itself."""
-        if self._pools and resource.pool is None:
+        if self._equal and resource.equal is None:
             for activity in resource.activities:
-                if activity.pool is not None:
-                    evenly = activity.pool.resource
-                    self._end_pool(activity.pool)
-                    self._share_anew(evenly)
+                if activity.equal is not None:
+                    shared = activity.equal.resource
+                    self._part(activity.equal)
+                    self._share_anew(shared)
 
-    def _end_pool(self, evenly: Pool) -> None:
+    def _part(self, equal: EqualShares) -> None:
         """Each goes on by itself, at the rate that it has."""
         now = self._clock.now()
-        self._pools -= 1
-        evenly.resource.pool = None
-        for activity in evenly.resource.activities:
-            if activity.pool is evenly:
+        self._equal -= 1
+        equal.resource.equal = None
+        for activity in equal.resource.activities:
+            if activity.equal is equal:
                 activity.left, activity.updated_at = activity.left_at(now), now
-                activity.pool = None
+                activity.equal = None
                 activity.finish = inf
                 activity.rate = 0.0
-                self._change_rate(activity, evenly.rate, now)
+                self._change_rate(activity, equal.rate, now)
 
     # The next end
 
@@ -275,7 +285,7 @@ class Fluid:
         while ends and ends[0][0] <= now:
             finish, _, activity = heapq.heappop(ends)
             if activity.finish == finish:
-                over = [activity] if activity.pool is None else activity.pool.end(now)
+                over = [activity] if activity.equal is None else activity.equal.end(now)
                 for each in over:
                     self._end(each, each.amount)
                 ended += over
@@ -287,9 +297,9 @@ class Fluid:
             activity.then()
 
 
-def _evenly(activities: Sequence[Activity], shared: Sequence[Resource]) -> bool:
+def _are_equal(activities: Sequence[Activity], shared: Sequence[Resource]) -> bool:
     """Whether these are many, and one resource gives all of them the same, as much as it has."""
-    if len(activities) < pool.LEAST or len(shared) != 1:
+    if len(activities) < sharing.LEAST or len(shared) != 1:
         return False
     (resource,) = shared
     if not resource.tight or not resource.capacity:

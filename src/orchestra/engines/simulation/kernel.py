@@ -11,12 +11,13 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from orchestra.engines.events import tell
-from orchestra.engines.simulation.carriers import Carrier, GreenletCarrier, ThreadCarrier
+from orchestra.engines.simulation.contexts import Context, GreenletContext, ThreadContext
 from orchestra.errors import RunAborted
 
+T = TypeVar("T")
 Call = Callable[[], None]
 Wait = tuple[tuple[int, ...], str]
 """Any of which ranks is waited for, and for what."""
@@ -50,21 +51,26 @@ class Processor(Protocol):
 class Timer:
     """A call that is due; it may be cancelled until then."""
 
-    __slots__ = ("call",)
+    __slots__ = ("_call",)
 
     def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
+        self._call: Call | None = call
 
     def cancel(self) -> None:
         """Let it pass without effect."""
-        self.call = None
+        self._call = None
+
+    def fire(self, _: object) -> None:
+        """Make the call, unless it has been cancelled."""
+        if self._call is not None:
+            self._call()
 
 
 class Flow:
     """One strand of a rank's work, from its start to its end.
 
     Attributes:
-        carrier: what it runs on.
+        context: what it runs on.
         processor: what it computes on.
         waits: whom it waits for, and for what, while it is parked; for the diagnosis.
         ahead: until when it has computed already, where nothing can come between.
@@ -99,9 +105,9 @@ class Flow:
         self.on_end: list[Callable[[Flow], None]] = []
         self._kernel = kernel
         self._function = function
-        self.carrier = kernel.launcher.another(self._live, f"rank {rank}")
+        self.context = kernel.launcher.another(self._live, f"rank {rank}")
 
-    def _live(self) -> Carrier:
+    def _live(self) -> Context:
         kernel = self._kernel
         try:
             kernel.entered(self)
@@ -122,9 +128,9 @@ class Deadlock(Exception):
 class Kernel:
     """The clock, what is due when, and whose turn it is.
 
-    `on_turn` is called on the carrier of each flow whose turn begins. Besides the main flows,
+    `on_turn` is called on the context of each flow whose turn begins. Besides the main flows,
     `outstanding` things have to be over before `run` ends. `current` is the flow whose turn it is,
-    once there is one. `carriers` are of a kind that suits
+    once there is one. `contexts` are of a kind that suits
     what the flows do; the launching one makes the kernel, and runs it.
     """
 
@@ -133,9 +139,9 @@ class Kernel:
     def __init__(
         self,
         on_turn: Callable[[Flow], None] = lambda flow: None,
-        carriers: type[ThreadCarrier | GreenletCarrier] = ThreadCarrier,
+        contexts: type[ThreadContext | GreenletContext] = ThreadContext,
     ) -> None:
-        self.launcher: Carrier = carriers.present()
+        self.launcher: Context = contexts.present()
         self.flows: list[Flow] = []
         self.flows_of: Counter[int] = Counter()  # by rank
         self.started_of: Counter[int] = Counter()  # those that have ended included
@@ -144,7 +150,7 @@ class Kernel:
         self.outstanding = 0
         self.failure: BaseException | None = None
         self._now = 0.0
-        self._due: list[tuple[float, int, Timer]] = []
+        self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._sequence = itertools.count()
         self._ready: deque[Flow] = deque()
         self._aborted: Exception | None = None
@@ -161,10 +167,14 @@ class Kernel:
 
     def at(self, time: float, call: Call) -> Timer:
         """Let `call` happen at `time`, after all that is already due then."""
-        assert time >= self._now, f"{time} lies before {self._now}"
         timer = Timer(call)
-        heapq.heappush(self._due, (time, next(self._sequence), timer))
+        self.call_at(time, timer.fire, None)
         return timer
+
+    def call_at(self, time: float, call: Callable[[T], object], argument: T) -> None:
+        """Like `at`, for `call(argument)`, which cannot be cancelled: cheaper, for each message."""
+        assert time >= self._now, f"{time} lies before {self._now}"
+        heapq.heappush(self._due, (time, next(self._sequence), call, argument))
 
     def after(self, seconds: float, call: Call) -> Timer:
         """Let `call` happen so many seconds from now."""
@@ -182,7 +192,7 @@ class Kernel:
         self.started_of[rank] += 1
         self.changes += 1
         self._living += main
-        self.at(self._now, lambda: self.resume(flow))
+        self.call_at(self._now, self.resume, flow)
         return flow
 
     def resume(self, flow: Flow) -> None:
@@ -235,16 +245,15 @@ class Kernel:
         flow = self.current
         self._check()
         following = self._next()
-        if following is not flow.carrier:
-            flow.carrier.pass_to(following)
+        if following is not flow.context:
+            flow.context.pass_to(following)
             self.current = flow
             self._check()
             self._on_turn(flow)
 
     def sleep(self, seconds: float) -> None:
         """Let so many seconds pass for this flow."""
-        flow = self.current
-        self.after(seconds, lambda: self.resume(flow))
+        self.call_at(self._now + seconds, self.resume, self.current)
         self.park()
 
     # A flow alone on its core need not wait until it has computed: it goes ahead of the others
@@ -257,10 +266,9 @@ class Kernel:
 
     def catch_up(self) -> None:
         """Park until the present of this flow is everybody's."""
-        ahead = self.current.ahead
-        if ahead > self._now:
-            flow = self.current
-            self.at(ahead, lambda: self.resume(flow))
+        flow = self.current
+        if flow.ahead > self._now:
+            self.call_at(flow.ahead, self.resume, flow)
             self.park()
 
     def catch_up_with_own(self) -> None:
@@ -291,7 +299,7 @@ class Kernel:
         self._check()
         self._on_turn(flow)
 
-    def leave(self, flow: Flow) -> Carrier:
+    def leave(self, flow: Flow) -> Context:
         """From a flow that has ended: whose turn comes next."""
         if self._aborted is not None:
             return self.launcher
@@ -331,16 +339,16 @@ class Kernel:
         self._aborted = RunAborted(reason)
         left, self.flows = [*self.flows, *self._dead], []
         for flow in left:
-            self._pass_to(flow.carrier)
-            flow.carrier.join()
+            self._pass_to(flow.context)
+            flow.context.join()
 
-    def _pass_to(self, carrier: Carrier) -> None:
+    def _pass_to(self, context: Context) -> None:
         """From the launcher: let flows go on until it is its turn again.
 
         Ctrl-C or another signal may raise meanwhile, while a flow runs: the run ends once that
         one parks.
         """
-        away: Call = functools.partial(self.launcher.pass_to, carrier)
+        away: Call = functools.partial(self.launcher.pass_to, context)
         while True:
             try:
                 return away()
@@ -352,21 +360,19 @@ class Kernel:
         if self._aborted is not None:
             raise self._aborted
 
-    def _next(self) -> Carrier:
+    def _next(self) -> Context:
         """Carry out what is due until a flow is to go on; the launcher, once the run is over."""
         while (self._living or self.outstanding) and self.failure is None:
             if self._ready:
-                return self._ready.popleft().carrier
+                return self._ready.popleft().context
             if not self._due:
                 self.fail(Deadlock(describe(self.flows)))
                 break
-            time, _, timer = heapq.heappop(self._due)
-            if timer.call is not None:
-                self._now = time
-                try:
-                    timer.call()
-                except Exception as error:
-                    self.fail(error)
+            self._now, _, call, argument = heapq.heappop(self._due)
+            try:
+                call(argument)
+            except Exception as error:
+                self.fail(error)
         return self.launcher
 
 

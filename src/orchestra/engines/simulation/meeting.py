@@ -110,6 +110,7 @@ class Meeting:
         self._vectors: dict[int, Tensor] = {}
         self._timers: list[Timer] = []
         self._free = {pair: stream.free for pair, stream in course.streams.items()}
+        self._ended: list[Walk] = []  # at the present instant
         self._paths = self._new_paths()
 
     @property
@@ -254,7 +255,15 @@ class Meeting:
         return times
 
     def _through(self, walk: Walk) -> None:
-        self._members[walk.index].finish(walk.waiting, walk.communicating)
+        """Those who are through at the same instant go on in the order of their places."""
+        if not self._ended:
+            self.kernel.call_at(self.kernel.now(), self._let_go, None)
+        self._ended.append(walk)
+
+    def _let_go(self, _: None) -> None:
+        ended, self._ended = self._ended, []
+        for walk in sorted(ended, key=lambda walk: walk.index):
+            self._members[walk.index].finish(walk.waiting, walk.communicating)
 
     def _new_paths(self) -> Paths:
         course = self.course

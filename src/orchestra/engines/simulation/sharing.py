@@ -8,15 +8,14 @@ section 6.5.2: then no activity could have more without taking from one that has
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from orchestra.engines.simulation.pool import Pool
 
 ROUNDING = 1 + 1e-12
 """Rates this close are the same: what rounding makes of sums in unlike orders."""
+
+LEAST = 32
+"""So many activities, from which on it pays to keep them as `EqualShares`."""
 
 Level = tuple[float, int, "Resource"]
 
@@ -29,12 +28,13 @@ class Resource:
             the resource is used is appended as (time, rate from then on). None: no log.
         past: the amount carried for activities that have ended.
         tight: whether it holds an activity back, as far as known.
-        pool: of all that cross it, where they share it evenly; see pool.py.
+        fastest: no activity on it has a higher rate.
+        equal: of all that cross it, where they have nothing else to share.
     """
 
     __slots__ = (
-        *("activities", "capacity", "log", "mark", "name", "open"),
-        *("past", "pool", "spare", "tight"),
+        *("activities", "capacity", "equal", "fastest", "log", "mark", "name", "open"),
+        *("past", "spare", "tight"),
     )
 
     def __init__(self, name: str, capacity: float) -> None:
@@ -45,7 +45,8 @@ class Resource:
         self.past = 0.0
         self.activities: dict[Activity, None] = {}  # a set in the order of insertion
         self.tight = False
-        self.pool: Pool | None = None
+        self.fastest = 0.0
+        self.equal: EqualShares | None = None
         self.mark = 0  # the sharing that came by last; while filling, also:
         self.open = 0  # activities that still rise
         self.spare = 0.0  # what the others leave
@@ -57,12 +58,16 @@ class Resource:
         """The rate at which it is used."""
         used = 0.0
         for activity in self.activities:
-            used += activity.rate if activity.pool is None else activity.pool.rate
+            used += activity.rate if activity.equal is None else activity.equal.rate
         return used
 
     def fits(self, rate: float) -> bool:
         """Whether one more may have `rate` without taking anything from the others."""
-        return not self.tight and self.load() + rate <= self.capacity * ROUNDING
+        if self.tight:
+            return False
+        if (len(self.activities) + 1) * max(rate, self.fastest) <= self.capacity:
+            return True  # without adding up
+        return self.load() + rate <= self.capacity * ROUNDING
 
     def note(self, now: float) -> None:
         """Write the present rate into the log."""
@@ -79,15 +84,15 @@ class Activity:
     """Something that uses all of `resources` at one rate, of at most `bound`, until it ends.
 
     Attributes:
-        rate: amount a second, since `updated_at`; in a pool, that of the pool.
+        rate: amount a second, since `updated_at`; with `equal`, that of all of them.
         left: of the amount, at `updated_at`.
         finish: when it ends at this rate; infinite while it stalls, and once it has ended.
-        pool: that it shares in; then that knows its rate, and what is left is told by `until`.
+        equal: among which it is; they know its rate, and what is left is told by `until`.
     """
 
     __slots__ = (
         *("amount", "bound", "resources", "then", "started_at", "order", "running"),
-        *("rate", "left", "updated_at", "finish", "pool", "until"),
+        *("rate", "left", "updated_at", "finish", "equal", "until"),
         *("mark", "limit", "share"),
     )
 
@@ -109,7 +114,7 @@ class Activity:
         self.running = True
         self.rate = 0.0
         self.finish = inf
-        self.pool: Pool | None = None
+        self.equal: EqualShares | None = None
         self.until = inf
         self.mark = 0  # the sharing that came by last; while filling, also:
         self.limit = 0.0  # the most it can have
@@ -119,9 +124,74 @@ class Activity:
         """Of the amount, at a `time` since the rate last changed."""
         if time >= self.finish:
             return 0.0
-        if self.pool is not None:
-            return max(0.0, self.until - self.pool.given_at(time))
+        if self.equal is not None:
+            return max(0.0, self.until - self.equal.given_at(time))
         return max(0.0, self.left - self.rate * (time - self.updated_at))
+
+
+class EqualShares:
+    """Activities that have one resource in common, and nothing else to share: all get the same.
+
+    When one comes or goes, the rate of each changes, but for all alike. So it is enough to know
+    what each would have got that was there from the beginning: an activity that comes when that is
+    g, with an amount a, ends when it is g + a. Nothing of the others has to be touched: a thousand
+    messages that share a link cost a thousand times the logarithm of their number, not its square.
+    From the time `now` on.
+
+    Attributes:
+        rate: of each of them.
+        limit: what one of them can have at most; the least of all that there have been.
+        newcomers: those that have begun, and have no share yet.
+        head: the one that ends first, as far as that was looked up.
+    """
+
+    def __init__(self, resource: Resource, now: float) -> None:
+        self.resource = resource
+        self.rate = 0.0
+        self.limit = inf
+        self.newcomers: list[Activity] = []
+        self.head: Activity | None = None
+        self._given = 0.0
+        self._updated_at = now
+        self._ends: list[tuple[float, int, Activity]] = []
+
+    def given_at(self, time: float) -> float:
+        """What each would have got that was there from the beginning."""
+        return self._given + self.rate * (time - self._updated_at)
+
+    def change_rate(self, rate: float, now: float) -> None:
+        """From now on each gets `rate`."""
+        self._given, self._updated_at = self.given_at(now), now
+        self.rate = rate
+
+    def take_in(self, activities: Iterable[Activity], now: float) -> None:
+        """These share, too; `limit` of each says what it can have at most."""
+        given = self.given_at(now)
+        for activity in activities:
+            activity.until = given + activity.left_at(now)
+            activity.equal = self
+            activity.finish = inf
+            self.limit = min(self.limit, activity.limit)
+            heapq.heappush(self._ends, (activity.until, activity.order, activity))
+
+    def first(self) -> Activity | None:
+        """The one that ends first."""
+        ends = self._ends
+        while ends and not (ends[0][2].running and ends[0][2].equal is self):
+            heapq.heappop(ends)
+        return ends[0][2] if ends else None
+
+    def end(self, now: float) -> list[Activity]:
+        """All that end now, with the first one, in the order of their start."""
+        first = self.first()
+        assert first is not None
+        self._given, self._updated_at = first.until, now
+        ended = []
+        while first is not None and first.until <= self._given:
+            heapq.heappop(self._ends)
+            ended.append(first)
+            first = self.first()
+        return ended
 
 
 def share(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource], list[Resource]]:
@@ -221,3 +291,15 @@ def _stop(activity: Activity, rate: float) -> None:
     for resource in activity.resources:
         resource.spare -= rate
         resource.open -= 1
+
+
+def is_only_shared(resource: Resource, activity: Activity) -> bool:
+    """Whether `activity` has all else on its way for itself; its `limit` is what that gives it."""
+    limit = activity.bound
+    for other in activity.resources:
+        if other is not resource:
+            if len(other.activities) > 1 or other.log is not None:
+                return False
+            limit = min(limit, other.capacity)
+    activity.limit = limit
+    return True

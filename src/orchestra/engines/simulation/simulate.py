@@ -19,8 +19,8 @@ from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.cluster.jitter import DEFAULT
 from orchestra.engines.events import Failed, Finished, Pulse, describe, failed_text
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
-from orchestra.engines.simulation.carriers import GreenletCarrier
 from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
+from orchestra.engines.simulation.contexts import GreenletContext
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport
@@ -142,7 +142,7 @@ class Simulation:
         own = chosen_threads(os.environ) or (1 if ranks > 1 else len(usable_cores()))
         self._arithmetic = arithmetic or [own] * ranks
         self._streams = RandomStreams()
-        self._kernel = Kernel(self._on_turn) if values else Kernel(_nothing, GreenletCarrier)
+        self._kernel = Kernel(self._on_turn) if values else Kernel(_nothing, GreenletContext)
         self._world = World(
             self._kernel, cluster, ranks, overhead, costs.flops, sharing, self._threads
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -30,10 +30,11 @@ class Route(Protocol):
 class Load(Protocol):
     """What a stream carries: a message, or what stands for one.
 
-    `left` tells whether the sender has done its part, `crossed` whether the network has.
+    The sender has done its part at the time `left_at`, infinite until that is known; `crossed`
+    tells whether the network has.
     """
 
-    left: bool
+    left_at: float
     crossed: bool
 
     @property
@@ -57,12 +58,12 @@ class Load(Protocol):
 class Message:
     """A message from `send` to its delivery; `payload` is what was there when it was sent."""
 
-    __slots__ = ("_sending", "_target", "arriving", "crossed", "header", "left", "payload")
+    __slots__ = ("_sending", "_target", "arriving", "crossed", "header", "left_at", "payload")
 
     def __init__(self, header: Header, payload: Tensor, sending: Sending, target: Port) -> None:
         self.header = header
         self.payload = payload
-        self.left = False
+        self.left_at = inf
         self.crossed = False
         self._sending = sending
         self._target = target
@@ -116,21 +117,26 @@ class Stream:
         self.latency = route.latency
         self.bandwidth = min(resource.capacity for resource in route.resources)
         self.free = 0.0
+        assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
         self._net = net
+        self._kernel = net.kernel
         self._target = target
         self._delay = delay
         self._last = 0.0  # when the last one arrives
         self._queue: deque[Load] = deque()
         self._crossing: Activity | None = None  # of the first of them, once it has begun
         self._closed: Exception | None = None
+        self._on_crossed = self._crossed  # one object for all messages
 
-    def send(self, load: Load) -> None:
-        """Let `load` follow those before it; its first byte is there after the latency."""
-        kernel = self._net.kernel
-        arrival = kernel.now() + self.latency
+    def send(self, load: Load, time: float) -> None:
+        """Let `load` follow those before it; it is sent at `time`, now or later.
+
+        Its first byte is there after the latency.
+        """
+        arrival = time + self.latency
         if self._delay is not None:
-            self._last = arrival = max(self._last, arrival + self._delay(kernel.now()))
-        kernel.at(arrival, lambda: self.arrive(load))
+            self._last = arrival = max(self._last, arrival + self._delay(time))
+        self._kernel.call_at(arrival, self.arrive, load)
 
     def arrive(self, load: Load) -> None:
         """The first byte of `load` is there, or would be if none were before it."""
@@ -146,13 +152,13 @@ class Stream:
         """Let the rest of `load` cross, which has begun already."""
         assert not self._queue
         self._queue.append(load)
-        self._cross(load, wire_bytes)
+        self._cross(wire_bytes)
 
-    def leave(self, load: Load) -> None:
-        """The sender has done its part of `load`."""
-        load.left = True
-        if load.crossed and self._closed is None:
-            self._end()
+    def leave(self, load: Load, time: float) -> None:
+        """The sender has done its part of `load` at `time`, now or later."""
+        load.left_at = time
+        if load.crossed:
+            self._end_once_left(load)
 
     def go_on(self) -> None:
         """The target takes in messages again."""
@@ -175,25 +181,33 @@ class Stream:
         """Of the message that crosses, the bytes until now."""
         if self._crossing is None:
             return 0.0
-        return self._crossing.amount - self._crossing.left_at(self._net.kernel.now())
+        return self._crossing.amount - self._crossing.left_at(self._kernel.now())
 
     def _begin(self, load: Load) -> None:
-        if self._net.kernel.is_held(self._target):
+        if self._kernel.is_held(self._target):
             return  # a rank that stands still takes in nothing
         load.begin()
-        self._cross(load, load.frame_bytes * self._net.overhead.wire)
+        self._cross(load.frame_bytes * self._net.overhead.wire)
 
-    def _cross(self, load: Load, wire_bytes: float) -> None:
-        crossed = partial(self._crossed, load)
-        self._crossing = self._net.fluid.start(wire_bytes, self.resources, crossed)
+    def _cross(self, wire_bytes: float) -> None:
+        self._crossing = self._net.fluid.start(wire_bytes, self.resources, self._on_crossed)
 
-    def _crossed(self, load: Load) -> None:
+    def _crossed(self) -> None:
+        load = self._queue[0]
         load.crossed = True
-        if load.left:
-            self._end()
+        self._end_once_left(load)
 
-    def _end(self) -> None:
+    def _end_once_left(self, load: Load) -> None:
+        if load.left_at <= self._kernel.now():
+            self._end(load)
+        elif load.left_at < inf:
+            self._kernel.call_at(load.left_at, self._end, load)
+
+    def _end(self, load: Load) -> None:
+        if self._closed is not None:
+            return
         self._crossing = None
-        self._queue.popleft().end()
+        self._queue.popleft()
+        load.end()
         if self._queue:
             self._begin(self._queue[0])

@@ -17,8 +17,8 @@ from torch import Tensor
 from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
+from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.meeting import Meetings, Member, Summed
-from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
@@ -213,11 +213,11 @@ class SimulatedTransport(CollectiveVerb):
         port.keep_order()
         first = overhead.send.at(0) + port.warm_up()
         self._spend(first)
-        self._kernel.when_here(lambda: stream.send(message))
+        stream.send(message, self._kernel.here())
         self._spend(overhead.send.at(size) - overhead.send.at(0))
         if size <= overhead.buffer_bytes:
             sending.finished = True
-        self._kernel.when_here(lambda: stream.leave(message))
+        stream.leave(message, self._kernel.here())
         return sending
 
     def receive(

@@ -32,14 +32,14 @@ class Parcel:
     """
 
     __slots__ = (
-        *("frame_bytes", "sent", "began", "crossed_at", "ended", "left", "crossed"),
+        *("frame_bytes", "sent", "began", "crossed_at", "ended", "left_at", "crossed"),
         *("_kernel", "_once_begun", "_once_ended"),
     )
 
     def __init__(self, kernel: Kernel, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
-        self.sent = self.began = self.crossed_at = self.ended = inf
-        self.left = self.crossed = False
+        self.sent = self.began = self.crossed_at = self.ended = self.left_at = inf
+        self.crossed = False
         self._kernel = kernel
         self._once_begun: list[Callable[[], None]] = []
         self._once_ended: list[Callable[[], None]] = []
@@ -148,7 +148,8 @@ class Verb(Enum):
     BE_RID = auto()  # of a parcel of its own, once it may be changed again
 
 
-WAITS = (Verb.BEGIN, Verb.BE_RID)
+SPEND, SEND, LEAVE, BEGIN, END, BE_RID = Verb  # an attribute of an Enum is slow to look up
+WAITS = (BEGIN, BE_RID)
 Deed = tuple[Verb, float, Parcel | None, Pair]
 NOBODY = (-1, -1)
 
@@ -202,22 +203,22 @@ class Walk:
                 counts[pair] += 1
                 leaving.append(parcel)
                 rest = overhead.send.at(parcel.frame_bytes) - first
-                yield Verb.SPEND, first, None, NOBODY
-                yield Verb.SEND, rest, parcel, pair
-                yield Verb.SPEND, rest, None, NOBODY
-                yield Verb.LEAVE, 0.0, parcel, pair
+                yield SPEND, first, None, NOBODY
+                yield SEND, rest, parcel, pair
+                yield SPEND, rest, None, NOBODY
+                yield LEAVE, 0.0, parcel, pair
             elif verb is executor.Verb.TAKE:
                 pair = (peer, self.index)
                 parcel = paths.parcel(pair, counts[pair], end - begin)
                 counts[pair] += 1
-                yield Verb.BEGIN, 0.0, parcel, NOBODY
-                yield Verb.SPEND, overhead.receive.at(parcel.frame_bytes), None, NOBODY
-                yield Verb.END, 0.0, parcel, NOBODY
+                yield BEGIN, 0.0, parcel, NOBODY
+                yield SPEND, overhead.receive.at(parcel.frame_bytes), None, NOBODY
+                yield END, 0.0, parcel, NOBODY
             elif verb is executor.Verb.FREE:
-                yield Verb.BE_RID, 0.0, leaving[place], NOBODY
+                yield BE_RID, 0.0, leaving[place], NOBODY
             elif verb is executor.Verb.ADD:
-                yield Verb.SPEND, overhead.add * (end - begin) * plan.itemsize, None, NOBODY
-        yield Verb.SPEND, overhead.add * plan.added_slots_bytes, None, NOBODY
+                yield SPEND, overhead.add * (end - begin) * plan.itemsize, None, NOBODY
+        yield SPEND, overhead.add * plan.added_slots_bytes, None, NOBODY
 
     # Ahead of the world
 
@@ -240,16 +241,16 @@ class Walk:
     def _end_ahead(self, verb: Verb, seconds: float, parcel: Parcel | None, pair: Pair) -> float:
         """When the present deed will be done; infinite where that is not known yet."""
         taken = seconds / self._processor.rate
-        if verb is Verb.SPEND:
+        if verb is SPEND:
             return self._began + taken
         assert parcel is not None
-        if verb is Verb.SEND:
+        if verb is SEND:
             self._paths.send_ahead(pair, parcel, self._began, self._began + taken)
-        elif verb is Verb.LEAVE:
-            parcel.left = True
-        elif verb is Verb.BEGIN:
+        elif verb is LEAVE:
+            parcel.left_at = self._began
+        elif verb is BEGIN:
             return max(self._began, parcel.began)
-        elif verb is Verb.END or self._is_held(parcel):
+        elif verb is END or self._is_held(parcel):
             return max(self._began, parcel.ended)
         return self._began
 
@@ -257,52 +258,87 @@ class Walk:
 
     def enter_world(self) -> None:
         """Go on from where it has come ahead."""
+        self.clock = self._kernel.now()
         if self.over:
             self._then(self)
         elif self._deed is None:
             self._go_on()
         else:
             verb, seconds, parcel, _ = self._deed
-            if verb is Verb.SPEND:
+            if verb is SPEND:
                 left = self._began + seconds / self._processor.rate - self._kernel.now()
-                self._processor.start(left * self._processor.rate, self._done)
+                self._processor.start(left * self._processor.rate, self._spent)
             else:
                 assert parcel is not None
-                self._await(verb, parcel)
+                if self._may_go_on(verb, parcel):
+                    self._go_on()
 
     def _go_on(self) -> None:
+        """Until it has to wait. Alone on a core it need not until it has computed, and goes ahead
+        of the world's clock, up to what others send."""
+        kernel, processor, paths = self._kernel, self._processor, self._paths
         for deed in self._deeds:
             self._deed = deed
-            self._began = self._kernel.now()
+            self._began = began = self.clock
             verb, seconds, parcel, pair = deed
-            if verb is Verb.SPEND:
-                if seconds > 0:
-                    self._processor.start(seconds, self._done)
+            if verb is SPEND:
+                if processor.undisturbed():
+                    self.clock = began + seconds / processor.rate
+                    self.communicating += self.clock - began
+                elif began > kernel.now():
+                    kernel.call_at(began, self._spend, seconds)
+                    return
+                elif seconds > 0:
+                    processor.start(seconds, self._spent)
                     return
                 continue
             assert parcel is not None
-            if verb is Verb.SEND:
-                self._paths.stream(pair).send(parcel)
-            elif verb is Verb.LEAVE:
-                self._paths.stream(pair).leave(parcel)
-            elif not self._await(verb, parcel):
+            if verb is SEND:
+                paths.stream(pair).send(parcel, began)
+            elif verb is LEAVE:
+                paths.stream(pair).leave(parcel, began)
+            elif not self._may_go_on(verb, parcel):
                 return
         self.over = True
-        self._then(self)
+        if self.clock > kernel.now():
+            kernel.call_at(self.clock, self._then, self)
+        else:
+            self._then(self)
 
-    def _await(self, verb: Verb, parcel: Parcel) -> bool:
-        """Whether it has not to wait."""
-        if verb is Verb.BEGIN:
+    def _spend(self, seconds: float) -> None:
+        self._processor.start(seconds, self._spent)
+
+    def _spent(self) -> None:
+        self.clock = self._kernel.now()
+        self.communicating += self.clock - self._began
+        self._go_on()
+
+    def _may_go_on(self, verb: Verb, parcel: Parcel) -> bool:
+        """Whether what `parcel` is waited for has happened; else it goes on when it does."""
+        if verb is BEGIN:
             if parcel.began == inf:
-                parcel.once_begun(self._done)
+                # alone on a core, it need not be woken before all is there
+                later = parcel.once_ended if self._processor.undisturbed() else parcel.once_begun
+                later(self._woken)
                 return False
-        elif parcel.ended == inf and (verb is Verb.END or self._is_held(parcel)):
-            parcel.once_ended(self._done)
-            return False
+            time = parcel.began
+        elif verb is END or self._is_held(parcel):
+            if parcel.ended == inf:
+                parcel.once_ended(self._woken)
+                return False
+            time = parcel.ended
+        else:
+            return True
+        if time > self._began:
+            self._settle(time)
+            self.clock = time
         return True
 
-    def _done(self) -> None:
-        self._settle(self._kernel.now())
+    def _woken(self) -> None:
+        assert self._deed is not None
+        verb, _, parcel, _ = self._deed
+        assert parcel is not None
+        self._may_go_on(verb, parcel)
         self._go_on()
 
     def _settle(self, end: float) -> None:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from orchestra.cluster import Channel, Cluster, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
-from orchestra.engines.simulation.cores import Cores
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
+from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.meeting import Meetings
-from orchestra.engines.simulation.meter import Meter
 from orchestra.engines.simulation.native import NativeCollectives
-from orchestra.engines.simulation.processor import Team, Thread
+from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.sharing import ROUNDING
 from orchestra.engines.simulation.streams import Load, Message, Stream
 from orchestra.engines.simulation.transport import Net, Port
@@ -170,7 +169,7 @@ class World:
 
     def _way(self, source: int, target: int) -> Way:
         path = self._cluster.path(self.nodes[source], self.nodes[target])
-        return Way([self._resource(channel) for channel in path.channels], path.latency)
+        return Way(tuple(self._resource(channel) for channel in path.channels), path.latency)
 
     def _resource(self, channel: Channel) -> Resource:
         if channel not in self._channels:

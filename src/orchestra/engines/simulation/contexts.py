@@ -1,4 +1,4 @@
-"""What a flow runs on: a thread of its own, or a greenlet. Of all carriers exactly one runs.
+"""What a flow runs on: a thread of its own, or a greenlet. Exactly one of all contexts runs.
 
 PyTorch's grad mode, default device and dispatch modes live in the thread, so that flows which
 compute have one each. Where tensors have no values none of that matters, and greenlets change
@@ -7,22 +7,23 @@ places in a hundredth of the time (docs/decisions/0025-virtual-time.md).
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from greenlet import getcurrent, greenlet
 
-from orchestra.engines.simulation.affinity import Affinity
-
-Life = Callable[[], "Carrier"]
-"""What a carrier does from its first turn on; gives whose turn it is after its end."""
+Life = Callable[[], "Context"]
+"""What a context does from its first turn on; gives whose turn it is after its end."""
 
 LOOK_UP = 1.0
 """Seconds after which the launching thread looks whether a signal has come."""
 
 
-class Carrier(Protocol):
+class Context(Protocol):
     """Something that runs when it is its turn. It exists from the start, and waits for that."""
 
     @classmethod
@@ -30,7 +31,7 @@ class Carrier(Protocol):
         """The one that runs at present, and makes all others."""
         ...
 
-    def another(self, life: Life, name: str) -> Carrier:
+    def another(self, life: Life, name: str) -> Context:
         """From any of them: a further one."""
         ...
 
@@ -53,7 +54,7 @@ def _taken_lock() -> threading.Lock:
     return lock
 
 
-class ThreadCarrier:
+class ThreadContext:
     """Waits for a lock, its baton; then goes on where the one before it stopped."""
 
     def __init__(self, affinity: Affinity, life: Life | None = None, name: str = "") -> None:
@@ -70,10 +71,10 @@ class ThreadCarrier:
     def present(cls) -> Self:
         return cls(Affinity())
 
-    def another(self, life: Life, name: str) -> ThreadCarrier:
-        return ThreadCarrier(self._affinity, life, name)
+    def another(self, life: Life, name: str) -> ThreadContext:
+        return ThreadContext(self._affinity, life, name)
 
-    def pass_to(self, other: ThreadCarrier) -> None:
+    def pass_to(self, other: ThreadContext) -> None:
         other._take_over()
         self.await_turn()
 
@@ -89,7 +90,7 @@ class ThreadCarrier:
         assert self._life is not None
         self.await_turn()
         following = self._life()
-        assert isinstance(following, ThreadCarrier)
+        assert isinstance(following, ThreadContext)
         following._take_over()
 
     def _take_over(self) -> None:
@@ -99,10 +100,10 @@ class ThreadCarrier:
         self._baton.release()
 
 
-class GreenletCarrier:
+class GreenletContext:
     """All are greenlets of the thread of the first."""
 
-    def __init__(self, own: Any, first: GreenletCarrier | None = None) -> None:
+    def __init__(self, own: Any, first: GreenletContext | None = None) -> None:
         self._greenlet = own
         self._first = first or self
 
@@ -110,20 +111,20 @@ class GreenletCarrier:
     def present(cls) -> Self:
         return cls(getcurrent())
 
-    def another(self, life: Life, name: str) -> GreenletCarrier:
+    def another(self, life: Life, name: str) -> GreenletContext:
         maker = getcurrent()
 
         def live() -> None:
             maker.switch()  # one that began in another's turn would lie deeper on the stack
             following = life()
-            assert isinstance(following, GreenletCarrier)
+            assert isinstance(following, GreenletContext)
             own.parent = following._greenlet  # goes on when this one ends
 
         own = greenlet(live, self._first._greenlet)
         own.switch()
-        return GreenletCarrier(own, self._first)
+        return GreenletContext(own, self._first)
 
-    def pass_to(self, other: GreenletCarrier) -> None:
+    def pass_to(self, other: GreenletContext) -> None:
         other._greenlet.switch()
 
     def await_turn(self) -> None:
@@ -131,3 +132,40 @@ class GreenletCarrier:
 
     def join(self) -> None:
         assert self._greenlet.dead
+
+
+def _reader() -> Callable[[], int] | None:
+    """What tells which core runs it; None where there is no such thing."""
+    if sys.platform != "linux":
+        return None
+    read: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
+    return read if read is not None and read() >= 0 else None
+
+
+class Affinity:
+    """Keeps threads, of which one runs at a time, on one core after the other of a machine.
+
+    The one that wakes another still runs, so that the system puts that one on an idle core, whose
+    caches hold nothing of what it needs. So it is told to wake where the first one runs; from then
+    on the system may move it. All are bound to the cores that the present thread may use.
+    """
+
+    def __init__(self) -> None:
+        self._read = _reader()
+        self._cores = set() if self._read is None else os.sched_getaffinity(0)
+
+    def bring_here(self, thread: int) -> None:
+        """Let `thread` (its native id), which waits, wake on the core of the present one."""
+        if self._read is not None:
+            self._restrict(thread, {self._read()})
+
+    def release(self) -> None:
+        """Let the present thread run on any of them again."""
+        self._restrict(0, self._cores)
+
+    def _restrict(self, thread: int, cores: set[int]) -> None:
+        if len(self._cores) > 1:
+            try:
+                os.sched_setaffinity(thread, cores)
+            except OSError:
+                return  # a sandbox may forbid it, and all goes on, only slower
