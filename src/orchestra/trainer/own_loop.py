@@ -91,7 +91,8 @@ class OwnLoop:
         self.batches = Batches(self, own, seed, queued, source)
         self._audit = Audit(self.worker)
         self._handed_over = False
-        self._backwards = 0  # in this epoch
+        self._backwards = 0  # in this epoch, or group of batches
+        self._exchange_every = accumulation
         self._entered = False  # a forward pass of this step has begun
         self._in_backward = False
         self._complete = False  # a gradient has come since the last step
@@ -141,8 +142,14 @@ class OwnLoop:
     def begin_epoch(self) -> None:
         """Count the backward passes from here."""
         self._backwards = 0
+        self._exchange_every = self.accumulation
         self._entered = False
         self.counts.begin_epoch()
+
+    def begin_group(self, size: int) -> None:
+        """So many batches are behind the next step, each with a backward pass of its own."""
+        self._exchange_every = size
+        self._backwards = 0
 
     # The first half: at the end of the last backward of a step
 
@@ -166,7 +173,7 @@ class OwnLoop:
             self._check_order()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = (self._backwards + 1) % self.accumulation == 0
+            last = (self._backwards + 1) % self._exchange_every == 0
             gradients.last_backward = last
             if last:
                 self._begin_exchange()

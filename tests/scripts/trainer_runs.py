@@ -1,0 +1,103 @@
+"""Trainers of Hugging Face Transformers, one after the other: with a strategy, under Orchestra;
+without one as the library distributes them itself. Writes what each one has come to.
+
+    torchrun ... trainer_runs.py '[{"name": "ring", "strategy": "AllReduce", "max_steps": 4}]'
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+import orchestra
+from orchestra.integrations.transformers import distribute
+
+LENGTH, WORDS = 8, 16
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Counting upwards from anywhere; every sample has another number of labels."""
+
+    def __init__(self, samples: int) -> None:
+        numbers = torch.arange(samples)[:, None] * 5 + torch.arange(LENGTH)
+        self._inputs = numbers % WORDS
+        labelled = torch.arange(LENGTH) < 3 + torch.arange(samples)[:, None] % 5
+        self._labels = torch.where(labelled, self._inputs, -100)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._inputs[index], "labels": self._labels[index]}
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends))
+
+
+def run(
+    name: str,
+    strategy: str | None = None,
+    samples: int = 40,
+    resume: str | None = None,
+    **settings: Any,
+) -> None:
+    arguments = TrainingArguments(
+        f"out-{name}" if resume is None else f"out-{resume}",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=4,
+        **{"learning_rate": 0.01, "logging_steps": 1, "save_strategy": "no", **settings},
+    )
+    trainer = Trainer(model(), arguments, train_dataset=Texts(samples), eval_dataset=Texts(24))
+    if strategy is not None:
+        trainer = distribute(trainer, strategy)
+    trainer.train(resume_from_checkpoint=resume and f"out-{resume}/checkpoint-3")
+    write(name, trainer.model, trainer.state.log_history)
+
+
+def own_loop(name: str, strategy: str, rate: float, epochs: int) -> None:
+    """What a Trainer without schedule and shuffling does, as a loop of one's own."""
+    mine = model()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=rate)
+    loader = DataLoader(Texts(40), batch_size=2, collate_fn=default_data_collator)
+    mine, optimizer, batches = orchestra.distribute(mine, optimizer, loader, strategy, work="equal")
+    mine.train()
+    set_seed(TrainingArguments.seed)  # of dropout
+    for _ in range(epochs):
+        for batch in batches:
+            optimizer.zero_grad()
+            items = batch["labels"].ne(-100).sum()
+            mine(**batch, num_items_in_batch=items).loss.backward()
+            optimizer.step()
+    write(name, mine, [])
+
+
+def write(name: str, trained: torch.nn.Module, history: list[dict[str, float]]) -> None:
+    vector = torch.nn.utils.parameters_to_vector(trained.parameters()).detach()
+    torch.save({"vector": vector, "history": history}, f"{name}-{orchestra.rank()}.pt")
+
+
+if __name__ == "__main__":
+    for settings in json.loads(Path(sys.argv[1]).read_text()):
+        if "rate" in settings:
+            own_loop(**settings)
+        else:
+            run(**settings)
