@@ -58,7 +58,7 @@ def run(
     **settings: Any,
 ) -> None:
     arguments = TrainingArguments(
-        f"out-{name}" if resume is None else f"out-{resume}",
+        f"out-{name}",
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
@@ -69,7 +69,7 @@ def run(
     trainer = Trainer(model(), arguments, train_dataset=Texts(samples), eval_dataset=Texts(24))
     if strategy is not None:
         trainer = distribute(trainer, strategy)
-    trainer.train(resume_from_checkpoint=resume and f"out-{resume}/checkpoint-3")
+    trainer.train(resume_from_checkpoint=resume)
     write(name, trainer.model, trainer.state.log_history)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +26,10 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_batches import Batches
 
 try:
+    from accelerate import skip_first_batches
     from accelerate.state import DistributedType, PartialState
     from transformers import Trainer
+    from transformers import trainer as trainer_module
 except ImportError as error:
     raise InputError(
         f"orchestra.integrations.transformers needs Transformers and Accelerate ({error}): "
@@ -34,6 +37,9 @@ except ImportError as error:
     ) from None
 
 T = TypeVar("T", bound=Trainer)
+
+STATE_NAME = "orchestra.pt"
+"""In a checkpoint's folder: what `batches.state_dict()` gave."""
 
 
 def distribute(
@@ -48,10 +54,10 @@ def distribute(
     """Train with `trainer` under `strategy`, on all processes that torchrun or its like started.
 
     In place of DistributedDataParallel, and with the same batches: `per_device_train_batch_size` is
-    that of one worker, and the samplers are the Trainer's. Each worker evaluates the whole
-    evaluation set, on the agreed parameters, and all go by the first one's metrics. Checkpoints hold
-    the agreed parameters. A dedicated server never comes back from `trainer.train()`: its process
-    ends there with status 0 once the workers' scripts are over.
+    that of one worker, and the samplers are the Trainer's. Each worker evaluates on all samples,
+    with the agreed parameters, and all go by the first one's metrics. Checkpoints hold the agreed
+    parameters, and all that the training goes on from. A dedicated server never comes back from
+    `trainer.train()`: its process ends there with status 0 once the workers' scripts are over.
 
     Args:
         trainer: of this class or a subclass; not yet training.
@@ -95,6 +101,7 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
         "parallelism_config": args.parallelism_config is not None,
         "accelerator_config.split_batches": bool(args.accelerator_config.split_batches),
         "auto_find_batch_size": bool(args.auto_find_batch_size),
+        "save_on_each_node": bool(args.save_on_each_node),
     }
     for name, given in refused.items():
         if given:
@@ -157,7 +164,7 @@ class _Loader:
         self._group = group
         self._batches: Batches | None = None
         self._groups: Iterator[list[Any]] | None = None
-        self._given = 0
+        self._given = self._skipped = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._prepared, name)
@@ -169,11 +176,18 @@ class _Loader:
         """From now on iterate `batches`."""
         self._batches = batches
 
+    def skip(self, batches: int) -> _Loader:
+        """The next epoch, from its batch number `batches` on."""
+        self._skipped = batches
+        return self
+
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
             yield from self._prepared
             return
-        self._given = 0
+        self._given, self._skipped = self._skipped, 0
+        if self._batches.taken != self._given:  # it was not resumed, or not from this batch on
+            self._batches.start_at(self._given)
         self._groups = groups = self._batches.groups(self._group)
         for group in groups:
             self._given += len(group)
@@ -194,15 +208,21 @@ class _Loader:
         The Trainer asks for as many batches as there are, and never finds that there are no more.
         Since a `Switch` began a phase of fewer workers there may be more: those are left out.
         """
-        groups, self._groups = self._groups, None
-        if groups is None:
-            return
-        assert self._batches is not None
-        if self.exhausted and self._given == len(self._batches):
-            next(groups, None)
-        else:
-            groups.close()  # type: ignore[attr-defined]  # a generator
-            self._batches.agree()
+        if self._groups is not None:
+            assert self._batches is not None
+            self._groups.close()  # type: ignore[attr-defined]  # a generator
+            self._groups = None
+            self._batches.end_epoch()
+
+
+def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """For the Trainer, which makes a new loader when it goes on in the midst of an epoch."""
+    if isinstance(loader, _Loader):
+        return loader.skip(num_batches)
+    return skip_first_batches(loader, num_batches)
+
+
+trainer_module.skip_first_batches = _skip_first_batches
 
 
 class _Distributed(Trainer):
@@ -254,6 +274,10 @@ class _Distributed(Trainer):
         )
         distribution.loader, distribution.batches = loader, batches
         loader.deal_out(batches)
+        if resume_from_checkpoint is not None:
+            state = Path(resume_from_checkpoint) / STATE_NAME
+            if state.exists():
+                batches.load_state_dict(torch.load(state, weights_only=True))
         return model, loader
 
     def get_batch_samples(
@@ -329,6 +353,14 @@ class _Distributed(Trainer):
         with batches.pause():
             super()._save_checkpoint(*args, **kwargs)
             self._wait_for_all()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        batches = self.distribution.batches
+        assert batches is not None
+        state = batches.state_dict()  # after which the first worker's optimizer has all moments
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / STATE_NAME)
+        super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """By the first worker; in a checkpoint the others wait for it."""
