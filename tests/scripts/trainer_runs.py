@@ -5,6 +5,7 @@ without one as the library distributes them itself. Writes what each one has com
 """
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,34 +44,47 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._inputs[index], "labels": self._labels[index]}
 
 
-def model() -> GPT2LMHeadModel:
+def model(dropout: float = 0.1) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": None}
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ends))
+    drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, **drops))
 
 
 def run(
     name: str,
     strategy: str | None = None,
     samples: int = 40,
+    dropout: float = 0.1,
     resume: str | None = None,
     **settings: Any,
 ) -> None:
+    usual = {
+        "learning_rate": 0.01,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     arguments = TrainingArguments(
-        f"out-{name}",
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=4,
-        **{"learning_rate": 0.01, "logging_steps": 1, "save_strategy": "no", **settings},
+        f"out-{name}", use_cpu=True, report_to="none", disable_tqdm=True, **{**usual, **settings}
     )
-    trainer = Trainer(model(), arguments, train_dataset=Texts(samples), eval_dataset=Texts(24))
+    trainer = Trainer(
+        model(dropout),
+        arguments,
+        train_dataset=Texts(samples),
+        eval_dataset=Texts(24),
+        compute_metrics=lambda _: {"rank": float(orchestra.rank())},
+    )
     if strategy is not None:
         trainer = distribute(trainer, strategy)
     trainer.train(resume_from_checkpoint=resume)
-    write(name, trainer.model, trainer.state.log_history)
+    place = {
+        "world_size": arguments.world_size,
+        "first": [arguments.should_save, arguments.should_log, trainer.is_world_process_zero()],
+    }
+    write(name, trainer.model, history=trainer.state.log_history, **place)
 
 
 def own_loop(name: str, strategy: str, rate: float, epochs: int) -> None:
@@ -87,17 +101,25 @@ def own_loop(name: str, strategy: str, rate: float, epochs: int) -> None:
             items = batch["labels"].ne(-100).sum()
             mine(**batch, num_items_in_batch=items).loss.backward()
             optimizer.step()
-    write(name, mine, [])
+    write(name, mine)
 
 
-def write(name: str, trained: torch.nn.Module, history: list[dict[str, float]]) -> None:
+def write(name: str, trained: torch.nn.Module, **found: Any) -> None:
     vector = torch.nn.utils.parameters_to_vector(trained.parameters()).detach()
-    torch.save({"vector": vector, "history": history}, f"{name}-{orchestra.rank()}.pt")
+    torch.save({"vector": vector, **found}, f"{name}-{orchestra.rank()}.pt")
+
+
+def example(arguments: list[str]) -> None:
+    sys.argv[1:] = arguments
+    path = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+    runpy.run_path(str(path), run_name="__main__")
 
 
 if __name__ == "__main__":
-    for settings in json.loads(Path(sys.argv[1]).read_text()):
+    for settings in json.loads(sys.argv[1]):
         if "rate" in settings:
             own_loop(**settings)
+        elif "arguments" in settings:
+            example(**settings)
         else:
             run(**settings)

@@ -274,7 +274,7 @@ class _Distributed(Trainer):
         )
         distribution.loader, distribution.batches = loader, batches
         loader.deal_out(batches)
-        if resume_from_checkpoint is not None:
+        if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
                 batches.load_state_dict(torch.load(state, weights_only=True))

@@ -299,8 +299,8 @@ class Batches:
             self._sharded.epoch = position["order"]
         self.begun = self._in_epoch = self.left = False
         self._order = order
-        own = generators_of(self.loader)
-        for generator, state in zip(own, order["generators"], strict=True):
+        own = generators_of(self.loader)  # a sampler may make, and seed, its own when it is asked
+        for generator, state in zip(own, order["generators"], strict=False):
             generator.set_state(state)
 
     @contextlib.contextmanager
