@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.own_loops import BATCH, State, samples, state_of
+from tests.commands import torchrun
+from tests.own_loops import BATCH, State, Stream, samples, state_of
 from tests.threads import run_ranks
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.worker.runtime import Runtime
 
+SCRIPTS = Path(__file__).parent / "scripts"
 EPOCHS, COUNT = 3, 24
 SHARDED = "AllReduce(shard='optimizer')"
 BESIDE = "ParameterServer(placement='beside', servers=2)"
@@ -43,9 +48,9 @@ class Run:
     """One rank's loop, which keeps what it has seen and saved."""
 
     def __init__(
-        self, runtime: Runtime, strategy: str, loader: Any, seed: int = 0, **options: Any
+        self, runtime: Runtime, strategy: str, loader: Any, initial: int = 0, **options: Any
     ) -> None:
-        self.model = a_model(seed)
+        self.model = a_model(initial)
         self.optimizer = adam(self.model)
         self.loop = OwnLoop(
             runtime, self.model, self.optimizer, loader,
@@ -107,7 +112,7 @@ def through_and_resumed(
         state = expected[0][2][place]
 
         def resumed(runtime: Runtime, state: bytes = state) -> Any:
-            run = Run(runtime, strategy, loader(), seed=runtime.rank + 1, **options)
+            run = Run(runtime, strategy, loader(), initial=runtime.rank + 1, **options)
             if run.batches.is_worker():
                 run.load(state)
                 run.train()
@@ -141,3 +146,333 @@ def through_and_resumed(
 )
 def test_resumed(strategy: str) -> None:
     through_and_resumed(strategy, (1, 4, -2))
+
+
+def test_resumed_where_workers_take_batches_from_a_queue() -> None:
+    """Saved between epochs, twice; each sample is taken once. In mid-epoch it is refused."""
+
+    def through(runtime: Runtime) -> Any:
+        run = Run(runtime, ASYNCHRONOUS, shuffled())
+        if not run.batches.is_worker():
+            run.batches.serve_to_the_end()
+            return run.end()
+        run.save(0)
+        run.train((-1,), epochs=1)
+        run.save(-1)
+        run.train(epochs=2)
+        return run.end()
+
+    def resumed(runtime: Runtime) -> Any:
+        run = Run(runtime, ASYNCHRONOUS, shuffled(), initial=1)
+        if run.batches.is_worker():
+            run.load(saved)
+            run.train(epochs=2)
+        else:
+            run.batches.serve_to_the_end()
+        return run.end()
+
+    def in_mid_epoch(runtime: Runtime) -> None:
+        Run(runtime, ASYNCHRONOUS, shuffled()).train((1,))
+
+    first = run_ranks(3, through)
+    saved = first[0][2][-1]
+    second = run_ranks(3, resumed)
+    for results, epochs in ((first, 2), (second, 1)):
+        seen = sorted(number for _, batches, _ in results for batch in batches for number in batch)
+        assert seen == sorted(list(range(COUNT)) * epochs)
+    assert equal(second[0][0], second[1][0])
+    with pytest.raises(InputError, match="save when the epoch has ended"):
+        run_ranks(3, in_mid_epoch)
+
+
+def own_generator() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(4)
+    sampler = WeightedRandomSampler([1.0] * COUNT, COUNT, generator=generator)
+    return DataLoader(samples(COUNT), batch_size=BATCH, sampler=sampler)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "own generator": own_generator,
+    "stream": lambda: DataLoader(Stream(samples(COUNT)), batch_size=BATCH),
+    "list": lambda: list(DataLoader(samples(COUNT), batch_size=BATCH)),
+    "loading ahead": lambda: DataLoader(samples(COUNT), BATCH, shuffle=True, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_order_of_any_loader_goes_on(kind: str) -> None:
+    through_and_resumed("AllReduce", (2, -1), ranks=2, loader=LOADERS[kind])
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", BESIDE.replace(", servers=2", ""), "Gossip"])
+def test_one_worker_draws_the_same_numbers(strategy: str) -> None:
+    """Its loader draws from the global generator, and so does dropout; batches are not loaded that
+    were had."""
+    loaded: list[int] = []
+
+    class Noted(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            loaded.append(index)
+            return super().__getitem__(index)
+
+    def trained(runtime: Runtime) -> Any:
+        run = Run(
+            runtime, strategy, DataLoader(Noted(*samples(COUNT).tensors), BATCH, shuffle=True)
+        )
+        run.model.insert(3, nn.Dropout(0.5))
+        if saved:
+            torch.manual_seed(9)
+            run.load(saved[5])
+        run.train((5,))
+        return run.end()
+
+    saved: dict[int, bytes] = {}
+    torch.manual_seed(7)
+    ((expected, seen, saved),) = run_ranks(1, trained)
+    loaded.clear()
+    ((state, later, _),) = run_ranks(1, trained)
+    assert equal(state, expected)
+    assert later == seen[5:]
+    assert loaded == [number for batch in later for number in batch]
+
+
+# What is loaded into model and optimizer
+
+
+def in_order() -> DataLoader[Any]:
+    return DataLoader(samples(COUNT), batch_size=BATCH)
+
+
+def union(workers: int) -> DataLoader[Any]:
+    return DataLoader(samples(COUNT), batch_size=workers * BATCH)
+
+
+def without_buffers(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def some_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+
+def plain_states(workers: int) -> list[Any]:
+    """Model and optimizer in plain PyTorch, after each of three epochs."""
+    model = without_buffers(0)
+    optimizer = adam(model)
+    states = []
+    for _ in range(3):
+        some_steps(model, optimizer, union(workers))
+        states.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    return states
+
+
+def same(ours: Any, plain: Any) -> None:
+    torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("when", ["before distribute", "after it", "in mid-training"])
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("AllReduce", 3), (SHARDED, 3), ("ParameterServer", 2), (BESIDE, 3),
+        ("ParameterServer(servers=2, replicas=1)", 1),
+        ("Switch(AllReduce, ParameterServer(placement='beside'), when=AfterSteps(2))", 3),
+    ],
+)  # fmt: skip
+def test_what_is_loaded_counts(strategy: str, workers: int, when: str) -> None:
+    """Model and optimizer go on from files of plain PyTorch, whose files they write; what is loaded
+    last stays, and what was trained last goes with the optimizer into the next loop."""
+    states = plain_states(workers)
+    final = 2 if when == "before distribute" else 1
+
+    def train(runtime: Runtime) -> Any:
+        model = without_buffers(runtime.rank + 1)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)  # what is loaded counts
+
+        def load(epoch: int) -> None:
+            loaded = copy.deepcopy(states[epoch])
+            model.load_state_dict(loaded[0])
+            optimizer.load_state_dict(loaded[1])
+
+        if when == "before distribute":
+            load(0)
+        parsed = parse(strategy, STRATEGIES, where="strategy")
+        loop = OwnLoop(runtime, model, optimizer, in_order(), parsed)
+        batches = loop.batches
+        if not batches.is_worker():
+            batches.serve_to_the_end()
+        else:
+            if when == "after it":
+                load(0)
+            some_steps(model, optimizer, batches)
+            if when == "in mid-training":
+                load(0)
+                batches.agree()
+                some_steps(model, optimizer, batches)
+            batches.state_dict()
+            if runtime.rank == 0:
+                same(optimizer.state_dict()["state"], states[1][1]["state"])
+            some_steps(model, optimizer, batches)
+            if final == 1:
+                load(1)
+        loop.finish(goes_on=True)
+        return state_of(model), optimizer.state_dict()
+
+    for rank, (state, moments) in enumerate(run_ranks(3, train)):
+        if rank < workers:
+            same(state, states[final][0])
+            same(moments["state"], states[final][1]["state"])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ASYNCHRONOUS, "ParameterServer(consistency='asynchronous', placement='beside')",
+        "LocalSGD(3, outer=Nesterov())", "LocalSGD(2, outer=Elastic())", "ElasticAveraging(1)",
+        "StochasticGradientPush(overlap=1)", "PairwiseAveraging", "Gossip", "Hop", "Prague(2)",
+    ],
+)  # fmt: skip
+def test_no_strategy_goes_back_to_what_was_before_a_load(strategy: str) -> None:
+    """With a rate of 0 the model stays what was loaded, whatever is averaged, and with whom."""
+    loaded = without_buffers(9).state_dict()
+
+    def train(runtime: Runtime) -> State:
+        model = without_buffers(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parsed = parse(strategy, STRATEGIES, where="strategy")
+        loop = OwnLoop(runtime, model, optimizer, in_order(), parsed)
+        if loop.batches.is_worker():
+            some_steps(model, optimizer, loop.batches)
+            model[0].load_state_dict({name: loaded[f"0.{name}"] for name in ("weight", "bias")})
+            model.load_state_dict(loaded)
+            optimizer.param_groups[0]["lr"] = 0.0
+            some_steps(model, optimizer, loop.batches)
+        else:
+            loop.batches.serve_to_the_end()
+        loop.finish(goes_on=True)
+        return state_of(model)
+
+    for state in run_ranks(3, train)[:2]:
+        same(state, dict(loaded))
+
+
+# What is refused
+
+
+def refused(words: str, attempt: Callable[[Run], None], strategy: str, **options: Any) -> None:
+    """On two ranks."""
+
+    def try_it(runtime: Runtime) -> None:
+        attempt(Run(runtime, strategy, **{"loader": shuffled(), **options}))
+
+    with pytest.raises(InputError, match=words):
+        run_ranks(2, try_it)
+
+
+def test_states_of_something_else_are_refused() -> None:
+    def save(runtime: Runtime) -> dict[int, bytes]:
+        run = Run(runtime, "LocalSGD(2)", shuffled())
+        run.train((1,), epochs=1)
+        return run.end()[2]
+
+    def load(run: Run) -> None:
+        run.load(first[1])
+
+    def load_another_optimizers(run: Run) -> None:
+        run.loop.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        load(run)
+
+    def load_another_models(run: Run) -> None:
+        state = torch.load(io.BytesIO(first[1]))
+        state["ranks"]["0"]["parameters"]["0.weight"] = torch.zeros(5, 4)
+        run.batches.load_state_dict(state)
+
+    def load_unlike(run: Run) -> None:
+        state = torch.load(io.BytesIO(first[1]))
+        state["position"]["epoch"] += run.loop.worker.rank
+        run.batches.load_state_dict(state)
+
+    def load_in_an_iteration(run: Run) -> None:
+        iterator = iter(run.batches)
+        run.step(next(iterator))
+        load(run)
+
+    first, second = run_ranks(2, save)
+    shorter = DataLoader(samples(COUNT // 2), batch_size=BATCH, shuffle=True)
+    for words, attempt in (
+        ("of optimizer=AdamW, and .* optimizer=SGD", load_another_optimizers),
+        (r"another model.*'0.weight' has the shape \(5, 4\)", load_another_models),
+        ("workers load unlike states", load_unlike),
+        ("is under way: call it before", load_in_an_iteration),
+        ("lacks what other ranks had", lambda run: run.load(second[1])),
+        ("expected what batches.state_dict", lambda run: run.batches.load_state_dict({})),
+    ):
+        refused(words, attempt, "LocalSGD(2)")
+    refused(r"of strategy=LocalSGD\(2\), and this loop of strategy=Gossip", load, "Gossip")
+    refused("seed=0, and this loop of seed=1: distribute with", load, "LocalSGD(2)", seed=1)
+    refused("in the midst of an epoch of 6 batches", load, "LocalSGD(2)", loader=shorter)
+    with pytest.raises(InputError, match="of ranks=2, and this loop of ranks=3"):
+        run_ranks(3, lambda runtime: load(Run(runtime, "LocalSGD(2)", shuffled())))
+
+
+def test_states_are_saved_between_steps_and_moments_where_they_are() -> None:
+    def before_the_step(run: Run) -> None:
+        batch = next(iter(run.batches))
+        run.model(batch[0]).sum().backward()
+        run.batches.state_dict()
+
+    def the_optimizers(run: Run) -> None:
+        run.step(next(iter(run.batches)))
+        run.optimizer.state_dict()
+
+    def on_the_second(run: Run) -> None:
+        run.step(next(iter(run.batches)))
+        run.batches.state_dict()
+        if run.loop.worker.rank == 1:
+            run.optimizer.state_dict()
+
+    def after_another_step(run: Run) -> None:
+        for batch in run.batches:
+            run.step(batch)
+            run.batches.state_dict()
+        run.train(epochs=2)
+        run.optimizer.state_dict()
+
+    def moments_on_one_rank_only(runtime: Runtime) -> None:
+        model = without_buffers(0)
+        optimizer = adam(model)
+        if runtime.rank == 1:
+            some_steps(model, optimizer, union(1))
+        parsed = parse("AllReduce", STRATEGIES, where="strategy")
+        OwnLoop(runtime, model, optimizer, in_order(), parsed)
+
+    refused("gradients wait for their step", before_the_step, "AllReduce")
+    for strategy in (SHARDED, BESIDE):
+        refused("save batches.state_dict", the_optimizers, strategy)
+        refused("collected the moments on rank 0", on_the_second, strategy)
+        refused("save batches.state_dict", after_another_step, strategy)
+    with pytest.raises(InputError, match="other moments than on the first rank"):
+        run_ranks(2, moments_on_one_rank_only)
+
+
+# On processes
+
+
+def test_other_processes_go_on_from_a_file(tmp_path: Path) -> None:
+    """Bit for bit, with each rank's random numbers, whatever another seed has given meanwhile."""
+    strategies = ["AllReduce", SHARDED, "ParameterServer", BESIDE, "LocalSGD(2)"]
+    for mode in ("through", "resumed"):
+        with torchrun(SCRIPTS / "saved_loop.py", 3, [mode, *strategies], tmp_path) as process:
+            ended = process.end()
+        assert ended.status == 0, ended.err
+    for number, strategy in enumerate(strategies):
+        for rank in range(2 if strategy == "ParameterServer" else 3):
+            through, resumed = (
+                torch.load(tmp_path / f"{mode}-{number}-{rank}.pt", weights_only=True)
+                for mode in ("through", "resumed")
+            )
+            assert equal(resumed, through), (strategy, rank)

@@ -20,11 +20,12 @@ from orchestra.data.own_loop import (
     generators_of,
     shard_loader,
 )
-from orchestra.errors import InputError, PeerLost
+from orchestra.errors import InputError
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import WorkSource
 from orchestra.trainer.own_state import Word
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
+from orchestra.trainer.saved_state import check_place
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Batches:
             each._end_epoch()
 
     def _is_over(self) -> bool:
-        """Whether there is nothing to iterate over, where that is no mistake."""
+        """Whether there is nothing to do any more, where that is no mistake."""
         if not self.ended:
             return False
         if self.is_worker():
@@ -237,12 +238,12 @@ class Batches:
             InputError: there is no such place here; the message says where one is.
         """
         loop = self._loop
-        if self.ended:
-            raise InputError(f"batches.state_dict(): {ENDED}")
+        if self._is_over():
+            return loop.kept.saved(self, {})
         if not self.is_worker():
             self._serve(until_saved=True)
             return loop.kept.saved(self, {})
-        loop.kept.check_place(self)
+        check_place(loop)
         loop.kept.take_over()
         loop.strategy.quiesce(loop.worker, loop.state, SAVING)
         return loop.kept.saved(self, loop.kept.collect())
@@ -256,8 +257,8 @@ class Batches:
         Raises:
             InputError: `state` is of other settings, or training has come too far to go back.
         """
-        if self.ended:
-            raise InputError(f"batches.load_state_dict(): {ENDED}")
+        if self._is_over():
+            return
         if self._in_epoch and not self.left:
             raise InputError(
                 "batches.load_state_dict(): an iteration over the batches is under way: call it "
@@ -415,30 +416,6 @@ class Batches:
         if word is Word.HANDS_OVER:
             self._loop.kept.hand_over()
 
-    def tell(self, word: Word) -> None:
-        """On workers, before they stop: the first one tells ranks that serve what follows."""
-        worker, (first, serving) = self._loop.worker, self.places()
-        if worker.rank == first:
-            for rank in serving:
-                with contextlib.suppress(PeerLost):
-                    worker.transport.send(torch.tensor([word]), rank, Tag.GOES_ON).wait()
-
-    def hear(self) -> Word:
-        """On a rank that serves, once it has stopped: what follows."""
-        first, _ = self.places()
-        try:
-            return Word(int(self._loop.worker.transport.receive(first, Tag.GOES_ON).wait()))
-        except PeerLost:
-            return Word.OVER
-
-    def places(self) -> tuple[int, list[int]]:
-        """The first worker, and the ranks that serve, of those that are there."""
-        worker = self._loop.worker
-        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
-        everyone = worker.everyone.ranks
-        first = next(rank for rank in workers if rank in everyone)
-        return first, [rank for rank in everyone if rank not in workers]
-
     def _serve(self, *, until_saved: bool = False) -> Word | None:
         """To the end of the workers' epoch; what follows, where it is that of the loop."""
         loop = self._loop
@@ -448,7 +425,7 @@ class Batches:
         while not self.is_worker():
             paused = loop.strategy.serve(loop.worker, loop.state)
             if paused is None:
-                word = self.hear()
+                word = loop.kept.hear()
                 if word not in (Word.RESTART, Word.RESUME):
                     self.ended, last = True, word
                     break

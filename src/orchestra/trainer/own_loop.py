@@ -66,18 +66,17 @@ class OwnLoop:
             )
         check_model(model, optimizer, len(roles.workers))
         _refuse_late_workers(strategy, runtime.ranks)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        spec = OptimizerSpec.from_instance(optimizer, names)
+        self.optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.worker = Worker(
             runtime,
             model,
-            spec,
+            self.optimizer_spec(),
             own_optimizer=optimizer,
             bucket_bytes=int(bucket_megabytes * 1e6),
             overlap=overlap,
         )
         part_storages(self.worker)
-        self.optimizer = optimizer
         self.accumulation = accumulation
         queued = None
         source = loader if isinstance(loader, Batches) and not loader.ended else None
@@ -106,6 +105,10 @@ class OwnLoop:
         self._take_over_forward(model)
         self._take_over_backward(model)
         self._take_over_step()
+
+    def optimizer_spec(self) -> OptimizerSpec:
+        """How to make an optimizer with the options that the user's has now."""
+        return OptimizerSpec.from_instance(self.optimizer, self._names)
 
     def prepare_start(self) -> None:
         """Undo what a strategy that has started, and may have changed its phase, has set."""
@@ -324,10 +327,10 @@ class OwnLoop:
         works, word = self.batches.is_worker(), Word.GOES_ON if goes_on else Word.OVER
         if works:
             word = self.kept.last_word(word)
-            self.batches.tell(word)
+            self.kept.tell(word)
         self.kept.stop()
         self.batches.left = False
-        self.batches.end(word if works else self.batches.hear())
+        self.batches.end(word if works else self.kept.hear())
 
     def close(self, *, handed_over: bool) -> None:
         """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""

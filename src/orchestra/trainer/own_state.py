@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from orchestra import exchange
-from orchestra.data.alike import digest
-from orchestra.errors import InputError
+from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.moments import Moments, export_moments, join_moments
+from orchestra.optimizers.spec import get_options, set_options
 from orchestra.optimizers.state import capture, restore
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_model import Hook
 from orchestra.trainer.random_state import random_state, restore_random_state
+from orchestra.trainer.saved_state import check_fits, length_of, settings_of
 from orchestra.trainer.transfer import Tensors, digests, give, pack, take, unpack
+from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 if TYPE_CHECKING:
     from orchestra.trainer.own_batches import Batches
     from orchestra.trainer.own_loop import OwnLoop
 
-LOADED: tuple[object, str] = (nullcontext(), "__exit__")  # takes anything, and does nothing
+LOADED: tuple[object, str] = (
+    contextlib.nullcontext(),
+    "__exit__",
+)  # takes anything, and does nothing
 
 
 class Word(enum.IntEnum):
@@ -132,6 +137,8 @@ class OwnState:
         self._loaded_model = self._loaded_moments = False
         if not loop.batches.is_worker() or loop.batches.ended:
             return
+        if moments:
+            self._worker.optimizer = loop.optimizer_spec()
         whole, synchronous = self._whole, loop.strategy.currently_synchronous(loop.state)
         if not (moments and not whole) and not (model and not (whole and synchronous)):
             return
@@ -144,7 +151,7 @@ class OwnState:
         loaded = None
         if moments and not whole:
             loaded = export_moments(loop.optimizer, self._worker.named_parameters())
-        loop.batches.tell(Word.RESTART)
+        self.tell(Word.RESTART)
         self._restart(loaded)
 
     def _restart(self, moments: Moments | None) -> None:
@@ -153,26 +160,35 @@ class OwnState:
         own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
         kept = [tensor.clone() for tensor in own]
         before = loop.strategy.optimizer_parts(worker, loop.state)
-        hands_over = [moments is not None]
+        loaded: dict[str, Any] = {
+            "moments": moments,
+            "consumed": worker.step.consumed,
+            "groups": get_options(loop.optimizer),
+        }
 
         def renew() -> None:
-            loaded = {"moments": moments, "consumed": worker.step.consumed}
+            nonlocal loaded
             loaded = self._hand_out(dict.fromkeys(worker.everyone.ranks, loaded), loaded)
             for tensor, values in zip(own, kept, strict=True):
                 restore(tensor, values)
+            self._set_options(loaded["groups"])
             worker.step.consumed = loaded["consumed"]
             worker.inherited = loaded["moments"] or {}
-            hands_over[0] = loaded["moments"] is not None
 
         loop.state = loop.strategy.restart(worker, loop.state, renew)
         worker.inherited = {}
-        if hands_over[0]:
+        if loaded["moments"] is not None:
             self._inherited = True
             self._release_moments()
             return
         after = loop.strategy.optimizer_parts(worker, loop.state)
         for old, new in zip(before, after, strict=True):
             restore(new.optimizer, capture(old.optimizer))
+
+    def _set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Weight decay and the like, also of optimizers that are made on other ranks or later."""
+        set_options(self._loop.optimizer, groups)
+        self._worker.optimizer = self._loop.optimizer_spec()
 
     # Collecting
 
@@ -222,116 +238,44 @@ class OwnState:
         for name, state in moments.items():
             self._loop.optimizer.state[parameters[name]] = state
 
-    def check_place(self, batches: Batches) -> None:
-        """Raises InputError where there is no state that could be gone on from."""
-        loop, where = self._loop, "batches.state_dict()"
-        if not loop.between_steps:
-            raise InputError(f"{where}: gradients wait for their step: call it after that")
-        if batches.taken and loop.strategy.work(loop.state) is not None:
-            raise InputError(
-                f"{where} in mid-epoch needs equally many batches on every worker: set "
-                "work='equal' in distribute, or save when the epoch has ended"
-            )
-        if batches.dealt_out_anew:
-            raise InputError(
-                f"{where}: a rank has become a server in this epoch, so that nobody takes its part "
-                "of it: save when the epoch has ended"
-            )
-
     def saved(self, batches: Batches, ranks: Mapping[str, Any]) -> dict[str, Any]:
         """The whole of a state."""
         loop = self._loop
-        groups = loop.optimizer.param_groups
         return {
-            "settings": self._settings(batches),
+            "settings": settings_of(loop),
             "position": {
                 "epoch": batches.epoch,
                 "taken": batches.taken - (loop.counts.ahead or 0),
-                "length": _length(batches),
+                "length": length_of(batches),
                 "order": batches.order,
                 "backwards": loop.backwards if batches.taken else 0,
                 "consumed": self._worker.step.consumed,
                 "steps": loop.steps,
             },
-            "groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in groups
-            ],
+            "groups": get_options(loop.optimizer),
             "ranks": dict(ranks),
-        }
-
-    def _settings(self, batches: Batches) -> dict[str, Any]:
-        loop = self._loop
-        return {
-            "strategy": repr(loop.strategy),
-            "ranks": self._worker.runtime.ranks,
-            "optimizer": type(loop.optimizer).__name__,
-            "accumulation": loop.accumulation,
-            "seed": batches.seed,
-            "work": "equal" if self._loop.queued is None else "shared",
         }
 
     # Going on from a state
 
     def load(self, batches: Batches, state: Mapping[str, Any]) -> None:
         """Collective over the workers, and the ranks that serve: go on from what `saved` gave."""
-        loop, position = self._loop, self._checked(batches, state)
+        check_fits(self._loop, state)
+        loop, position = self._loop, state["position"]
         self._loaded_model = self._loaded_moments = self._collected = False
-        batches.tell(Word.RESUME)
+        self.tell(Word.RESUME)
         ranks = state["ranks"]
         own = ranks[str(self._worker.rank)]
-        self._resume({**own, "consumed": position["consumed"]}, ranks)
-        for group, saved in zip(loop.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
+        self._resume(ranks, {"consumed": position["consumed"], "groups": state["groups"]})
         loop.steps = position["steps"]
         batches.go_on_from(position, own["order"])
 
-    def _checked(self, batches: Batches, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The position in `state`, which has to fit this loop."""
-        where, loop, worker = "batches.load_state_dict()", self._loop, self._worker
-        expected = {"settings", "position", "groups", "ranks"}
-        if not isinstance(state, Mapping) or not expected <= state.keys():
-            raise InputError(f"{where}: expected what batches.state_dict() returned")
-        for name, ours in self._settings(batches).items():
-            theirs = state["settings"].get(name)
-            if theirs != ours:
-                raise InputError(
-                    f"{where}: the state is of {name}={theirs}, and this loop of {name}={ours}: "
-                    "distribute with the settings that it was saved under"
-                )
-        if state["ranks"].keys() != {str(rank) for rank in range(worker.runtime.ranks)}:
-            raise InputError(
-                f"{where}: the state lacks what other ranks had: save what the first worker's "
-                "batches.state_dict() returned (if orchestra.is_first())"
-            )
-        every = (each["parameters"] for each in state["ranks"].values())
-        parameters = next(named for named in every if named)  # servers have none
-        found = differences(worker, parameters)
-        if found or len(state["groups"]) != len(loop.optimizer.param_groups):
-            raise InputError(
-                f"{where}: the state is of another model or optimizer: "
-                f"{found or 'it has other parameter groups'}"
-            )
-        position: Mapping[str, Any] = state["position"]
-        if position["taken"] and position["length"] != _length(batches):
-            raise InputError(
-                f"{where}: the state is from the midst of an epoch of {position['length']} batches "
-                f"on each worker, and here it has {_length(batches)}: use the same loader"
-            )
-        roles = loop.strategy.roles(worker.runtime.ranks)
-        if loop.strategy.current_roles(worker, loop.state) != roles:
-            raise InputError(
-                f"{where}: ranks have changed their roles since the beginning: load before training"
-            )
-        if not batches.alike(digest([position, parameters])):
-            raise InputError(f"{where}: workers load unlike states: give all the same one")
-        return position
-
-    def _resume(self, own: Any, ranks: Mapping[str, Any]) -> None:
+    def _resume(self, ranks: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         loop, worker = self._loop, self._worker
         loop.strategy.stop(worker, loop.state)
         exchange.wait_for_everyone(worker)
-        parts = {int(rank): {**part, "consumed": own["consumed"]} for rank, part in ranks.items()}
-        own = self._hand_out(parts, own)
+        parts = {int(rank): {**part, **common} for rank, part in ranks.items()}
+        own = self._hand_out(parts, parts.get(worker.rank))
         for tensors, saved in (
             (worker.named_parameters(), own["parameters"]),
             (dict(worker.buffers), own["buffers"]),
@@ -340,6 +284,7 @@ class OwnState:
                 restore(tensors[name], saved[name])
         worker.step.consumed, worker.step.rates = own["consumed"], tuple(own["rates"])
         loop.prepare_start()
+        self._set_options(own["groups"])
         self._restoring = True
         try:
             loop.state = loop.strategy.resume(worker, _copied(own["strategy"]))
@@ -351,9 +296,33 @@ class OwnState:
 
     # Ranks that serve
 
+    def tell(self, word: Word) -> None:
+        """On workers, before they stop: the first one tells ranks that serve what follows."""
+        first, serving = self.places()
+        if self._worker.rank == first:
+            for rank in serving:
+                with contextlib.suppress(PeerLost):
+                    self._worker.transport.send(torch.tensor([word]), rank, Tag.GOES_ON).wait()
+
+    def hear(self) -> Word:
+        """On a rank that serves, once it has stopped: what follows."""
+        first, _ = self.places()
+        try:
+            return Word(int(self._worker.transport.receive(first, Tag.GOES_ON).wait()))
+        except PeerLost:
+            return Word.OVER
+
+    def places(self) -> tuple[int, list[int]]:
+        """The first worker, and the ranks that serve, of those that are there."""
+        worker = self._worker
+        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
+        everyone = worker.everyone.ranks
+        first = next(rank for rank in workers if rank in everyone)
+        return first, [rank for rank in everyone if rank not in workers]
+
     def _hand_out(self, parts: Mapping[int, Any], own: Any) -> Any:
         """The first worker gives each rank that serves its part; a worker has its `own`."""
-        transport, (first, serving) = self._worker.transport, self._loop.batches.places()
+        transport, (first, serving) = self._worker.transport, self.places()
         if self._worker.rank in serving:
             return take(transport, first, {})
         if self._worker.rank == first:
@@ -366,7 +335,7 @@ class OwnState:
         if word is Word.RESTART:
             self._restart(None)
         else:
-            self._resume(None, {})
+            self._resume({}, {})
 
     # The end
 
@@ -387,7 +356,7 @@ class OwnState:
 
     def hand_over(self) -> None:
         """Collective, after the end: every rank's optimizer gets all moments."""
-        worker, first = self._worker, self._loop.batches.places()[0]
+        worker, first = self._worker, self.places()[0]
         with_parts = self._loop.strategy.optimizer_parts(worker, self._loop.state)
         own = [each for part in with_parts for each in part.moments()]
         others = [rank for rank in worker.everyone.ranks if rank != first]
@@ -408,23 +377,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _length(batches: Batches) -> int | None:
-    """Of an epoch, in batches; None where the loader does not know."""
-    try:
-        return len(batches)
-    except TypeError:
-        return None
-
-
-def differences(worker: Worker, parameters: Mapping[str, Tensor]) -> str:
-    """In which parameter a state is another model's; empty if in none."""
-    named = worker.named_parameters()
-    for name in [*named, *parameters]:
-        if name not in parameters or name not in named:
-            return f"parameter {name!r} is in one of them only"
-        if parameters[name].shape != named[name].shape:
-            theirs, ours = tuple(parameters[name].shape), tuple(named[name].shape)
-            return f"parameter {name!r} has the shape {theirs} in it, and {ours} here"
-    return ""
