@@ -186,7 +186,7 @@ class _Loader:
             yield from self._prepared
             return
         self._given, self._skipped = self._skipped, 0
-        if self._batches.taken != self._given:  # it was not resumed, or not from this batch on
+        if self._batches.taken != self._given and not self._batches.ended:  # not resumed there
             self._batches.start_at(self._given)
         self._groups = groups = self._batches.groups(self._group)
         for group in groups:
