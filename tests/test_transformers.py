@@ -39,6 +39,7 @@ PLAIN: dict[str, Any] = {
 }
 SGD = {**PLAIN, "optim": "sgd", "learning_rate": 0.1}
 IN_ORDER = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
+STREAM = {"stream": True, "dropout": 0, "max_steps": 4, "gradient_accumulation_steps": 2}
 LOCAL = {
     **PLAIN,
     **IN_ORDER,
@@ -50,6 +51,10 @@ LOCAL = {
 BESIDE = "ParameterServer(placement='beside', returns='gradients')"
 SWITCH = f"Switch(AllReduce('ring'), {BESIDE}, when=AfterSteps(4))"
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+
+SWITCH_ASYNCHRONOUS = (  # the rule watches the loss
+    f"Switch(AllReduce('ring'), {ASYNCHRONOUS[:-1]}, placement='beside'), when=LossStable)"
+)
 
 Found = dict[str, Any]
 
@@ -90,7 +95,8 @@ def equal(folder: Path, one: str, other: str) -> bool:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With what the library's own DistributedDataParallel comes to on two ranks."""
     path = tmp_path_factory.mktemp("trainers")
-    launch([{"name": "ddp", **FULL}, {"name": "ddp-sgd", **SGD}], 2, path)
+    runs = [{"name": "ddp", **FULL}, {"name": "ddp-sgd", **SGD}, {"name": "ddp-stream", **STREAM}]
+    launch(runs, 2, path)
     return path
 
 
@@ -99,6 +105,7 @@ AVERAGED = [
     {"name": "beside", "strategy": BESIDE, **FULL},
     {"name": "switch", "strategy": SWITCH, **FULL},
     {"name": "resumed", "strategy": SWITCH, "resume": "out-switch/checkpoint-4", **FULL},
+    {"name": "stream", "strategy": "AllReduce('ring')", **STREAM},
     {"name": "taken-over", "strategy": BESIDE, "resume": "out-ddp/checkpoint-2", **FULL},
 ]
 APART = [
@@ -106,10 +113,17 @@ APART = [
     {"name": "own", "strategy": "LocalSGD(3)", "rate": 0.1, "epochs": 2},
     {"name": "as-own", "strategy": "LocalSGD(3)", **SGD, **IN_ORDER, "eval_strategy": "no"},
     {"name": "local", **LOCAL},
-    {"name": "local-resumed", "resume": "out-local/checkpoint-7", **LOCAL},
-    {"name": "async", "strategy": f"{ASYNCHRONOUS[:-1]}, placement='beside')", **SGD},
+    {"name": "stopped", **LOCAL, "max_steps": 7},
+    {"name": "local-resumed", "resume": "out-stopped/checkpoint-7", **LOCAL},
+    {"name": "async", "strategy": SWITCH_ASYNCHRONOUS, **SGD},
 ]
-UNEVEN = {"samples": 37, "dropout": 0, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}
+UNEVEN: dict[str, Any] = {
+    "samples": 37,
+    "dropout": 0,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "max_grad_norm": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +136,10 @@ def printed(folder: Path) -> str:
 @pytest.mark.parametrize("name", [run["name"] for run in AVERAGED])
 def test_gradients_averaged_are_those_of_ddp(name: str, folder: Path, printed: str) -> None:
     """With accumulation, clipping, bf16, a schedule, dropout, another number of labels in each
-    batch; from the beginning, and from checkpoints in the midst of an epoch, one of them DDP's."""
-    assert equal(folder, "ddp", name)
-    ours, theirs = (found(folder, run) for run in (name, "ddp"))
+    batch; of a stream without a length; from checkpoints in the midst of an epoch, also DDP's."""
+    reference = "ddp-stream" if name == "stream" else "ddp"
+    assert equal(folder, reference, name)
+    ours, theirs = (found(folder, run) for run in (name, reference))
     for key in ("loss", "grad_norm", "learning_rate", "step", "epoch"):
         assert logged(ours, key) == logged(theirs, key), key
     # The library divides by the labels of other ranks' batches, too, where it evaluates.
@@ -231,7 +246,7 @@ def test_what_would_distribute_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="split_batches does not go with Orchestra"):
         distribute(trainer, "AllReduce")
     with pytest.raises(InputError, match="expected a strategy or its notation, got 3"):
-        distribute(trainer, 3)
+        distribute(trainer, 3)  # type: ignore[arg-type]
 
 
 def test_few_lines_of_a_script_change() -> None:

@@ -7,12 +7,13 @@ without one as the library distributes them itself. Writes what each one has com
 import json
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -44,6 +45,14 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._inputs[index], "labels": self._labels[index]}
 
 
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The same, with no length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        texts = Texts(40)
+        return (texts[index] for index in range(40))
+
+
 def model(dropout: float = 0.1) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": None}
@@ -57,6 +66,7 @@ def run(
     strategy: str | None = None,
     samples: int = 40,
     dropout: float = 0.1,
+    stream: bool = False,
     resume: str | None = None,
     **settings: Any,
 ) -> None:
@@ -73,7 +83,7 @@ def run(
     trainer = Trainer(
         model(dropout),
         arguments,
-        train_dataset=Texts(samples),
+        train_dataset=Stream() if stream else Texts(samples),
         eval_dataset=Texts(24),
         compute_metrics=lambda _: {"rank": float(orchestra.rank())},
     )

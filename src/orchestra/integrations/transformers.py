@@ -1,8 +1,5 @@
-"""Distribute the training of a Trainer of Hugging Face Transformers.
-
-trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
-trainer = distribute(trainer, "LocalSGD(8)")
-trainer.train()
+"""Distribute the training of a Trainer of Hugging Face Transformers, before `trainer.train()`:
+`trainer = distribute(trainer, "LocalSGD(8)")`.
 """
 
 from __future__ import annotations
@@ -202,17 +199,21 @@ class _Loader:
         except TypeError:
             return False
 
-    def end_epoch(self) -> None:
-        """After an epoch's last step: let every worker's model hold the agreed parameters.
+    def leave(self, *, ends_epoch: bool) -> None:
+        """After a step that is the last one for now: every worker's model holds what is agreed.
 
         The Trainer asks for as many batches as there are, and never finds that there are no more.
         Since a `Switch` began a phase of fewer workers there may be more: those are left out.
         """
-        if self._groups is not None:
-            assert self._batches is not None
-            self._groups.close()  # type: ignore[attr-defined]  # a generator
-            self._groups = None
+        if self._groups is None:
+            return
+        assert self._batches is not None
+        self._groups.close()  # type: ignore[attr-defined]  # a generator
+        self._groups = None
+        if ends_epoch:
             self._batches.end_epoch()
+        else:
+            self._batches.agree()
 
 
 def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -251,7 +252,7 @@ class _Distributed(Trainer):
         return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """As long as one worker's part."""
+        """The loader of all samples, as long as one worker's part of it."""
         prepared = super().get_train_dataloader()
         return _Loader(prepared, self.distribution.workers, self.args.gradient_accumulation_steps)
 
@@ -315,9 +316,9 @@ class _Distributed(Trainer):
         assert batches is not None
         if batches.ended:
             return  # a rank that served to the end
-        stops = self.control.should_epoch_stop or self.control.should_training_stop
-        if loader.exhausted or stops:
-            loader.end_epoch()
+        ends_epoch = loader.exhausted or self.control.should_epoch_stop
+        if ends_epoch or self.control.should_training_stop:
+            loader.leave(ends_epoch=ends_epoch)
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         if logs and batches.averages_gradients:
             loss, workers = batches.sum_over_workers(torch.stack([tr_loss, tr_loss.new_ones(())]))
