@@ -92,6 +92,46 @@ def taken_ahead() -> None:
     refused("num_workers loads ahead", patterns.taken_ahead, "LocalSGD(2)")
 
 
+@row("all batches of a step taken before its first `backward()`")
+def groups() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        rest = iter(batches) if isinstance(batches, DataLoader) else None
+        pairs = iter(lambda: list(itertools.islice(rest, 2)), []) if rest else batches.groups(2)
+        for group in pairs:
+            optimizer.zero_grad()
+            for batch in group:
+                (mean_square(model, batch) / len(group)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    expected = alone(loop, union(18))  # two steps, the second of one batch
+    for strategy in ("AllReduce", "ParameterServer(placement='beside', returns='gradients')"):
+        for state in distributed(loop, strategy, lambda: in_order(18)):
+            close(state, expected)
+    first, *others = distributed(loop, "LocalSGD(2)", lambda: in_order(18))
+    for other in others:
+        close(first, other)
+
+
+@row("an epoch that is to end, or begin, in the midst of the batches")
+def parts_of_an_epoch() -> None:
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Any) -> None:
+        mine = isinstance(batches, DataLoader)
+        plain(model, optimizer, itertools.islice(batches, 2))
+        if not mine:
+            batches.end_epoch()
+            batches.start_at(1)
+        plain(model, optimizer, itertools.islice(batches, 1, None) if mine else batches)
+
+    expected = alone(loop, union(18))
+    for strategy in ("AllReduce", "ParameterServer(placement='beside')"):
+        for state in distributed(loop, strategy, lambda: in_order(18)):
+            close(state, expected)
+    first, *others = distributed(loop, "LocalSGD(8)", lambda: in_order(18))
+    for other in others:
+        close(first, other)
+
+
 @row("a `backward()` on no batch of `batches`")
 def no_batch() -> None:
     def loop(model: nn.Module, *_: Any) -> None:

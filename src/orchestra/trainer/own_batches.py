@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from orchestra import exchange
 from orchestra.collectives import all_reduce
@@ -54,6 +56,8 @@ class Batches:
         item: what this worker took from the queue and has not made a step with.
         ended: all workers have left.
         begun: an epoch was begun, or served.
+        share: of the samples behind the gradient of the batch, or group, that was handed out last,
+            this worker's; 1 where its gradient is not averaged.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Batches:
         self.item: WorkItem | None = None
         self._queued = queued
         self.loss = float("nan")
+        self.share = 1.0
         self.ended = self.begun = self._goes_on = self._in_epoch = False
         self.left = False
         self._loop = loop
@@ -98,8 +103,25 @@ class Batches:
         self._together.append(other)
 
     def __iter__(self) -> Iterator[Any]:
+        return self._epoch(None)
+
+    def groups(self, size: int) -> Iterator[list[Any]]:
+        """Iterate an epoch, `size` batches at a time; those of a group are behind one gradient.
+
+        For loops that take the batches of a step before its first `backward()`, of which there has
+        to be one for each batch, and one `step()` for each group. Only the last `backward()`
+        exchanges, whatever `accumulation` says; also that of the last group, which may be smaller.
+
+        Raises:
+            InputError: batches lie in a queue, from which workers take one at a time.
+        """
+        if self._queued is not None and self._loop.strategy.self_paced:
+            raise InputError("batches.groups() needs as many on every worker: set work='equal'")
+        return self._epoch(size)
+
+    def _epoch(self, group: int | None) -> Iterator[Any]:
         if self._source is not None:
-            yield from self._source
+            yield from self._source._epoch(group)
             return
         if self._is_over():
             return
@@ -109,7 +131,7 @@ class Batches:
             each._begin_epoch()
         try:
             if self._sharded is not None:
-                yield from self._work(self._sharded)
+                yield from self._work(self._sharded, group)
         except GeneratorExit:
             for each in self._together:
                 each.left = True
@@ -151,6 +173,25 @@ class Batches:
         self.taken = 0
         self.epoch += 1
 
+    def end_epoch(self) -> None:
+        """End the epoch here, as if there were no more batches: every worker's model holds the
+        agreed parameters, and the next iteration begins another epoch.
+
+        Every worker calls it, after equally many steps, when it has left the iteration.
+
+        Raises:
+            InputError: workers take unlike numbers of batches.
+        """
+        for each in self._together if self._source is None else self._source._together:
+            if each._in_epoch and not each.ended:
+                each._refuse_queue("end_epoch")
+                each._end_epoch()
+
+    def start_at(self, batch: int) -> None:
+        """Begin the next epoch at its batch number `batch`, from 0."""
+        position = {"epoch": self.epoch, "taken": batch, "backwards": 0, "order": self.order}
+        self.go_on_from(position, self.order_state())
+
     def agree(self) -> None:
         """In mid-epoch, let every worker's model hold the agreed parameters; training can go on.
 
@@ -168,13 +209,16 @@ class Batches:
         if not self._in_epoch or self.ended or not self.is_worker():
             return
         loop.kept.take_over()
-        if loop.strategy.work(loop.state) is not None:
-            raise InputError(
-                "batches.agree() in mid-epoch needs equally many batches on every worker: set "
-                "work='equal' in distribute, or go on to the end of the epoch"
-            )
+        self._refuse_queue("agree")
         loop.strategy.quiesce(loop.worker, loop.state, MID_EPOCH)
         self._take_part_in_agreement()
+
+    def _refuse_queue(self, method: str) -> None:
+        if self._loop.strategy.work(self._loop.state) is not None:
+            raise InputError(
+                f"batches.{method}() in mid-epoch needs equally many batches on every worker: set "
+                "work='equal' in distribute, or go on to the end of the epoch"
+            )
 
     def _take_part_in_agreement(self) -> None:
         loop = self._loop
@@ -230,9 +274,9 @@ class Batches:
 
     @property
     def dealt_out_anew(self) -> bool:
-        """Whether the roles have changed since the epoch began."""
+        """Whether there are other workers than when the epoch began."""
         roles = self._loop.strategy.current_roles(self._loop.worker, self._loop.state)
-        return self.taken > 0 and roles != self._roles
+        return self.taken > 0 and roles.workers != self._roles.workers
 
     def order_state(self) -> dict[str, Any]:
         """The generators that the order of the epoch under way, or of the next one, follows from.
@@ -260,7 +304,8 @@ class Batches:
             self._sharded.epoch = position["order"]
         self.begun = self._in_epoch = self.left = False
         self._order = order
-        for generator, state in zip(self.generators(), order["generators"], strict=True):
+        # A sampler may make, and seed, its own when it is asked.
+        for generator, state in zip(self.generators(), order["generators"], strict=False):
             generator.set_state(state)
 
     @contextlib.contextmanager
@@ -281,12 +326,16 @@ class Batches:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
         self.loss = float(loss)
 
-    def _work(self, sharded: ShardedLoader) -> Iterator[Any]:
+    def _work(self, sharded: ShardedLoader, group: int | None) -> Iterator[Any]:
         loop = self._loop
         if loop.strategy.work(loop.state) is None:
-            for part in self._begin_order(sharded):
-                self._count(part)
-                yield part.batch
+            for parts in _grouped(self._begin_order(sharded), group or 1):
+                self._count(*parts)
+                if group is not None:
+                    for each in self._together:
+                        each._loop.begin_group(len(parts))
+                batches = [part.batch for part in parts]
+                yield batches[0] if group is None else batches
                 if not self.is_worker():
                     return
                 if loop.strategy.work(loop.state) is not None:
@@ -318,27 +367,40 @@ class Batches:
             self._count(part)
             yield part.batch
 
-    def _count(self, part: Part) -> None:
-        worker = self._loop.worker
-        total = part.total
-        if total is None:
-            total = part.samples
-            loops = [each._loop for each in self._together]
-            if any(loop.strategy.currently_synchronous(loop.state) for loop in loops):
-                counts = torch.tensor([float(total)], dtype=torch.float64)
-                all_reduce(worker.transport, counts, "ring", worker.workers, Tag.COUNT)
-                total = int(counts)
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the workers step together now, on the average of their gradients."""
+        loops = [each._loop for each in self._together]
+        return any(loop.strategy.currently_synchronous(loop.state) for loop in loops)
+
+    def _count(self, *parts: Part) -> None:
+        samples = sum(part.samples for part in parts)
+        totals = [part.total for part in parts if part.total is not None]
+        if len(totals) == len(parts):
+            total = sum(totals)
+        elif self.averages_gradients:
+            total = int(self.sum_over_workers(torch.tensor([samples])))
+        else:
+            total = samples
+        self.share = samples / total if self.averages_gradients else 1.0
+        batches = [part.batch for part in parts]
         for each in self._together:
-            each.taken += 1
-            each._loop.counts.take(part.samples, total, part.batch)
+            each.taken += len(parts)
+            each._loop.counts.take(samples, total, batches)
+
+    def sum_over_workers(self, numbers: Tensor) -> Tensor:
+        """Collective over the workers: the sums, in float64 on the CPU, of their `numbers`."""
+        worker = self._loop.worker
+        sums = numbers.detach().to("cpu", torch.float64, copy=True)
+        all_reduce(worker.transport, sums, "ring", worker.workers, Tag.COUNT)
+        return sums
 
     def alike(self, number: int) -> bool:
         """Collective over the workers: whether `number`, of 32 bits, is the same on all of them."""
         worker = self._loop.worker
         numbers = torch.zeros(len(worker.workers), dtype=torch.float64)
         numbers[worker.workers.index(worker.rank)] = number
-        all_reduce(worker.transport, numbers, "ring", worker.workers, Tag.COUNT)
-        return bool((numbers == number).all())
+        return bool((self.sum_over_workers(numbers) == number).all())
 
     def serve_to_the_end(self) -> None:
         """On a rank without data: serve until the workers have left this loop.
@@ -403,3 +465,9 @@ class Batches:
         sharded = shard_loader(self.loader, len(workers), index, self.seed, self.alike)
         sharded.epoch = self.epoch
         return sharded
+
+
+def _grouped(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
+    """The parts in their order, `size` at a time; the last may be fewer."""
+    while group := list(islice(parts, size)):
+        yield group

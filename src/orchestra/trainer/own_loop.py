@@ -93,7 +93,8 @@ class OwnLoop:
         self.batches = Batches(self, own, seed, queued, source)
         self._audit = Audit(self.worker)
         self._handed_over = False
-        self.backwards = 0  # in this epoch
+        self.backwards = 0  # in this epoch, or group of batches
+        self._exchange_every = accumulation
         self._entered = False  # a forward pass of this step has begun
         self._in_backward = False
         self._complete = False  # a gradient has come since the last step
@@ -161,8 +162,14 @@ class OwnLoop:
     def begin_epoch(self, backwards: int) -> None:
         """Count the backward passes from here, where `backwards` of the epoch are done."""
         self.backwards = backwards
+        self._exchange_every = self.accumulation
         self._entered = False
         self.counts.begin_epoch()
+
+    def begin_group(self, size: int) -> None:
+        """So many batches are behind the next step, each with a backward pass of its own."""
+        self._exchange_every = size
+        self.backwards = 0
 
     # The first half: at the end of the last backward of a step
 
@@ -186,7 +193,7 @@ class OwnLoop:
             self._check_order()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = (self.backwards + 1) % self.accumulation == 0
+            last = (self.backwards + 1) % self._exchange_every == 0
             gradients.last_backward = last
             if last:
                 self._begin_exchange()

@@ -79,7 +79,8 @@ class SampleCounts:
         Raises:
             InputError: no batch can be behind it.
         """
-        if not self._taken and (self._exchanged is None or (self._ended and self._done)):
+        none_before = self._exchanged is None and self._in_exchange is None
+        if not self._taken and (none_before or (self._ended and self._done)):
             raise InputError(
                 "backward(): no batch was taken for it from the batches that distribute returned: "
                 "iterate them, anew in each epoch; where several models are trained on the same "

@@ -1,0 +1,375 @@
+"""Distribute the training of a Trainer of Hugging Face Transformers, before `trainer.train()`:
+`trainer = distribute(trainer, "LocalSGD(8)")`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from orchestra.engines.processes import own_loop
+from orchestra.engines.processes.environment import detect, rank, world_size
+from orchestra.errors import InputError
+from orchestra.settings import parse
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.own_batches import Batches
+
+try:
+    from accelerate import skip_first_batches
+    from accelerate.state import DistributedType, PartialState
+    from transformers import Trainer
+    from transformers import trainer as trainer_module
+except ImportError as error:
+    raise InputError(
+        f"orchestra.integrations.transformers needs Transformers and Accelerate ({error}): "
+        "pip install 'neural-orchestra[transformers]'"
+    ) from None
+
+T = TypeVar("T", bound=Trainer)
+
+STATE_NAME = "orchestra.pt"
+"""In a checkpoint's folder: what `batches.state_dict()` gave."""
+
+
+def distribute(
+    trainer: T,
+    strategy: Strategy[Any] | str,
+    *,
+    bucket_megabytes: float = 25.0,
+    overlap: bool = True,
+    patience: float = 60.0,
+    host: str | None = None,
+) -> T:
+    """Train with `trainer` under `strategy`, on all processes that torchrun or its like started.
+
+    In place of DistributedDataParallel, and with the same batches: `per_device_train_batch_size` is
+    that of one worker, and the samplers are the Trainer's. Each worker evaluates on all samples,
+    with the agreed parameters, and all go by the first one's metrics. Checkpoints hold the agreed
+    parameters, and all that the training goes on from. A dedicated server never comes back from
+    `trainer.train()`: its process ends there with status 0 once the workers' scripts are over.
+
+    Args:
+        trainer: of this class or a subclass; not yet training.
+        strategy: an object such as `AllReduce("ring")`, or its notation as text.
+        bucket_megabytes: as `overlap`, `patience` and `host` those of `orchestra.distribute`.
+
+    Returns:
+        `trainer`, whose class is now a subclass of what it was.
+
+    Raises:
+        InputError: the Trainer distributes the training itself in a way that would collide.
+    """
+    if isinstance(strategy, str):
+        strategy = parse(strategy, STRATEGIES, where="strategy")
+    if not isinstance(strategy, Strategy):
+        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    if not isinstance(trainer, Trainer):
+        raise InputError(f"distribute: expected a Trainer, got {type(trainer).__name__}")
+    _refuse_collisions(trainer, strategy)
+    if not isinstance(trainer, _Distributed):
+        kind = type(trainer)
+        trainer.__class__ = type(kind.__name__, (_Distributed, kind), {})
+    assert isinstance(trainer, _Distributed)
+    workers = len(strategy.roles(world_size()).workers)
+    options = {
+        "bucket_megabytes": bucket_megabytes,
+        "overlap": overlap,
+        "patience": patience,
+        "host": host,
+    }
+    trainer.distribution = _Distribution(strategy, workers, options)
+    trainer.take_place()
+    return trainer
+
+
+def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
+    args = trainer.args
+    refused = {
+        "deepspeed": bool(args.deepspeed),
+        "fsdp": bool(args.fsdp),
+        "parallelism_config": args.parallelism_config is not None,
+        "accelerator_config.split_batches": bool(args.accelerator_config.split_batches),
+        "auto_find_batch_size": bool(args.auto_find_batch_size),
+        "save_on_each_node": bool(args.save_on_each_node),
+    }
+    for name, given in refused.items():
+        if given:
+            raise InputError(f"TrainingArguments: {name} does not go with Orchestra: leave it out")
+    if args.n_gpu > 1:
+        raise InputError(
+            f"this process would use {args.n_gpu} GPUs: start one process for each, with torchrun"
+        )
+    if trainer.accelerator.scaler is not None and not strategy.synchronous:
+        raise InputError(
+            f"TrainingArguments: with fp16 every worker would scale its loss, and skip steps, by "
+            f"itself under {strategy!r}: set bf16, or take AllReduce"
+        )
+
+
+@dataclass
+class _Distribution:
+    """What a Trainer needs to know of it; `loader` and `batches` once training has begun."""
+
+    strategy: Strategy[Any]
+    workers: int
+    options: dict[str, Any]
+    loader: _Loader | None = None
+    batches: Batches | None = None
+
+
+@dataclass
+class _Place:
+    """This process among the workers, for the Trainer's arguments; Accelerate has one process."""
+
+    num_processes: int
+    process_index: int = field(default_factory=rank)
+    local_process_index: int = 0
+    distributed_type: DistributedType = DistributedType.NO
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a file of the arguments: Accelerate's own state, which needs no Orchestra."""
+        return PartialState, ()
+
+
+class _Loader:
+    """The loader that Accelerate prepared for one process, dealt out once there are `batches`.
+
+    Attributes:
+        whole: what is dealt out.
+    """
+
+    def __init__(self, prepared: Any, workers: int, group: int) -> None:
+        self.whole: DataLoader[Any] = prepared.base_dataloader
+        self._prepared = prepared
+        self._workers = workers
+        self._group = group
+        self._batches: Batches | None = None
+        self._groups: Iterator[list[Any]] | None = None
+        self._given = self._skipped = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prepared, name)
+
+    def __len__(self) -> int:
+        return -(-len(self.whole) // self._workers)
+
+    def deal_out(self, batches: Batches) -> None:
+        """From now on iterate `batches`."""
+        self._batches = batches
+
+    def skip(self, batches: int) -> _Loader:
+        """The next epoch, from its batch number `batches` on."""
+        self._skipped = batches
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            yield from self._prepared
+            return
+        self._given, self._skipped = self._skipped, 0
+        if self._batches.taken != self._given and not self._batches.ended:  # not resumed there
+            self._batches.start_at(self._given)
+        self._groups = groups = self._batches.groups(self._group)
+        for group in groups:
+            self._given += len(group)
+            yield from group
+        self._batches.serve_to_the_end()  # a rank that has become a server
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the Trainer has had all batches of its epoch, where their number is known."""
+        try:
+            return self._given == len(self)
+        except TypeError:
+            return False
+
+    def leave(self, *, ends_epoch: bool) -> None:
+        """After a step that is the last one for now: every worker's model holds what is agreed.
+
+        The Trainer asks for as many batches as there are, and never finds that there are no more.
+        Since a `Switch` began a phase of fewer workers there may be more: those are left out.
+        """
+        if self._groups is None:
+            return
+        assert self._batches is not None
+        self._groups.close()  # type: ignore[attr-defined]  # a generator
+        self._groups = None
+        if ends_epoch:
+            self._batches.end_epoch()
+        else:
+            self._batches.agree()
+
+
+def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """For the Trainer, which makes a new loader when it goes on in the midst of an epoch."""
+    if isinstance(loader, _Loader):
+        return loader.skip(num_batches)
+    return skip_first_batches(loader, num_batches)
+
+
+trainer_module.skip_first_batches = _skip_first_batches
+
+
+class _Distributed(Trainer):
+    """In front of a Trainer's own class."""
+
+    distribution: _Distribution
+
+    def take_place(self) -> None:
+        """Leave Accelerate by itself, and let the arguments tell the place among the workers."""
+        for state in (PartialState(), self.accelerator.state):
+            state.distributed_type = DistributedType.NO
+            state.num_processes = 1
+            state.process_index = rank()
+        self.accelerator.dataloader_config.dispatch_batches = False
+        launched = detect(os.environ)
+        self.args.distributed_state = _Place(
+            self.distribution.workers,
+            local_process_index=0 if launched is None else launched.local_rank,
+        )
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer does."""
+        self.take_place()  # further arguments may have been made, which set up Accelerate anew
+        return super().train(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of all samples, as long as one worker's part of it."""
+        prepared = super().get_train_dataloader()
+        return _Loader(prepared, self.distribution.workers, self.args.gradient_accumulation_steps)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        model, loader = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        distribution = self.distribution
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        _, _, batches = own_loop.distribute(
+            self.model,
+            self.optimizer.optimizer,
+            loader.whole,
+            distribution.strategy,
+            seed=seed,
+            work="equal",
+            **distribution.options,
+        )
+        distribution.loader, distribution.batches = loader, batches
+        loader.deal_out(batches)
+        if resume_from_checkpoint is not None and not batches.ended:  # a server has served
+            state = Path(resume_from_checkpoint) / STATE_NAME
+            if state.exists():
+                batches.load_state_dict(torch.load(state, weights_only=True))
+        return model, loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """With the items of all workers where gradients are averaged, by the samples behind them.
+
+        A model divides its loss by their number, which is such that the average is that of items.
+        """
+        batch_samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = self.distribution.batches
+        assert batches is not None
+        averaged = self.args.average_tokens_across_devices and batches.averages_gradients
+        if items is None or not averaged:
+            return batch_samples, items
+        share = batches.share
+        own = float(items) if share else 0.0  # a repeated batch does not count
+        total = batches.sum_over_workers(torch.tensor([own]))[0].to(device, torch.float32)
+        return batch_samples, total * share if share else total
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Told to strategies that watch it."""
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        distribution = self.distribution
+        if distribution.strategy.reads_loss and model.training:
+            loss: Tensor = found[0] if isinstance(found, tuple) else found
+            batches = distribution.batches
+            assert batches is not None
+            batches.report(loss.item())
+        return found
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loader, batches = self.distribution.loader, self.distribution.batches
+        assert loader is not None
+        assert batches is not None
+        if batches.ended:
+            return  # a rank that served to the end
+        ends_epoch = loader.exhausted or self.control.should_epoch_stop
+        if ends_epoch or self.control.should_training_stop:
+            loader.leave(ends_epoch=ends_epoch)
+        logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
+        if logs and batches.averages_gradients:
+            loss, workers = batches.sum_over_workers(torch.stack([tr_loss, tr_loss.new_ones(())]))
+            tr_loss.copy_(loss / workers)
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """On the agreed parameters; while training goes on, the first worker's metrics for all."""
+        batches = self.distribution.batches
+        if batches is None:
+            return super().evaluation_loop(*args, **kwargs)
+        batches.agree()
+        with batches.pause():
+            output = super().evaluation_loop(*args, **kwargs)
+            if self.is_in_train:
+                self._share(output.metrics)
+        return output
+
+    def _share(self, metrics: dict[str, Any]) -> None:
+        """All workers stop, and choose the best model, by the same numbers."""
+        batches = self.distribution.batches
+        assert batches is not None
+        names = [name for name, value in metrics.items() if isinstance(value, int | float)]
+        numbers = torch.zeros(len(names), dtype=torch.float64)
+        if self.args.process_index == 0:
+            numbers = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
+        metrics.update(zip(names, batches.sum_over_workers(numbers).tolist(), strict=True))
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        batches = self.distribution.batches
+        assert batches is not None
+        batches.agree()
+        with batches.pause():
+            super()._save_checkpoint(*args, **kwargs)
+            self._wait_for_all()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        batches = self.distribution.batches
+        assert batches is not None
+        state = batches.state_dict()  # after which the first worker's optimizer has all moments
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / STATE_NAME)
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """By the first worker; in a checkpoint the others wait for it."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call:
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        batches = self.distribution.batches
+        assert batches is not None
+        batches.sum_over_workers(torch.zeros(1))
