@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,7 @@ class Batches:
         item: what this worker took from the queue and has not made a step with.
         ended: all workers have left.
         begun: an epoch was begun, or served.
+        accumulates: no backward pass exchanges, for now.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Batches:
         self.item: WorkItem | None = None
         self._queued = queued
         self.loss = float("nan")
+        self.accumulates = False
         self.ended = self.begun = self._goes_on = self._in_epoch = False
         self.left = False
         self._loop = loop
@@ -81,7 +83,7 @@ class Batches:
             )
         self._together.append(other)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         if self._source is not None:
             yield from self._source
             return
@@ -173,6 +175,17 @@ class Batches:
             yield
         finally:
             reporter.phase("training")
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """While inside, `backward()` exchanges nothing; the next one outside does so for all of
+        them. As `no_sync` of DistributedDataParallel, where a loop knows which one is the last.
+        """
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
 
     def report(self, loss: float) -> None:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
@@ -268,9 +281,13 @@ class Batches:
                 self._take_part_in_agreement()
         loop.worker.reporter.phase("training")
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that have data now; the others serve."""
+        return self._loop.strategy.current_roles(self._loop.worker, self._loop.state).workers
+
     def _is_worker(self) -> bool:
-        loop = self._loop
-        return loop.worker.rank in loop.strategy.current_roles(loop.worker, loop.state).workers
+        return self._loop.worker.rank in self.workers
 
     def _follow_phase(self) -> None:
         """Where the strategy has changed its roles, deal the coming epochs out anew."""

@@ -4,6 +4,7 @@ the second.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import types
@@ -166,7 +167,7 @@ class OwnLoop:
             self._check_order()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = (self._backwards + 1) % self.accumulation == 0
+            last = not self.batches.accumulates and (self._backwards + 1) % self.accumulation == 0
             gradients.last_backward = last
             if last:
                 self._begin_exchange()
@@ -209,6 +210,7 @@ class OwnLoop:
         original = self.optimizer.step
         loop = self
 
+        @functools.wraps(original)  # a scheduler that was made before looks for its mark on it
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if loop._stepping:
                 return original()

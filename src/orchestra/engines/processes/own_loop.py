@@ -8,8 +8,9 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -100,10 +101,7 @@ def distribute(
         InputError: what was asked for cannot be done.
         RunFailed: the ranks did not come together.
     """
-    if isinstance(strategy, str):
-        strategy = parse(strategy, STRATEGIES, where="strategy")
-    if not isinstance(strategy, Strategy):
-        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    strategy = strategy_of(strategy)
     place = _Place.of_this_process(patience, host)
     place.end_loops_before(model, optimizer, strategy)
     loop = OwnLoop(
@@ -121,6 +119,29 @@ def distribute(
     place.loops.append(loop)
     loop.batches.serve_to_the_end()
     return model, optimizer, loop.batches
+
+
+def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
+    """`strategy`, or what its notation says."""
+    if isinstance(strategy, str):
+        strategy = parse(strategy, STRATEGIES, where="strategy")
+    if not isinstance(strategy, Strategy):
+        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    return strategy
+
+
+def runtime_beside_loops(*, patience: float = 60.0, host: str | None = None) -> Runtime:
+    """Collective, over all ranks: a runtime for what a framework sends beside the loops.
+
+    Always the same one. See `distribute` for the arguments.
+    """
+    return _Place.of_this_process(patience, host).beside
+
+
+def end_loops() -> None:
+    """Collective, over all ranks: end every loop; the script goes on with another one."""
+    if _Place.taken is not None:
+        _Place.taken.end(lambda _: True)
 
 
 class _Unwatched(SilentReporter):
@@ -204,7 +225,7 @@ class _Place:
     At the end of the script the run ends with it, in order or with the script's error.
     """
 
-    _taken: _Place | None = None
+    taken: _Place | None = None
 
     def __init__(self, patience: float, host: str | None) -> None:
         launched = detect(os.environ)
@@ -221,14 +242,19 @@ class _Place:
     @classmethod
     def of_this_process(cls, patience: float, host: str | None) -> _Place:
         """Its place, taken at the first call."""
-        if cls._taken is None:
-            cls._taken = cls(patience, host)
-        return cls._taken
+        if cls.taken is None:
+            cls.taken = cls(patience, host)
+        return cls.taken
 
     def channel(self) -> Runtime:
         """The runtime of the next loop, whose messages no other loop sees."""
         transport = Channel(self._runtime.transport, next(self._channels))
         return replace(self._runtime, transport=transport)
+
+    @cached_property
+    def beside(self) -> Runtime:
+        """The runtime of what is sent beside all loops."""
+        return self.channel()
 
     def end_loops_before(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy[Any]
@@ -239,14 +265,20 @@ class _Place:
         they do so for one loop at a time.
         """
         parameters = set(model.parameters())
-        over = [loop for loop in self.loops if loop.begun or loop.trains(parameters)]
-        self.loops = [loop for loop in self.loops if loop not in over]
+        self.end(lambda loop: loop.begun or loop.trains(parameters), optimizer)
         for each in (strategy, *(loop.strategy for loop in self.loops)):
             if self.loops and may_serve(each, self._runtime.ranks):
                 raise InputError(
                     f"{each!r} has ranks that only serve, which do so for one loop at a time: "
                     "train models by turns with placement='beside', or under all-reduce"
                 )
+
+    def end(
+        self, is_over: Callable[[OwnLoop], bool], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Collective: end the loops that are over, one of which may hand over its `optimizer`."""
+        over = [loop for loop in self.loops if is_over(loop)]
+        self.loops = [loop for loop in self.loops if loop not in over]
         for loop in over:
             loop.finish(goes_on=True)
             loop.close(handed_over=loop.optimizer is optimizer)

@@ -1,0 +1,157 @@
+"""Fits with Lightning's Trainer, one after the other in one process; what they trained is saved."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import MeanMetric
+
+import orchestra
+from orchestra.integrations.lightning import OrchestraStrategy
+
+BATCH, BATCHES, EPOCHS = 4, 5, 2
+RANK = int(os.environ.get("RANK", "0"))
+RESULTS: dict[str, Any] = {}
+ADAM = {"optimizer": "Adam"}
+BF16 = {"precision": "bf16-mixed"}
+FULL = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+
+
+def data(workers: int = 2, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(BATCH * BATCHES * workers, 4, generator=generator)
+    return TensorDataset(features, features.sum(1, keepdim=True).sin())
+
+
+class Model(LightningModule):
+    """With a schedule, a normalization that has buffers, and two kinds of metrics."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.name = optimizer
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = functional.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True, on_step=False, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        losses = (self.layers(batch[0]) - batch[1]).square()
+        self.mean.update(losses)
+        self.log("mean", self.mean, on_epoch=True)
+        self.log("worst", losses.max(), reduce_fx="max", sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        kind = getattr(torch.optim, self.name)
+        optimizer = kind(self.parameters(), lr=0.05, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit(
+    name: str,
+    strategy: Any,
+    *,
+    optimizer: str = "SGD",
+    loader: DataLoader[Any] | None = None,
+    resume: Path | None = None,
+    **options: Any,
+) -> Trainer:
+    """Fit on all workers; keep what it trained under `name`."""
+    seed_everything(3, verbose=False)
+    module = Model(optimizer)
+    arguments: dict[str, Any] = {"max_epochs": EPOCHS, "logger": False, **options}
+    arguments.setdefault("enable_checkpointing", False)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy if strategy == "ddp" else OrchestraStrategy(strategy),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    evaluated = DataLoader(data(1, seed=2), batch_size=3)
+    trainer.fit(module, loader or DataLoader(data(), BATCH), evaluated, ckpt_path=resume)
+    RESULTS[name] = {
+        "state": {key: value.clone() for key, value in module.state_dict().items()},
+        "metrics": dict(trainer.callback_metrics),
+        "steps": trainer.global_step,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+    return trainer
+
+
+class DealtOut(DistributedSampler[Any]):
+    """Deals out batches as Orchestra does: the first of two workers gets the first half of each
+    global batch."""
+
+    def __iter__(self) -> Iterator[int]:
+        whole = torch.arange(len(self.dataset)).view(-1, self.num_replicas, BATCH)  # type: ignore[arg-type]
+        return iter(whole[:, self.rank].flatten().tolist())
+
+
+def plain_loop(name: str, strategy: str) -> None:
+    """What `fit` does, in a loop that `orchestra.distribute` distributes."""
+    seed_everything(3, verbose=False)
+    module = Model()
+    [optimizer], [schedule] = module.configure_optimizers()
+    _, _, batches = orchestra.distribute(module, optimizer, DataLoader(data(), BATCH), strategy)
+    for _ in range(EPOCHS):
+        for features, targets in batches:
+            optimizer.zero_grad()
+            functional.mse_loss(module.layers(features), targets).backward()
+            optimizer.step()
+            schedule["scheduler"].step()
+    RESULTS[name] = {"state": module.state_dict()}
+
+
+def two_workers(folder: Path) -> None:
+    for name, strategy in {
+        "ring": "AllReduce('ring')",
+        "beside": "ParameterServer(placement='beside')",
+        "local-1": "LocalSGD(1)",
+        "local-3": "LocalSGD(3)",
+        "switch": "Switch(AllReduce('ring'), LocalSGD(2), when=AfterSteps(4))",
+    }.items():
+        fit(name, strategy)
+    plain_loop("plain-local-3", "LocalSGD(3)")
+    plain_loop("plain-switch", "Switch(AllReduce('ring'), LocalSGD(2), when=AfterSteps(4))")
+    fit("ring-full", "AllReduce('ring')", **FULL, **ADAM)
+    fit("beside-full", "ParameterServer(placement='beside', returns='gradients')", **FULL, **ADAM)
+    fit("ring-bf16", "AllReduce('ring')", **BF16)
+
+    sampler = DealtOut(data(), num_replicas=2, rank=RANK)
+    for name, options in {
+        "": {},
+        "-full": FULL | ADAM,
+        "-bf16": {"precision": "bf16-mixed"},
+    }.items():
+        loader = DataLoader(data(), BATCH, sampler=sampler)
+        fit("ddp" + name, "ddp", loader=loader, devices=2, **options)
+
+
+def one_serves(folder: Path) -> None:
+    """Two workers; the third rank serves, and comes back for the next fit."""
+    fit("dedicated-full", "ParameterServer(returns='gradients')", **FULL, **ADAM)
+    fit("dedicated", "ParameterServer")
+    fit("asynchronous", "ParameterServer(consistency='asynchronous')")
+    switch = (
+        "Switch(AllReduce('ring'), ParameterServer(consistency='asynchronous'), when=AfterSteps(4))"
+    )
+    fit("switch", switch, loader=DataLoader(data(3), BATCH))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[2])
+    globals()[sys.argv[1]](folder)
+    torch.save(RESULTS, folder / f"{sys.argv[1]}-{RANK}.pt")
