@@ -10,20 +10,22 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 import orchestra
+from orchestra.errors import InputError
 from orchestra.integrations.lightning import OrchestraStrategy
 
 BATCH, BATCHES, EPOCHS = 4, 5, 2
 RANK = int(os.environ.get("RANK", "0"))
 RESULTS: dict[str, Any] = {}
-ADAM = {"optimizer": "Adam"}
 BF16 = {"precision": "bf16-mixed"}
-FULL = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+FULL = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "optimizer": "Adam"}
 
 
 def data(workers: int = 2, seed: int = 1) -> TensorDataset:
@@ -32,14 +34,26 @@ def data(workers: int = 2, seed: int = 1) -> TensorDataset:
     return TensorDataset(features, features.sum(1, keepdim=True).sin())
 
 
+class Stream(IterableDataset[Any]):
+    """The same samples, of which nobody knows how many there are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (data()[index] for index in range(len(data())))
+
+
+def evaluated() -> DataLoader[Any]:
+    return DataLoader(data(1, seed=2), batch_size=3)
+
+
 class Model(LightningModule):
-    """With a schedule, a normalization that has buffers, and two kinds of metrics."""
+    """With a schedule in steps, and metrics of both kinds."""
 
     def __init__(self, optimizer: str = "SGD") -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.name = optimizer
         self.mean = MeanMetric()
+        self.automatic_optimization = optimizer != "two"
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         loss = functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -53,6 +67,10 @@ class Model(LightningModule):
         self.log("worst", losses.max(), reduce_fx="max", sync_dist=True)
 
     def configure_optimizers(self) -> Any:
+        if self.name == "two":
+            return [
+                torch.optim.SGD(layer.parameters()) for layer in (self.layers[0], self.layers[2])
+            ]
         kind = getattr(torch.optim, self.name)
         optimizer = kind(self.parameters(), lr=0.05, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
@@ -80,8 +98,8 @@ def fit(
         enable_model_summary=False,
         **arguments,
     )
-    evaluated = DataLoader(data(1, seed=2), batch_size=3)
-    trainer.fit(module, loader or DataLoader(data(), BATCH), evaluated, ckpt_path=resume)
+    loader = DataLoader(data(), BATCH) if loader is None else loader
+    trainer.fit(module, loader, evaluated(), ckpt_path=resume)
     RESULTS[name] = {
         "state": {key: value.clone() for key, value in module.state_dict().items()},
         "metrics": dict(trainer.callback_metrics),
@@ -116,34 +134,69 @@ def plain_loop(name: str, strategy: str) -> None:
 
 
 def two_workers(folder: Path) -> None:
-    for name, strategy in {
-        "ring": "AllReduce('ring')",
-        "beside": "ParameterServer(placement='beside')",
-        "local-1": "LocalSGD(1)",
-        "local-3": "LocalSGD(3)",
-        "switch": "Switch(AllReduce('ring'), LocalSGD(2), when=AfterSteps(4))",
-    }.items():
+    """Against DistributedDataParallel, which comes last since it makes a process group."""
+    ring, beside = "AllReduce('ring')", "ParameterServer(placement='beside'{})"
+    switch = "Switch(AllReduce('ring'), LocalSGD(2), when=AfterSteps(4))"
+    fit("ring", ring)
+    fit("ring-full", ring, **FULL)
+    fit("ring-bf16", ring, **BF16)
+    fit("beside", beside.format(""))
+    fit("beside-full", beside.format(", returns='gradients'"), **FULL)
+    fit("local-1", "LocalSGD(1)")
+    for name, strategy in {"local-3": "LocalSGD(3)", "switch": switch}.items():
         fit(name, strategy)
-    plain_loop("plain-local-3", "LocalSGD(3)")
-    plain_loop("plain-switch", "Switch(AllReduce('ring'), LocalSGD(2), when=AfterSteps(4))")
-    fit("ring-full", "AllReduce('ring')", **FULL, **ADAM)
-    fit("beside-full", "ParameterServer(placement='beside', returns='gradients')", **FULL, **ADAM)
-    fit("ring-bf16", "AllReduce('ring')", **BF16)
-
+        plain_loop(f"plain-{name}", strategy)
+    cut_short(folder)
+    refusals()
     sampler = DealtOut(data(), num_replicas=2, rank=RANK)
-    for name, options in {
-        "": {},
-        "-full": FULL | ADAM,
-        "-bf16": {"precision": "bf16-mixed"},
-    }.items():
+    for name, options in {"": {}, "-full": FULL, "-bf16": BF16}.items():
         loader = DataLoader(data(), BATCH, sampler=sampler)
         fit("ddp" + name, "ddp", loader=loader, devices=2, **options)
 
 
+def cut_short(folder: Path) -> None:
+    """Epochs that end early, evaluations in the middle, checkpoints and logs."""
+    own = folder / f"own-{RANK}"
+    callbacks = [
+        ModelCheckpoint(own / "checkpoints", monitor="mean", save_last=True),
+        EarlyStopping("mean", min_delta=10.0, patience=2),
+    ]
+    trainer = fit(
+        "cut-short",
+        "LocalSGD(4)",
+        max_epochs=9,
+        limit_train_batches=3,
+        val_check_interval=2,
+        log_every_n_steps=1,
+        enable_checkpointing=True,
+        callbacks=callbacks,
+        logger=CSVLogger(own),
+    )
+    found = trainer.validate(ckpt_path="best", verbose=False, dataloaders=evaluated())
+    RESULTS["cut-short"] |= {"best": callbacks[0].best_model_score, "validated": found[0]["mean"]}
+    fit("stream", "AllReduce('ring')", loader=DataLoader(Stream(), BATCH))
+
+
+def refusals() -> None:
+    """What is said about what cannot be done."""
+
+    def refused(name: str, strategy: str = "AllReduce", **options: Any) -> None:
+        try:
+            fit(name, strategy, **options)
+        except InputError as error:
+            RESULTS[name] = str(error)
+
+    refused("clipping", "ParameterServer(placement='beside')", gradient_clip_val=0.1)
+    refused("reload", reload_dataloaders_every_n_epochs=1)
+    refused("batchnorm", sync_batchnorm=True)
+    refused("loaders", loader=[DataLoader(data(), BATCH), DataLoader(data(), BATCH)])
+    refused("optimizers", optimizer="two")
+
+
 def one_serves(folder: Path) -> None:
     """Two workers; the third rank serves, and comes back for the next fit."""
-    fit("dedicated-full", "ParameterServer(returns='gradients')", **FULL, **ADAM)
     fit("dedicated", "ParameterServer")
+    fit("dedicated-full", "ParameterServer(returns='gradients')", **FULL)
     fit("asynchronous", "ParameterServer(consistency='asynchronous')")
     switch = (
         "Switch(AllReduce('ring'), ParameterServer(consistency='asynchronous'), when=AfterSteps(4))"
