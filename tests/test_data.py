@@ -325,7 +325,7 @@ def test_a_loader_goes_on_in_a_later_epoch() -> None:
     loader = DataLoader(Numbers(20), batch_size=4, shuffle=True)
     through, resumed = (shard_loader(loader, 2, 1, seed=1) for _ in range(2))
     epochs = [[part.batch.tolist() for part in through] for _ in range(3)]
-    resumed.epoch = 2  # type: ignore[attr-defined]
+    resumed.epoch = 2
     assert [part.batch.tolist() for part in resumed] == epochs[2]
 
 

@@ -24,8 +24,13 @@ from orchestra.integrations.lightning import OrchestraStrategy
 BATCH, BATCHES, EPOCHS = 4, 5, 2
 RANK = int(os.environ.get("RANK", "0"))
 RESULTS: dict[str, Any] = {}
-BF16 = {"precision": "bf16-mixed"}
-FULL = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "optimizer": "Adam"}
+PLACES = ("step=4", "epoch=0", "step=8")
+BF16: dict[str, Any] = {"precision": "bf16-mixed"}
+FULL: dict[str, Any] = {
+    "accumulate_grad_batches": 3,
+    "gradient_clip_val": 0.05,
+    "optimizer": "Adam",
+}
 
 
 def data(workers: int = 2, seed: int = 1) -> TensorDataset:
@@ -83,7 +88,7 @@ def fit(
     *,
     optimizer: str = "SGD",
     loader: DataLoader[Any] | None = None,
-    resume: Path | None = None,
+    resume: Any = None,
     **options: Any,
 ) -> Trainer:
     """Fit on all workers; keep what it trained under `name`."""
@@ -146,21 +151,41 @@ def two_workers(folder: Path) -> None:
     for name, strategy in {"local-3": "LocalSGD(3)", "switch": switch}.items():
         fit(name, strategy)
         plain_loop(f"plain-{name}", strategy)
+    interrupted(folder, "ring-resumed", ring)
+    interrupted(folder, "beside-resumed", beside.format(""))
+    interrupted(folder, "local-resumed", "LocalSGD(3)")
+    interrupted(folder, "switch-resumed", switch)
     cut_short(folder)
     refusals()
     sampler = DealtOut(data(), num_replicas=2, rank=RANK)
-    for name, options in {"": {}, "-full": FULL, "-bf16": BF16}.items():
+    runs: dict[str, Any] = {"": {}, "-full": FULL, "-bf16": BF16}
+    for name, options in runs.items():
         loader = DataLoader(data(), BATCH, sampler=sampler)
         fit("ddp" + name, "ddp", loader=loader, devices=2, **options)
+
+
+def interrupted(folder: Path, name: str, strategy: str) -> None:
+    """In one piece, then from checkpoints in the middle of an epoch and at its end."""
+
+    def go_on(name: str, resume: Path | None) -> None:
+        place = folder / name
+        callbacks = [
+            ModelCheckpoint(place, "{step}", every_n_train_steps=4, save_top_k=-1),
+            ModelCheckpoint(place, "{epoch}", every_n_epochs=1, save_top_k=-1),
+        ]
+        loader = DataLoader(data(), BATCH, shuffle=True)
+        trainer = {"enable_checkpointing": True, "callbacks": callbacks}
+        fit(name, strategy, optimizer="Adam", loader=loader, resume=resume, **trainer)
+
+    go_on(name, None)
+    for place in PLACES:
+        go_on(f"{name}-{place}", folder / name / f"{place}.ckpt")
 
 
 def cut_short(folder: Path) -> None:
     """Epochs that end early, evaluations in the middle, checkpoints and logs."""
     own = folder / f"own-{RANK}"
-    callbacks = [
-        ModelCheckpoint(own / "checkpoints", monitor="mean", save_last=True),
-        EarlyStopping("mean", min_delta=10.0, patience=2),
-    ]
+    best = ModelCheckpoint(own / "checkpoints", monitor="mean", save_last=True)
     trainer = fit(
         "cut-short",
         "LocalSGD(4)",
@@ -169,11 +194,11 @@ def cut_short(folder: Path) -> None:
         val_check_interval=2,
         log_every_n_steps=1,
         enable_checkpointing=True,
-        callbacks=callbacks,
+        callbacks=[best, EarlyStopping("mean", min_delta=10.0, patience=2)],
         logger=CSVLogger(own),
     )
     found = trainer.validate(ckpt_path="best", verbose=False, dataloaders=evaluated())
-    RESULTS["cut-short"] |= {"best": callbacks[0].best_model_score, "validated": found[0]["mean"]}
+    RESULTS["cut-short"] |= {"best": best.best_model_score, "validated": found[0]["mean"]}
     fit("stream", "AllReduce('ring')", loader=DataLoader(Stream(), BATCH))
 
 
@@ -197,6 +222,7 @@ def one_serves(folder: Path) -> None:
     """Two workers; the third rank serves, and comes back for the next fit."""
     fit("dedicated", "ParameterServer")
     fit("dedicated-full", "ParameterServer(returns='gradients')", **FULL)
+    interrupted(folder, "dedicated-resumed", "ParameterServer")
     fit("asynchronous", "ParameterServer(consistency='asynchronous')")
     switch = (
         "Switch(AllReduce('ring'), ParameterServer(consistency='asynchronous'), when=AfterSteps(4))"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -41,7 +43,20 @@ Alike = Callable[[int], bool]
 
 
 class ShardedLoader(Protocol):
-    """The parts of one worker, epoch by epoch."""
+    """The parts of one worker, epoch by epoch.
+
+    `epoch` is the number of the next epoch, from which its order follows; set it to resume.
+    """
+
+    epoch: int
+
+    def begin(self, first: int) -> Iterator[Part]:
+        """The next epoch, from its batch number `first` on.
+
+        The ones before are not loaded where a sampler chooses them; else they are drawn and
+        dropped. What the samplers draw from the global generators is drawn in here.
+        """
+        ...
 
     def __iter__(self) -> Iterator[Part]: ...
 
@@ -113,38 +128,96 @@ def _is_standard(loader: Loader) -> bool:
     return type(sampler) is SequentialSampler
 
 
-class _Whole:
+def _has_sampler(loader: Loader) -> bool:
+    """Whether a sampler chooses the samples of each batch before they are loaded."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def generators_of(loader: Loader) -> list[torch.Generator]:
+    """The generators of a loader and its samplers, beside the global ones."""
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    holders = (loader, sampler, getattr(sampler, "sampler", None))
+    found = {id(g): g for g in (getattr(holder, "generator", None) for holder in holders)}
+    return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+
+
+class _Epochs:
+    """What all sharded loaders have."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Part]:
+        return self.begin(0)
+
+    def begin(self, first: int) -> Iterator[Part]:
+        raise NotImplementedError
+
+
+class _Whole(_Epochs):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Part]:
-        for batch in self._loader:
-            samples = batch_samples(batch)
-            yield Part(batch, samples, samples)
+    def begin(self, first: int) -> Iterator[Part]:
+        self.epoch += 1
+        loader = self._loader
+        batches: Iterator[Any]
+        if first and _has_sampler(loader):
+            assert isinstance(loader, DataLoader)
+            later = _Later(loader.batch_sampler, first)
+            batches = iter(_with_batches(loader, later))
+            later.skip()
+        else:
+            batches = iter(loader)
+            for _ in range(first):
+                next(batches)
+        return map(self._part, batches)
+
+    def _part(self, batch: Any) -> Part:
+        samples = batch_samples(batch)
+        return Part(batch, samples, samples)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
 
-class _Dealt:
+class _Later:
+    """The items of `items` from number `first` on, once; `skip` draws those before."""
+
+    def __init__(self, items: Any, first: int) -> None:
+        self._all = items
+        self._items = iter(items)
+        self._from = self._first = first
+
+    def skip(self) -> None:
+        for _ in range(self._first):
+            next(self._items)
+        self._first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.skip()
+        yield from self._items
+
+    def __len__(self) -> int:
+        return len(self._all) - self._from
+
+
+class _Dealt(_Epochs):
     def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
         self._parts = _Parts(loader, workers, index, seed)
         self._loader = _with_batches(loader, self._parts)
 
-    @property
-    def epoch(self) -> int:
-        """The number of the next epoch, from which its permutation follows; set it to resume."""
-        return self._parts.epoch
+    def begin(self, first: int) -> Iterator[Part]:
+        self._parts.epoch, self._parts.first = self.epoch, first
+        self.epoch += 1
+        return map(self._part, itertools.count(first), iter(self._loader))
 
-    @epoch.setter
-    def epoch(self, number: int) -> None:
-        self._parts.epoch = number
-
-    def __iter__(self) -> Iterator[Part]:
-        plan, index = self._parts.plan, self._parts.index
-        for step, batch in enumerate(self._loader):
-            counts = plan.counts(step)
-            yield Part(batch, counts[index], sum(counts))
+    def _part(self, step: int, batch: Any) -> Part:
+        counts = self._parts.plan.counts(step)
+        return Part(batch, counts[self._parts.index], sum(counts))
 
     def __len__(self) -> int:
         return self._parts.plan.steps
@@ -161,14 +234,13 @@ class _Parts:
         stop = samples - samples % global_batch if loader.drop_last else samples
         self.plan = Plan(0, stop, global_batch, (1.0,) * workers)
         self.index = index
-        self.epoch = 0
+        self.epoch = self.first = 0
         shuffled = isinstance(loader.sampler, RandomSampler)
         self._order = GlobalOrder(samples, seed) if shuffled else None
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.epoch * self._order.samples if self._order else 0
-        self.epoch += 1
-        for step in range(self.plan.steps):
+        for step in range(self.first, self.plan.steps):
             start, stop = self.plan.part(step, self.index)
             if start == stop:
                 start, stop = self.plan.part(step, 0)
@@ -229,25 +301,26 @@ class QueuedLoader:
                 yield list(range(first, first + item.samples))
 
 
-class _EveryNth:
+class _EveryNth(_Epochs):
     def __init__(
         self, loader: Loader, workers: int, index: int, seed: int, alike: Alike | None
     ) -> None:
         self._batches: _Strided | DataLoader[Any]
-        if (
-            isinstance(loader, DataLoader)
-            and loader.batch_sampler is not None
-            and not isinstance(loader.dataset, IterableDataset)
-        ):  # the sampler alone is read whole, and the samples of others are never loaded
+        if _has_sampler(loader):  # it alone is read whole; others' samples are never loaded
+            assert isinstance(loader, DataLoader)
             self._strided = _Strided(loader.batch_sampler, workers, index, seed, alike)
             self._batches = _with_batches(loader, self._strided)
         else:
             self._batches = self._strided = _Strided(loader, workers, index, seed, alike)
 
-    def __iter__(self) -> Iterator[Part]:
-        for batch in self._batches:
-            repeated = self._strided.repeated.popleft()
-            yield Part(batch, 0 if repeated else batch_samples(batch), None)
+    def begin(self, first: int) -> Iterator[Part]:
+        self._strided.epoch, self._strided.first = self.epoch, first
+        self.epoch += 1
+        return map(self._part, iter(self._batches))
+
+    def _part(self, batch: Any) -> Part:
+        repeated = self._strided.repeated.popleft()
+        return Part(batch, 0 if repeated else batch_samples(batch), None)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -256,7 +329,8 @@ class _EveryNth:
 class _Strided:
     """Item `index` of each `step` items; the first of them where there are not so many left.
 
-    `repeated` tells of each item that was given whether it is such a first one.
+    The turns before `first` are drawn and dropped. `repeated` tells of each item that was given
+    whether it is such a first one.
     """
 
     def __init__(self, items: Any, step: int, index: int, seed: int, alike: Alike | None) -> None:
@@ -266,12 +340,11 @@ class _Strided:
         self._index = index
         self._seed = seed
         self._alike = alike
-        self._epoch = 0
+        self.epoch = self.first = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.repeated.clear()
-        streams = AlikeStreams(f"{self._seed}-{self._epoch}")
-        self._epoch += 1
+        dropped, streams = self.first, AlikeStreams(f"{self._seed}-{self.epoch}")
         with streams.drawing():
             items = iter(self._items)
             turn = list(islice(items, self._step))
@@ -283,9 +356,12 @@ class _Strided:
             )
         wanted = {0, self._index}
         turn = [item for n, item in enumerate(turn) if n in wanted]
-        while turn:
-            self.repeated.append(len(turn) < len(wanted))
-            yield turn[-1]
+        for number in itertools.count():
+            if not turn:
+                return
+            if number >= dropped:
+                self.repeated.append(len(turn) < len(wanted))
+                yield turn[-1]
             with streams.drawing():
                 found = enumerate(islice(items, self._step))
                 turn = [item for n, item in found if n in wanted]
@@ -295,7 +371,7 @@ class _Strided:
 
 
 def _with_batches(
-    loader: DataLoader[Any], batches: _Parts | _Strided | QueuedLoader
+    loader: DataLoader[Any], batches: _Parts | _Strided | _Later | QueuedLoader
 ) -> DataLoader[Any]:
     """A loader like `loader`, over other lists of indices."""
     kept = (

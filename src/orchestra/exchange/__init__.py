@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         homes_of,
         make_replicated_server,
         make_server,
+        optimizer_parts,
         push_and_pull,
         tell_servers,
     )
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
         "make_replicated_server",
         "make_server",
         "mix_with_neighbours",
+        "optimizer_parts",
         "own_seconds",
         "PairwiseAverage",
         "pull_on_centre",
@@ -150,6 +152,7 @@ else:
             "make_replicated_server": "servers",
             "make_server": "servers",
             "mix_with_neighbours": "gossip",
+            "optimizer_parts": "servers",
             "own_seconds": "watching",
             "PairwiseAverage": "pairwise",
             "pull_on_centre": "elastic",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from orchestra.collectives import Group, all_reduce, gather_objects
 from orchestra.errors import PeerLost
 from orchestra.exchange.average import agree_within
-from orchestra.optimizers.moments import install_moments
+from orchestra.optimizers.moments import OptimizerPart, install_moments
 from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client, Home
 from orchestra.parameter_server.compensation import DelayCompensation
@@ -97,6 +97,26 @@ def make_server(
         on_update=offer if updates or elastic else None,
         elastic=elastic,
     )
+
+
+def optimizer_parts(
+    worker: Worker, homes: Sequence[Home], server: Server | ReplicatedServer
+) -> list[OptimizerPart]:
+    """The optimizers of the slices on this rank, replicas last."""
+    if isinstance(server, ReplicatedServer):
+        held = [(homes[place], each) for place, each in server.servers]
+    else:
+        held = [(home, server) for home in homes if home.rank == worker.rank]
+    parts = []
+    for home, each in held:
+        slots = [worker.layout.slots[piece.tensor] for piece in home.slice.pieces]
+        tensors = {
+            slot.name: (tensor, piece.first - slot.offset)
+            for slot, tensor, piece in zip(slots, each.tensors, home.slice.pieces, strict=True)
+        }
+        if each.optimizer is not None:
+            parts.append(OptimizerPart(each.optimizer, tensors))
+    return parts
 
 
 def make_replicated_server(

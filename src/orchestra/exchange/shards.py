@@ -10,7 +10,7 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import Bucket, cut_into_buckets
 from orchestra.exchange.collective import Collective
-from orchestra.optimizers.moments import install_moments
+from orchestra.optimizers.moments import OptimizerPart, install_moments
 from orchestra.optimizers.spec import set_rates
 from orchestra.parameter_server.placement import place, slice_edges
 from orchestra.schedules import ring_all_gather, ring_reduce_scatter
@@ -56,6 +56,7 @@ class Shards:
         }
         self.optimizer = worker.optimizer.build({name: t for name, (t, _) in tensors.items()})
         install_moments(self.optimizer, tensors, worker.inherited)
+        self.part = OptimizerPart(self.optimizer, tensors)
 
     def _cut(self, bucket: Bucket, workers: int, own: int) -> None:
         layout = self._worker.layout

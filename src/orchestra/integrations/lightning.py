@@ -7,7 +7,6 @@ trainer = lightning.Trainer(strategy=OrchestraStrategy("AllReduce('ring')"))
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from orchestra.trainer.own_batches import Batches
 
 try:
     import lightning.pytorch as lightning
-    from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
+    from lightning.fabric.utilities.data import _auto_add_worker_init_fn
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning_utilities.core.rank_zero import rank_zero_only
@@ -93,8 +92,8 @@ class OrchestraStrategy(ParallelStrategy):
         self._epoch: Generator[Any, None, None] | None = (
             None  # the training batches of the one that goes on
         )
-        self._length = math.inf  # of an epoch, in batches
         self._evaluating: tuple[int, ...] = ()  # the workers that the data are dealt out to
+        self._state: dict[str, Any] | None = None  # of a checkpoint that is being made
         self._to_load: dict[str, Any] | None = None
 
     # Who and where this process is
@@ -110,7 +109,7 @@ class OrchestraStrategy(ParallelStrategy):
     @property
     def world_size(self) -> int:
         """How many workers there are; ranks that only serve do not count."""
-        return len(self._workers) if self.global_rank in self._workers else 1
+        return 1 if self._serves else len(self._workers)
 
     @property
     def root_device(self) -> torch.device:
@@ -166,7 +165,7 @@ class OrchestraStrategy(ParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._check(trainer)
-            if self.global_rank not in self._workers:
+            if self._serves:
                 trainer.num_sanity_val_steps = 0
         for metric in self._metrics():
             assert self._group is not None
@@ -233,8 +232,9 @@ class OrchestraStrategy(ParallelStrategy):
         )  # fmt: skip
         if self._batches.ended:  # a server, whose workers have come to another fit
             self._trainer.limit_train_batches = 0
-        length = sized_len(self._batches)
-        self._length = math.inf if length is None else length
+        elif self._to_load is not None:
+            self._batches.load_state_dict(self._to_load)
+        self._to_load = None
         self._evaluating = self._workers
         return _TrainingData(dataloader, self, self._batches)
 
@@ -265,42 +265,67 @@ class OrchestraStrategy(ParallelStrategy):
         model: lightning.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The last one of an epoch lets every worker's model hold the agreed parameters."""
+        """After the last one of an epoch every worker's model holds the agreed parameters."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._trainer.is_last_batch:
-            if self._epoch is not None and self._trainer.num_training_batches >= self._length:
-                next(self._epoch, None)
-            self.leave_epoch()
-        if self._evaluating != self._workers:  # a Switch: deal out the data to those that are left
-            self._evaluating = self._workers
-            self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+            self._settle()
+        if self._evaluating != self._workers:
+            self._follow_switch()
         return output
+
+    def _follow_switch(self) -> None:
+        """Some workers have become servers: the others evaluate, and these serve to the end."""
+        self._evaluating = self._workers
+        self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+        if self._serves:
+            assert self._batches is not None
+            if self._epoch is not None:
+                self._epoch.close()
+                self._epoch = None
+            self._batches.serve_to_the_end()
+            self._trainer.should_stop = True  # the workers have come to another fit
+
+    @property
+    def _serves(self) -> bool:
+        return self.global_rank not in self._workers
 
     def begin_epoch(self) -> Generator[Any, None, None]:
         """The training batches of this worker."""
         assert self._batches is not None
-        self.leave_epoch()
+        if self._epoch is not None:  # Lightning has skipped the rest
+            self._end_epoch()
         self._epoch = iter(self._batches)
         return self._epoch
 
-    def leave_epoch(self) -> None:
-        """At its end, or before: the models agree."""
+    def _settle(self) -> None:
+        """Let the models agree; at the end of Lightning's epoch Orchestra's ends, too."""
         if self._epoch is None or self._batches is None:
             return
+        if self._trainer.is_last_batch:
+            self._end_epoch()
+        else:
+            self._batches.agree()
+
+    def _end_epoch(self) -> None:
+        assert self._epoch is not None
+        assert self._batches is not None
         self._epoch.close()
-        self._batches.agree()
+        self._batches.end_epoch()
         self._epoch = None
         self._reporter.phase("paused")
 
     def on_train_end(self) -> None:
-        self.leave_epoch()
+        if self._epoch is not None:
+            self._epoch.close()
+            self._settle()
+        self._epoch = None
+        self._reporter.phase("paused")
 
     # Evaluation
 
     def on_validation_start(self) -> None:
         """What is evaluated is the agreed model, in mid-epoch, too."""
-        if self._batches is not None:
-            self._batches.agree()
+        self._settle()
         self._reporter.phase("paused")
 
     def on_validation_end(self) -> None:
@@ -345,16 +370,23 @@ class OrchestraStrategy(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Of the agreed model; in mid-epoch the workers agree here."""
-        if self._batches is not None:
-            self._batches.agree()
+        self._settle()
         return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On the first worker, with the moments that lie in parts on other ranks."""
+        if self._batches is None or self._batches.ended:
+            return super().optimizer_state(optimizer)
+        self._state = self._batches.state_dict()
+        return super().optimizer_state(optimizer) if self.is_global_zero else {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """With Orchestra's state, unless only weights are saved."""
-        if self._batches is not None and "optimizer_states" in checkpoint:
-            pass  # XXX checkpoint[STATE] = self._batches.state_dict()
+        if self._state is not None and "optimizer_states" in checkpoint:
+            checkpoint[STATE] = self._state
+        self._state = None
         with self._paused():
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -388,9 +420,6 @@ class _TrainingData:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._strategy.begin_epoch()
-        if rank() not in self._batches.workers:
-            self._batches.serve_to_the_end()
-            self._strategy._trainer.should_stop = True  # the workers have come to another fit
 
 
 def _check_group(group: Any | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,39 @@ Moments = dict[str, dict[str, Any]]
 Where the optimizer works element by element, a tensor with as many elements as the parameter
 belongs to its elements one by one.
 """
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """An optimizer of parts of the parameters: by name the tensor, and the element it begins at."""
+
+    optimizer: torch.optim.Optimizer
+    tensors: Mapping[str, tuple[Tensor, int]]
+
+    def moments(self) -> list[dict[str, Any]]:
+        """Of each tensor that was updated its name, first element and state."""
+        return [
+            {"name": name, "first": first, "state": dict(self.optimizer.state[tensor])}
+            for name, (tensor, first) in self.tensors.items()
+            if tensor in self.optimizer.state
+        ]
+
+
+def join_moments(
+    parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
+) -> Moments:
+    """The moments of whole `parameters`, from what `OptimizerPart.moments` gave on all ranks."""
+    joined: Moments = {}
+    for part in parts:
+        whole, first = joined.setdefault(part["name"], {}), part["first"]
+        shape = parameters[part["name"]].shape
+        for key, value in part["state"].items():
+            if isinstance(value, Tensor) and elementwise and value.dim():
+                flat = whole.setdefault(key, value.new_zeros(shape)).view(-1)
+                flat[first : first + value.numel()] = value.reshape(-1)
+            else:
+                whole[key] = value
+    return joined
 
 
 def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Moments:

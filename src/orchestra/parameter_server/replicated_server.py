@@ -124,6 +124,11 @@ class ReplicatedServer:
         """What is known of the workers here."""
         return self._own.server.state
 
+    @property
+    def servers(self) -> list[tuple[int, Server]]:
+        """Of each slice that is held here its place, and what holds it; the replica last."""
+        return [(held.home, held.server) for held in (self._own, self._mirror)]
+
     def serve_to_the_end(self, transport: Transport) -> None:
         """Serve until no worker needs anything more: the flow of a server beside a worker."""
         while self._expected():

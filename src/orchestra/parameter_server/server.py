@@ -57,7 +57,7 @@ class Server:
         self.state = state
         self.values = values
         self.optimizer = optimizer
-        self._parameters = [tensor for tensor, _ in tensors]
+        self.tensors = [tensor for tensor, _ in tensors]
         self._spans = [(first, first + tensor.numel()) for tensor, first in tensors]
         self._charge = charge
         self._clip = clip
@@ -169,7 +169,7 @@ class Server:
             self._total.copy_(average)
             return
         used = map(any, zip(*(push.used for push in pushes), strict=True))
-        for (first, end), tensor, is_used in zip(self._spans, self._parameters, used, strict=True):
+        for (first, end), tensor, is_used in zip(self._spans, self.tensors, used, strict=True):
             tensor.grad = average[first:end].view(tensor.shape) if is_used else None
         divisor = self._rate_divisor(update.staleness)
         set_rates(self.optimizer, [rate / divisor for rate in pushes[0].rates])

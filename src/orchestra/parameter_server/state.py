@@ -118,11 +118,14 @@ class ServerState:
     idle: set[int] = field(default_factory=set)
     _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
     """Live, not paused and not idle, as long as that has not changed."""
+    _pushed: bool = field(default=False, compare=False, repr=False)
+    """Since the queue was started: from then on workers need not have their first batches."""
 
     def push(self, push: Push) -> Decision:
         """A gradient has arrived."""
         assert push.worker in self.live, f"push of worker {push.worker}, which is not live"
         assert push.worker not in self.pending, f"second push of worker {push.worker}"
+        self._pushed = True
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
         if push.stop and self.queue is not None:
@@ -162,7 +165,8 @@ class ServerState:
         """After a quiet point: the paused workers may push again."""
         self.paused.clear()
         self._at_work = None
-        if self.queue is not None:
+        if self.queue is not None and self._pushed:
+            self._pushed = False
             for worker in self.queue.restart().keys() - self.live:
                 self.queue.lose(worker)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange import GradientAverage, PartialAverage, Shards
+    from orchestra.optimizers.moments import OptimizerPart
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -216,3 +217,7 @@ class AllReduce(Strategy[AllReduceState]):
     def optimizer_of(self, state: AllReduceState) -> Optimizer:
         """The optimizer, which is the same on every worker, or this worker's part of it."""
         return state.optimizer
+
+    def optimizer_parts(self, worker: Worker, state: AllReduceState) -> list[OptimizerPart]:
+        """That of this worker's slices."""
+        return [] if state.shards is None else [state.shards.part]

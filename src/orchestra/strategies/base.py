@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from orchestra.optimizers.moments import OptimizerPart
     from orchestra.parameter_server import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
@@ -268,9 +269,22 @@ class Strategy(Settings, ABC, Generic[S]):
             optimizers.restore(tensor, before)
         return state
 
+    def restart(self, worker: Worker, state: S, renew: Callable[[], None]) -> S:
+        """Collective: stop, and start the phase under way anew, with what `renew` puts in place.
+
+        For parameters, or moments, that were loaded: everybody takes those of the first rank.
+        """
+        self.stop(worker, state)
+        renew()
+        return self.start(worker)
+
     def optimizer_of(self, state: S) -> Optimizer | None:
         """The optimizer whose moments a following phase may inherit, None if there is none."""
         return None
+
+    def optimizer_parts(self, worker: Worker, state: S) -> list[OptimizerPart]:
+        """What this rank has of optimizers whose moments lie in parts on several ranks."""
+        return []
 
 
 def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange.servers import Compensate
+    from orchestra.optimizers.moments import OptimizerPart
     from orchestra.parameter_server import Client, Home, Pause, ReplicatedServer, Server
     from orchestra.schedules.work_queue import WorkQueue
     from orchestra.transports.protocol import Task
@@ -499,3 +500,9 @@ class ParameterServer(Strategy[ParameterServerState]):
     def optimizer_of(self, state: ParameterServerState) -> Optimizer | None:
         """The workers' optimizer, where they have one."""
         return state.optimizer
+
+    def optimizer_parts(self, worker: Worker, state: ParameterServerState) -> list[OptimizerPart]:
+        """Those of the slices that this rank serves."""
+        if state.server is None:
+            return []
+        return exchange.optimizer_parts(worker, state.homes, state.server)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from orchestra.strategies.switch_state import SwitchState
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.optimizers.moments import OptimizerPart
     from orchestra.parameter_server import Pause
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -414,9 +415,18 @@ class Switch(Strategy[SwitchState]):
         if state.leaving is not None:
             state.leaving.close()
 
+    def restart(self, worker: Worker, state: SwitchState, renew: Callable[[], None]) -> SwitchState:
+        """The phase under way alone."""
+        state.inner = self._phase(state).restart(worker, state.inner, renew)
+        return state
+
     def optimizer_of(self, state: SwitchState) -> Optimizer | None:
         """That of the phase under way."""
         return self._phase(state).optimizer_of(state.inner)
+
+    def optimizer_parts(self, worker: Worker, state: SwitchState) -> list[OptimizerPart]:
+        """Those of the phase under way."""
+        return self._phase(state).optimizer_parts(worker, state.inner)
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:
         return self.then if state.switched else self.first

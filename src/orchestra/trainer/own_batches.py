@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from orchestra import exchange
 from orchestra.collectives import all_reduce
-from orchestra.data.own_loop import Loader, Part, QueuedLoader, ShardedLoader, shard_loader
+from orchestra.data.own_loop import (
+    Loader,
+    Part,
+    QueuedLoader,
+    ShardedLoader,
+    generators_of,
+    shard_loader,
+)
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import WorkSource
+from orchestra.trainer.own_state import Word
+from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
@@ -21,6 +30,8 @@ if TYPE_CHECKING:
 
 MID_EPOCH = -(1 << 20)
 """In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
+SAVING = MID_EPOCH - 1
+"""The same, where the state of all ranks is collected."""
 
 ENDED = (
     "this loop ended when another model was distributed; models that are trained by turns are all "
@@ -37,6 +48,8 @@ class Batches:
     queue, which `queued` loads, they get unlike numbers of them.
 
     Attributes:
+        epoch: how many have ended.
+        taken: batches of the epoch under way that this worker has had.
         item: what this worker took from the queue and has not made a step with.
         ended: all workers have left.
         begun: an epoch was begun, or served.
@@ -59,8 +72,10 @@ class Batches:
         self.left = False
         self._loop = loop
         self.loader = loader
-        self._seed = seed
-        self.epoch = 0
+        self.seed = seed
+        self.epoch = self.taken = 0
+        self._resumed_at = self._backwards = 0
+        self._order: dict[str, Any] = {}
         self._roles = loop.strategy.current_roles(loop.worker, loop.state)
         self._sharded = self._shard()
         self._source = source
@@ -71,7 +86,7 @@ class Batches:
     def __len__(self) -> int:
         sharded, workers = self._sharded, len(self._roles.workers)
         if sharded is None:  # on a server: that of a worker
-            sharded = shard_loader(self.loader, workers, 0, self._seed)
+            sharded = shard_loader(self.loader, workers, 0, self.seed)
         return len(sharded)
 
     def add(self, other: Batches) -> None:
@@ -90,6 +105,8 @@ class Batches:
         if self._is_over():
             return
         for each in self._together:
+            each._loop.kept.take_over()
+        for each in self._together:
             each._begin_epoch()
         try:
             if self._sharded is not None:
@@ -105,7 +122,7 @@ class Batches:
         """Whether there is nothing to iterate over, where that is no mistake."""
         if not self.ended:
             return False
-        if self._is_worker():
+        if self.is_worker():
             raise InputError(f"batches: {ENDED}")
         if not self._goes_on:
             raise SystemExit(0)
@@ -115,20 +132,24 @@ class Batches:
         self.begun = self._in_epoch = True
         self.left = False
         self._loop.worker.reporter.phase("training")
-        self._loop.begin_epoch()
+        self.taken = self._resumed_at
+        self._loop.begin_epoch(self._backwards)
+        self._backwards = 0
         self._follow_phase()
 
     def _end_epoch(self) -> None:
         loop = self._loop
         loop.counts.end_epoch()
-        if self._is_worker():
+        word = None
+        if self.is_worker():
             loop.strategy.quiesce(loop.worker, loop.state, self.epoch)
         else:
-            self._serve()
+            word = self._serve()
         self._take_part_in_agreement()
-        if self.ended:
-            self.end(goes_on=False)
+        if word is not None:
+            self.end(word)
         self._in_epoch = False
+        self.taken = 0
         self.epoch += 1
 
     def agree(self) -> None:
@@ -145,15 +166,33 @@ class Batches:
 
     def _agree(self) -> None:
         loop = self._loop
-        if not self._in_epoch or self.ended or not self._is_worker():
+        if not self._in_epoch or self.ended or not self.is_worker():
             return
-        if loop.strategy.work(loop.state) is not None:
-            raise InputError(
-                "batches.agree() in mid-epoch needs equally many batches on every worker: set "
-                "work='equal' in distribute, or go on to the end of the epoch"
-            )
+        loop.kept.take_over()
+        self._check_alike("agree")
         loop.strategy.quiesce(loop.worker, loop.state, MID_EPOCH)
         self._take_part_in_agreement()
+
+    def end_epoch(self) -> None:
+        """After `break`, end the epoch here; the next iteration begins another one.
+
+        Every worker calls it, after equally many steps. Where an epoch has ended it changes
+        nothing.
+
+        Raises:
+            InputError: workers take unlike numbers of batches.
+        """
+        for each in self._together if self._source is None else self._source._together:
+            if each._in_epoch and not each.ended and each.is_worker():
+                each._check_alike("end_epoch")
+                each._end_epoch()
+
+    def _check_alike(self, what: str) -> None:
+        if self._loop.strategy.work(self._loop.state) is not None:
+            raise InputError(
+                f"batches.{what}() in mid-epoch needs equally many batches on every worker: set "
+                "work='equal' in distribute, or go on to the end of the epoch"
+            )
 
     def _take_part_in_agreement(self) -> None:
         loop = self._loop
@@ -161,6 +200,83 @@ class Batches:
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
             exchange.broadcast_buffers(loop.worker, loop.worker.everyone)
         self.left = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the training goes on from: every worker calls it, between two steps.
+
+        Parameters, buffers and moments as each rank has them, slices on servers included; epoch,
+        and place in it; random generators. Plain data and tensors, for torch.save. Save what the
+        first worker gets: it has all of it, the others only know what it is of.
+
+        Raises:
+            InputError: there is no such place here; the message says where one is.
+        """
+        loop = self._loop
+        if self.ended:
+            raise InputError(f"batches.state_dict(): {ENDED}")
+        if not self.is_worker():
+            self._serve(until_saved=True)
+            return loop.kept.saved(self, {})
+        loop.kept.check_place(self)
+        loop.kept.take_over()
+        loop.strategy.quiesce(loop.worker, loop.state, SAVING)
+        return loop.kept.saved(self, loop.kept.collect())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: every worker calls it with what the first one's `state_dict()` was.
+
+        It belongs behind `distribute` and before the loop over these batches, whose first
+        iteration goes on where the epoch was left.
+
+        Raises:
+            InputError: `state` is of other settings, or training has come too far to go back.
+        """
+        if self.ended:
+            raise InputError(f"batches.load_state_dict(): {ENDED}")
+        if self._in_epoch and not self.left:
+            raise InputError(
+                "batches.load_state_dict(): an iteration over the batches is under way: call it "
+                "before the loop over them, or leave that with break"
+            )
+        self._loop.kept.load(self, state)
+
+    @property
+    def order(self) -> int:
+        """The number from which the order of the epoch under way, or of the next one, follows."""
+        begun = self.taken > 0 and not self._resumed_at
+        return 0 if self._sharded is None else self._sharded.epoch - begun
+
+    @property
+    def dealt_out_anew(self) -> bool:
+        """Whether the roles have changed since the epoch began."""
+        roles = self._loop.strategy.current_roles(self._loop.worker, self._loop.state)
+        return self.taken > 0 and roles != self._roles
+
+    def order_state(self) -> dict[str, Any]:
+        """The generators that the order of the epoch under way, or of the next one, follows from.
+
+        At its beginning, that is: what was drawn since is drawn again.
+        """
+        return self._order if self.taken else self._draws()
+
+    def _draws(self) -> dict[str, Any]:
+        own = [generator.get_state() for generator in generators_of(self.loader)]
+        return {"random": random_state(), "generators": own}
+
+    def go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
+        """The next iteration begins at `position`, as `state_dict` gave it."""
+        self._roles = self._loop.strategy.current_roles(self._loop.worker, self._loop.state)
+        self._sharded = self._shard()
+        self.epoch = position["epoch"]
+        self.taken = self._resumed_at = position["taken"]
+        self._backwards = position["backwards"]
+        if self._sharded is not None:
+            self._sharded.epoch = position["order"]
+        self.begun = self._in_epoch = self.left = False
+        self._order = order
+        own = generators_of(self.loader)
+        for generator, state in zip(own, order["generators"], strict=True):
+            generator.set_state(state)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -194,16 +310,25 @@ class Batches:
     def _work(self, sharded: ShardedLoader) -> Iterator[Any]:
         loop = self._loop
         if loop.strategy.work(loop.state) is None:
-            for part in sharded:
+            for part in self._begin_order(sharded):
                 self._count(part)
                 yield part.batch
-                if not self._is_worker():
+                if not self.is_worker():
                     return
                 if loop.strategy.work(loop.state) is not None:
                     break
         source = loop.strategy.work(loop.state)
         if source is not None:
             yield from self._take(source)
+
+    def _begin_order(self, sharded: ShardedLoader) -> Iterator[Part]:
+        first, self._resumed_at = self._resumed_at, 0
+        if not first:
+            self._order = self._draws()
+            return sharded.begin(0)
+        with undisturbed():
+            restore_random_state(self._order["random"])
+            return sharded.begin(first)
 
     def _take(self, source: WorkSource) -> Iterator[Any]:
         """The batches of the queue, until all pause at the end of the epoch."""
@@ -230,10 +355,11 @@ class Batches:
                 counts = torch.tensor([float(total)], dtype=torch.float64)
                 all_reduce(worker.transport, counts, "ring", worker.workers, Tag.COUNT)
                 total = int(counts)
+        self.taken += 1
         for each in self._together:
             each._loop.counts.take(part.samples, total, part.batch)
 
-    def _alike(self, number: int) -> bool:
+    def alike(self, number: int) -> bool:
         """Collective over the workers: whether `number`, of 32 bits, is the same on all of them."""
         worker = self._loop.worker
         numbers = torch.zeros(len(worker.workers), dtype=torch.float64)
@@ -246,47 +372,74 @@ class Batches:
 
         Raises SystemExit where their scripts are over.
         """
-        while not self._is_worker() and not self.ended:
+        while not self.is_worker() and not self.ended:
             self._end_epoch()
         if self.ended and not self._goes_on:
             raise SystemExit(0)
 
-    def end(self, *, goes_on: bool) -> None:
-        """The loop is over; a worker tells those that serve whether the script `goes_on`."""
+    def end(self, word: Word) -> None:
+        """The loop is over; `word` tells whether the script goes on with another one."""
         self.begun = self.ended = True
-        self._goes_on = goes_on
+        self._goes_on = word is not Word.OVER
+        if word is Word.HANDS_OVER:
+            self._loop.kept.hand_over()
+
+    def tell(self, word: Word) -> None:
+        """On workers, before they stop: the first one tells ranks that serve what follows."""
+        worker, (first, serving) = self._loop.worker, self.places()
+        if worker.rank == first:
+            for rank in serving:
+                with contextlib.suppress(PeerLost):
+                    worker.transport.send(torch.tensor([word]), rank, Tag.GOES_ON).wait()
+
+    def hear(self) -> Word:
+        """On a rank that serves, once it has stopped: what follows."""
+        first, _ = self.places()
+        try:
+            return Word(int(self._loop.worker.transport.receive(first, Tag.GOES_ON).wait()))
+        except PeerLost:
+            return Word.OVER
+
+    def places(self) -> tuple[int, list[int]]:
+        """The first worker, and the ranks that serve, of those that are there."""
         worker = self._loop.worker
         workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
         everyone = worker.everyone.ranks
         first = next(rank for rank in workers if rank in everyone)
-        with contextlib.suppress(PeerLost):
-            if worker.rank not in workers:
-                self._goes_on = bool(worker.transport.receive(first, Tag.GOES_ON).wait())
-            elif worker.rank == first:
-                word = torch.tensor([float(goes_on)])
-                for rank in everyone:
-                    if rank not in workers:
-                        worker.transport.send(word, rank, Tag.GOES_ON).wait()
+        return first, [rank for rank in everyone if rank not in workers]
 
-    def _serve(self) -> None:
+    def _serve(self, *, until_saved: bool = False) -> Word | None:
+        """To the end of the workers' epoch; what follows, where it is that of the loop."""
         loop = self._loop
         loop.worker.reporter.phase("serving")
         loop.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
-        while not self._is_worker():
+        last = None
+        while not self.is_worker():
             paused = loop.strategy.serve(loop.worker, loop.state)
-            self.ended = paused is None
-            if paused is None or paused.step >= 0:
-                break
-            if paused.step == MID_EPOCH:
+            if paused is None:
+                word = self.hear()
+                if word not in (Word.RESTART, Word.RESUME):
+                    self.ended, last = True, word
+                    break
+                loop.kept.follow(word)
+            elif paused.step == SAVING:
+                loop.kept.collect()
+                if until_saved:
+                    break
+            elif paused.step == MID_EPOCH:
                 self._take_part_in_agreement()
+            elif paused.step >= 0:
+                break
         loop.worker.reporter.phase("training")
+        return last
 
     @property
     def workers(self) -> tuple[int, ...]:
         """The ranks that have data now; the others serve."""
         return self._loop.strategy.current_roles(self._loop.worker, self._loop.state).workers
 
-    def _is_worker(self) -> bool:
+    def is_worker(self) -> bool:
+        """Whether this rank has data in the phase under way."""
         return self._loop.worker.rank in self.workers
 
     def _follow_phase(self) -> None:
@@ -302,7 +455,6 @@ class Batches:
         if rank not in workers:
             return None
         index = workers.index(rank)
-        sharded = shard_loader(self.loader, len(workers), index, self._seed, self._alike)
-        if hasattr(sharded, "epoch"):
-            sharded.epoch = self.epoch
+        sharded = shard_loader(self.loader, len(workers), index, self.seed, self.alike)
+        sharded.epoch = self.epoch
         return sharded

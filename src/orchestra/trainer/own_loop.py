@@ -29,6 +29,7 @@ from orchestra.trainer.own_model import (
     check_model,
     part_storages,
 )
+from orchestra.trainer.own_state import OwnState, Word, agree_on_moments
 from orchestra.trainer.sample_counts import SampleCounts
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
@@ -76,7 +77,6 @@ class OwnLoop:
             bucket_bytes=int(bucket_megabytes * 1e6),
             overlap=overlap,
         )
-        self.worker.set_workers(roles.workers)
         part_storages(self.worker)
         self.optimizer = optimizer
         self.accumulation = accumulation
@@ -86,28 +86,44 @@ class OwnLoop:
         if work == "shared" and accumulation == 1 and source is None and QueuedLoader.fits(own):
             assert isinstance(own, DataLoader)
             queued = QueuedLoader(own, seed)
-            self.worker.queue_of = queued.queue
+        self.queued = queued
+        self.prepare_start()
+        agree_on_moments(self.worker, optimizer, strategy)
         self.state = strategy.start(self.worker)
+        self.kept = OwnState(self)
         self.counts = SampleCounts(copied=self.worker.layout.device.type != "cpu")
         self.batches = Batches(self, own, seed, queued, source)
         self._audit = Audit(self.worker)
         self._handed_over = False
-        self._backwards = 0  # in this epoch
+        self.backwards = 0  # in this epoch
         self._entered = False  # a forward pass of this step has begun
         self._in_backward = False
         self._complete = False  # a gradient has come since the last step
         self._pending = False  # a gradient that was not exchanged yet
         self._version = 0  # of the gradients, when they were complete
         self._stepping = False
-        self._steps = 0
+        self.steps = 0
         self._take_over_forward(model)
         self._take_over_backward(model)
         self._take_over_step()
 
+    def prepare_start(self) -> None:
+        """Undo what a strategy that has started, and may have changed its phase, has set."""
+        worker = self.worker
+        worker.set_workers(self.strategy.roles(worker.runtime.ranks).workers)
+        worker.queue_of = None if self.queued is None else self.queued.queue
+        worker.before_phase.clear()
+        worker.rate_scale = 1.0
+
     @property
     def begun(self) -> bool:
         """Whether training has begun."""
-        return self.batches.begun or self._steps > 0
+        return self.batches.begun or self.steps > 0
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether all gradients that backward() has brought have become a step."""
+        return not self._complete and not self._in_backward
 
     def trains(self, parameters: set[nn.Parameter]) -> bool:
         """Whether one of `parameters` is trained here."""
@@ -127,6 +143,7 @@ class OwnLoop:
         self.counts.forward()
         if module.training and not self._entered:
             self._entered = True
+            self.kept.take_over()
             self.strategy.before_forward(self.worker, self.state)
 
     def _may_be_saved(self, *_: Any) -> None:
@@ -139,9 +156,9 @@ class OwnLoop:
                 "state_dict(), or let the epoch end"
             )
 
-    def begin_epoch(self) -> None:
-        """Count the backward passes from here."""
-        self._backwards = 0
+    def begin_epoch(self, backwards: int) -> None:
+        """Count the backward passes from here, where `backwards` of the epoch are done."""
+        self.backwards = backwards
         self._entered = False
         self.counts.begin_epoch()
 
@@ -153,7 +170,7 @@ class OwnLoop:
 
         def finished() -> None:
             self._in_backward = False
-            self._backwards += 1
+            self.backwards += 1
             self._complete = True
             if gradients.last_backward:
                 self._reduce()
@@ -167,7 +184,7 @@ class OwnLoop:
             self._check_order()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = not self.batches.accumulates and (self._backwards + 1) % self.accumulation == 0
+            last = not self.batches.accumulates and (self.backwards + 1) % self.accumulation == 0
             gradients.last_backward = last
             if last:
                 self._begin_exchange()
@@ -231,6 +248,8 @@ class OwnLoop:
         if not self._has_gradient():
             return
         self._audit.check(self.optimizer)
+        self.kept.take_over()
+        self.kept.step_begins()
         if self._pending:  # a step after fewer backward passes: the last ones of an epoch
             self._begin_exchange()
             self._reduce()
@@ -256,9 +275,9 @@ class OwnLoop:
         self.batches.item = None
         self._complete = self._entered = False
         self.worker.gradients.forget()
-        self._steps += 1
+        self.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
-        self.worker.reporter.progress(step=self._steps, samples=self.worker.step.consumed)
+        self.worker.reporter.progress(step=self.steps, samples=self.worker.step.consumed)
 
     def _has_gradient(self) -> bool:
         """Whether a step is to be made; without any gradient an optimizer makes none."""
@@ -297,15 +316,20 @@ class OwnLoop:
         self.worker.reporter.phase("training" if goes_on else "leaving")
         if self.batches.ended:
             return
-        self.strategy.stop(self.worker, self.state)
+        works, word = self.batches.is_worker(), Word.GOES_ON if goes_on else Word.OVER
+        if works:
+            word = self.kept.last_word(word)
+            self.batches.tell(word)
+        self.kept.stop()
         self.batches.left = False
-        self.batches.end(goes_on=goes_on)
+        self.batches.end(word if works else self.batches.hear())
 
     def close(self, *, handed_over: bool) -> None:
         """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""
         self._handed_over = handed_over
         for hook in self._model_hooks:
             hook.remove()
+        self.kept.close()
         self.worker.gradients.close()
         self.worker.reporter.expendable(False)
 

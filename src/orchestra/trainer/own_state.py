@@ -1,0 +1,430 @@
+"""The state of a loop of the user's own: collected on the first worker, and handed out again."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from orchestra import exchange
+from orchestra.data.alike import digest
+from orchestra.errors import InputError
+from orchestra.optimizers.moments import Moments, export_moments, join_moments
+from orchestra.optimizers.state import capture, restore
+from orchestra.strategies.base import Strategy
+from orchestra.trainer.own_model import Hook
+from orchestra.trainer.random_state import random_state, restore_random_state
+from orchestra.trainer.transfer import Tensors, digests, give, pack, take, unpack
+from orchestra.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from orchestra.trainer.own_batches import Batches
+    from orchestra.trainer.own_loop import OwnLoop
+
+LOADED: tuple[object, str] = (nullcontext(), "__exit__")  # takes anything, and does nothing
+
+
+class Word(enum.IntEnum):
+    """What the first worker tells ranks that serve, as all workers leave."""
+
+    OVER = 0  # the script is over
+    GOES_ON = 1  # it goes on with another loop
+    RESTART = 2  # the strategy starts anew, with what the user has loaded
+    RESUME = 3  # it goes on from a state
+    HANDS_OVER = 4  # as GOES_ON; first all optimizers get the moments that lie in parts
+
+
+def agree_on_moments(
+    worker: Worker, optimizer: torch.optim.Optimizer, strategy: Strategy[Any]
+) -> None:
+    """Collective over all ranks, before `start`: let it inherit what `optimizer` has loaded."""
+    worker.inherited = export_moments(optimizer, worker.named_parameters())
+    if not strategy.synchronous:
+        return
+    own = digests(pack(capture(worker.inherited), {}))
+    if own != exchange.agree_on_data(worker, own, worker.everyone.ranks[0]):
+        raise InputError(
+            "the optimizer has other moments than on the first rank: load the same state on every "
+            "rank before distribute, or clear it (optimizer.state.clear())"
+        )
+
+
+class OwnState:
+    """What `batches.state_dict()` collects, and what is loaded into model, optimizer and batches.
+
+    Parameters and moments that were loaded count from the next step on: where a strategy keeps
+    copies of its own, as servers do, it starts anew with them.
+    """
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self._loop = loop
+        self._worker = loop.worker
+        self._loaded_model = self._loaded_moments = self._restoring = False
+        self._collected = False  # since the last step: the first worker's optimizer has all moments
+        self._inherited = bool(loop.worker.inherited)
+        self._release_moments()
+        loop.worker.inherited = {}
+        optimizer = loop.optimizer
+        self._hooks: list[Any] = [
+            optimizer.register_state_dict_pre_hook(self._may_be_saved),
+            optimizer.register_load_state_dict_post_hook(self._optimizer_loaded),
+        ]
+        for module in loop.worker.module.modules():
+            hook = Hook(self._model_loaded, LOADED)
+            self._hooks.append(module.register_load_state_dict_post_hook(hook))
+
+    def close(self) -> None:
+        """Let go of model and optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the user's optimizer has the moments, on a worker."""
+        loop = self._loop
+        return loop.strategy.optimizer_of(loop.state) is loop.optimizer
+
+    def _release_moments(self) -> None:
+        """The user's optimizer makes room for those that lie elsewhere."""
+        if not self._whole:
+            self._loop.optimizer.state.clear()
+
+    # What the user does with model and optimizer
+
+    def _may_be_saved(self, _: torch.optim.Optimizer) -> None:
+        loop, first = self._loop, self._worker.workers.ranks[0]
+        moved = loop.steps > 0 or self._inherited
+        if self._restoring or self._whole or loop.batches.ended or not moved:
+            return
+        if not self._collected:
+            raise InputError(
+                f"optimizer.state_dict(): under {loop.strategy!r} other ranks have the moments, or "
+                "parts of them: save batches.state_dict() in its place; every worker calls that, "
+                "and the first one's optimizer has all moments then, until the next step"
+            )
+        if self._worker.rank != first:
+            raise InputError(
+                f"optimizer.state_dict(): batches.state_dict() has collected the moments on rank "
+                f"{first}: save them there (if orchestra.is_first())"
+            )
+
+    def _optimizer_loaded(self, _: torch.optim.Optimizer) -> None:
+        if not self._restoring:
+            self._loaded_moments = True
+
+    def _model_loaded(self, *_: Any) -> None:
+        self._loaded_model = True
+
+    def step_begins(self) -> None:
+        """What was collected is of the past."""
+        if self._collected:
+            self._collected = False
+            self._release_moments()
+
+    def take_over(self) -> None:
+        """Collective over the workers, before a step: what the user has loaded counts."""
+        loop = self._loop
+        model, moments = self._loaded_model, self._loaded_moments
+        self._loaded_model = self._loaded_moments = False
+        if not loop.batches.is_worker() or loop.batches.ended:
+            return
+        whole, synchronous = self._whole, loop.strategy.currently_synchronous(loop.state)
+        if not (moments and not whole) and not (model and not (whole and synchronous)):
+            return
+        if loop.batches.taken and loop.strategy.work(loop.state) is not None:
+            raise InputError(
+                "load_state_dict(): workers take unlike numbers of batches, so that no step is "
+                "known from which it would count: load before the epoch, or set work='equal' in "
+                "distribute"
+            )
+        loaded = None
+        if moments and not whole:
+            loaded = export_moments(loop.optimizer, self._worker.named_parameters())
+        loop.batches.tell(Word.RESTART)
+        self._restart(loaded)
+
+    def _restart(self, moments: Moments | None) -> None:
+        """Collective: start anew, with `moments`, or those that there were."""
+        loop, worker = self._loop, self._worker
+        own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
+        kept = [tensor.clone() for tensor in own]
+        before = loop.strategy.optimizer_parts(worker, loop.state)
+        hands_over = [moments is not None]
+
+        def renew() -> None:
+            loaded = {"moments": moments, "consumed": worker.step.consumed}
+            loaded = self._hand_out(dict.fromkeys(worker.everyone.ranks, loaded), loaded)
+            for tensor, values in zip(own, kept, strict=True):
+                restore(tensor, values)
+            worker.step.consumed = loaded["consumed"]
+            worker.inherited = loaded["moments"] or {}
+            hands_over[0] = loaded["moments"] is not None
+
+        loop.state = loop.strategy.restart(worker, loop.state, renew)
+        worker.inherited = {}
+        if hands_over[0]:
+            self._inherited = True
+            self._release_moments()
+            return
+        after = loop.strategy.optimizer_parts(worker, loop.state)
+        for old, new in zip(before, after, strict=True):
+            restore(new.optimizer, capture(old.optimizer))
+
+    # Collecting
+
+    def collect(self) -> dict[str, Any]:
+        """Collective over all ranks, with nothing in flight: what each has, on the first worker."""
+        worker, first = self._worker, self._worker.workers.ranks[0]
+        own = self._own()
+        self._collected = True
+        if worker.rank != first:
+            give(worker.transport, own, first)
+            return {}
+        known: Tensors = {}
+        ranks = {}
+        for rank in worker.everyone.ranks:
+            if rank == first:
+                ranks[str(rank)] = unpack(pack(own, known), known)
+            else:
+                ranks[str(rank)] = take(worker.transport, rank, known)
+        if not self._whole:  # until the next step
+            self._install(self._joined(each["moments"] for each in ranks.values()))
+        return ranks
+
+    def _own(self) -> dict[str, Any]:
+        loop, worker = self._loop, self._worker
+        works = loop.batches.is_worker()
+        with_parts = loop.strategy.optimizer_parts(worker, loop.state)
+        return {
+            "parameters": worker.named_parameters() if works else {},
+            "buffers": dict(worker.buffers) if works else {},
+            "strategy": capture(loop.state),
+            "moments": [each for part in with_parts for each in part.moments()],
+            "rates": list(worker.step.rates),
+            "rate_scale": worker.rate_scale,
+            "random": random_state(),
+            "order": loop.batches.order_state(),
+        }
+
+    def _joined(self, ranks: Iterable[Sequence[Any]]) -> Moments:
+        return join_moments(
+            [part for parts in ranks for part in parts],
+            self._worker.named_parameters(),
+            elementwise=self._worker.optimizer.elementwise,
+        )
+
+    def _install(self, moments: Moments) -> None:
+        parameters = self._worker.named_parameters()
+        for name, state in moments.items():
+            self._loop.optimizer.state[parameters[name]] = state
+
+    def check_place(self, batches: Batches) -> None:
+        """Raises InputError where there is no state that could be gone on from."""
+        loop, where = self._loop, "batches.state_dict()"
+        if not loop.between_steps:
+            raise InputError(f"{where}: gradients wait for their step: call it after that")
+        if batches.taken and loop.strategy.work(loop.state) is not None:
+            raise InputError(
+                f"{where} in mid-epoch needs equally many batches on every worker: set "
+                "work='equal' in distribute, or save when the epoch has ended"
+            )
+        if batches.dealt_out_anew:
+            raise InputError(
+                f"{where}: a rank has become a server in this epoch, so that nobody takes its part "
+                "of it: save when the epoch has ended"
+            )
+
+    def saved(self, batches: Batches, ranks: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole of a state."""
+        loop = self._loop
+        groups = loop.optimizer.param_groups
+        return {
+            "settings": self._settings(batches),
+            "position": {
+                "epoch": batches.epoch,
+                "taken": batches.taken - (loop.counts.ahead or 0),
+                "length": _length(batches),
+                "order": batches.order,
+                "backwards": loop.backwards if batches.taken else 0,
+                "consumed": self._worker.step.consumed,
+                "steps": loop.steps,
+            },
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in groups
+            ],
+            "ranks": dict(ranks),
+        }
+
+    def _settings(self, batches: Batches) -> dict[str, Any]:
+        loop = self._loop
+        return {
+            "strategy": repr(loop.strategy),
+            "ranks": self._worker.runtime.ranks,
+            "optimizer": type(loop.optimizer).__name__,
+            "accumulation": loop.accumulation,
+            "seed": batches.seed,
+            "work": "equal" if self._loop.queued is None else "shared",
+        }
+
+    # Going on from a state
+
+    def load(self, batches: Batches, state: Mapping[str, Any]) -> None:
+        """Collective over the workers, and the ranks that serve: go on from what `saved` gave."""
+        loop, position = self._loop, self._checked(batches, state)
+        self._loaded_model = self._loaded_moments = self._collected = False
+        batches.tell(Word.RESUME)
+        ranks = state["ranks"]
+        own = ranks[str(self._worker.rank)]
+        self._resume({**own, "consumed": position["consumed"]}, ranks)
+        for group, saved in zip(loop.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        loop.steps = position["steps"]
+        batches.go_on_from(position, own["order"])
+
+    def _checked(self, batches: Batches, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The position in `state`, which has to fit this loop."""
+        where, loop, worker = "batches.load_state_dict()", self._loop, self._worker
+        expected = {"settings", "position", "groups", "ranks"}
+        if not isinstance(state, Mapping) or not expected <= state.keys():
+            raise InputError(f"{where}: expected what batches.state_dict() returned")
+        for name, ours in self._settings(batches).items():
+            theirs = state["settings"].get(name)
+            if theirs != ours:
+                raise InputError(
+                    f"{where}: the state is of {name}={theirs}, and this loop of {name}={ours}: "
+                    "distribute with the settings that it was saved under"
+                )
+        if state["ranks"].keys() != {str(rank) for rank in range(worker.runtime.ranks)}:
+            raise InputError(
+                f"{where}: the state lacks what other ranks had: save what the first worker's "
+                "batches.state_dict() returned (if orchestra.is_first())"
+            )
+        every = (each["parameters"] for each in state["ranks"].values())
+        parameters = next(named for named in every if named)  # servers have none
+        found = differences(worker, parameters)
+        if found or len(state["groups"]) != len(loop.optimizer.param_groups):
+            raise InputError(
+                f"{where}: the state is of another model or optimizer: "
+                f"{found or 'it has other parameter groups'}"
+            )
+        position: Mapping[str, Any] = state["position"]
+        if position["taken"] and position["length"] != _length(batches):
+            raise InputError(
+                f"{where}: the state is from the midst of an epoch of {position['length']} batches "
+                f"on each worker, and here it has {_length(batches)}: use the same loader"
+            )
+        roles = loop.strategy.roles(worker.runtime.ranks)
+        if loop.strategy.current_roles(worker, loop.state) != roles:
+            raise InputError(
+                f"{where}: ranks have changed their roles since the beginning: load before training"
+            )
+        if not batches.alike(digest([position, parameters])):
+            raise InputError(f"{where}: workers load unlike states: give all the same one")
+        return position
+
+    def _resume(self, own: Any, ranks: Mapping[str, Any]) -> None:
+        loop, worker = self._loop, self._worker
+        loop.strategy.stop(worker, loop.state)
+        exchange.wait_for_everyone(worker)
+        parts = {int(rank): {**part, "consumed": own["consumed"]} for rank, part in ranks.items()}
+        own = self._hand_out(parts, own)
+        for tensors, saved in (
+            (worker.named_parameters(), own["parameters"]),
+            (dict(worker.buffers), own["buffers"]),
+        ):
+            for name in saved:
+                restore(tensors[name], saved[name])
+        worker.step.consumed, worker.step.rates = own["consumed"], tuple(own["rates"])
+        loop.prepare_start()
+        self._restoring = True
+        try:
+            loop.state = loop.strategy.resume(worker, _copied(own["strategy"]))
+        finally:
+            self._restoring = False
+        worker.rate_scale = own["rate_scale"]
+        self._inherited = True
+        restore_random_state(own["random"])
+
+    # Ranks that serve
+
+    def _hand_out(self, parts: Mapping[int, Any], own: Any) -> Any:
+        """The first worker gives each rank that serves its part; a worker has its `own`."""
+        transport, (first, serving) = self._worker.transport, self._loop.batches.places()
+        if self._worker.rank in serving:
+            return take(transport, first, {})
+        if self._worker.rank == first:
+            for rank in serving:
+                give(transport, parts[rank], rank)
+        return own
+
+    def follow(self, word: Word) -> None:
+        """On a rank that serves: do what the workers do."""
+        if word is Word.RESTART:
+            self._restart(None)
+        else:
+            self._resume(None, {})
+
+    # The end
+
+    def last_word(self, word: Word) -> Word:
+        """On a worker: whether moments are handed over where the script goes on."""
+        moments_stay = self._whole or self._loaded_moments
+        return Word.HANDS_OVER if word is Word.GOES_ON and not moments_stay else word
+
+    def stop(self) -> None:
+        """Stop the strategy; what was loaded since the last step stays in the model."""
+        loop, worker = self._loop, self._worker
+        buffers = [buffer for _, buffer in worker.buffers]
+        own = [worker.parameters, *buffers] if self._loaded_model else []
+        kept = [tensor.clone() for tensor in own]
+        loop.strategy.stop(worker, loop.state)
+        for tensor, values in zip(own, kept, strict=True):
+            restore(tensor, values)
+
+    def hand_over(self) -> None:
+        """Collective, after the end: every rank's optimizer gets all moments."""
+        worker, first = self._worker, self._loop.batches.places()[0]
+        with_parts = self._loop.strategy.optimizer_parts(worker, self._loop.state)
+        own = [each for part in with_parts for each in part.moments()]
+        others = [rank for rank in worker.everyone.ranks if rank != first]
+        if worker.rank != first:
+            give(worker.transport, own, first)
+            joined = take(worker.transport, first, {})
+        else:
+            joined = self._joined([own, *(take(worker.transport, rank, {}) for rank in others)])
+            for rank in others:
+                give(worker.transport, joined, rank)
+        self._install(joined)
+
+
+def _copied(value: Any) -> Any:
+    """`value` with copies of its tensors: an optimizer goes on with those that it loads."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _length(batches: Batches) -> int | None:
+    """Of an epoch, in batches; None where the loader does not know."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+def differences(worker: Worker, parameters: Mapping[str, Tensor]) -> str:
+    """In which parameter a state is another model's; empty if in none."""
+    named = worker.named_parameters()
+    for name in [*named, *parameters]:
+        if name not in parameters or name not in named:
+            return f"parameter {name!r} is in one of them only"
+        if parameters[name].shape != named[name].shape:
+            theirs, ours = tuple(parameters[name].shape), tuple(named[name].shape)
+            return f"parameter {name!r} has the shape {theirs} in it, and {ours} here"
+    return ""
