@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.own_loops import BATCH, State, samples, state_of
+from tests.own_loops import BATCH, State, Stream, samples, state_of
 from tests.threads import run_ranks
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
@@ -141,3 +143,215 @@ def through_and_resumed(
 )
 def test_resumed(strategy: str) -> None:
     through_and_resumed(strategy, (1, 4, -2))
+
+
+def test_resumed_where_workers_take_batches_from_a_queue() -> None:
+    """Saved between epochs, twice; each sample is taken once. In mid-epoch it is refused."""
+
+    def through(runtime: Runtime) -> Any:
+        run = Run(runtime, ASYNCHRONOUS, shuffled())
+        if not run.batches.is_worker():
+            run.batches.serve_to_the_end()
+            return run.end()
+        run.save(0)
+        run.train((-1,), epochs=1)
+        run.save(-1)
+        run.train(epochs=2)
+        return run.end()
+
+    def resumed(runtime: Runtime) -> Any:
+        run = Run(runtime, ASYNCHRONOUS, shuffled(), seed=1)
+        if run.batches.is_worker():
+            run.load(saved)
+            run.train(epochs=2)
+        else:
+            run.batches.serve_to_the_end()
+        return run.end()
+
+    def in_mid_epoch(runtime: Runtime) -> None:
+        Run(runtime, ASYNCHRONOUS, shuffled()).train((1,))
+
+    first = run_ranks(3, through)
+    saved = first[0][2][-1]
+    second = run_ranks(3, resumed)
+    for results, epochs in ((first, 2), (second, 1)):
+        seen = sorted(number for _, batches, _ in results for batch in batches for number in batch)
+        assert seen == sorted(list(range(COUNT)) * epochs)
+    assert equal(second[0][0], second[1][0])
+    with pytest.raises(InputError, match="save when the epoch has ended"):
+        run_ranks(3, in_mid_epoch)
+
+
+def own_generator() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(4)
+    sampler = WeightedRandomSampler([1.0] * COUNT, COUNT, generator=generator)
+    return DataLoader(samples(COUNT), batch_size=BATCH, sampler=sampler)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "own generator": own_generator,
+    "stream": lambda: DataLoader(Stream(samples(COUNT)), batch_size=BATCH),
+    "list": lambda: list(DataLoader(samples(COUNT), batch_size=BATCH)),
+    "loading ahead": lambda: DataLoader(samples(COUNT), BATCH, shuffle=True, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_order_of_any_loader_goes_on(kind: str) -> None:
+    through_and_resumed("AllReduce", (2, -1), ranks=2, loader=LOADERS[kind])
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", BESIDE.replace(", servers=2", ""), "Gossip"])
+def test_one_worker_draws_the_same_numbers(strategy: str) -> None:
+    """Its loader draws from the global generator, and so does dropout; batches are not loaded that
+    were had."""
+    loaded: list[int] = []
+
+    class Noted(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            loaded.append(index)
+            return super().__getitem__(index)
+
+    def trained(runtime: Runtime) -> Any:
+        run = Run(
+            runtime, strategy, DataLoader(Noted(*samples(COUNT).tensors), BATCH, shuffle=True)
+        )
+        run.model.insert(3, nn.Dropout(0.5))
+        if saved:
+            torch.manual_seed(9)
+            run.load(saved[5])
+        run.train((5,))
+        return run.end()
+
+    saved: dict[int, bytes] = {}
+    torch.manual_seed(7)
+    ((expected, seen, saved),) = run_ranks(1, trained)
+    loaded.clear()
+    ((state, later, _),) = run_ranks(1, trained)
+    assert equal(state, expected)
+    assert later == seen[5:]
+    assert loaded == [number for batch in later for number in batch]
+
+
+# What is loaded into model and optimizer
+
+
+def in_order() -> DataLoader[Any]:
+    return DataLoader(samples(COUNT), batch_size=BATCH)
+
+
+def union(workers: int) -> DataLoader[Any]:
+    return DataLoader(samples(COUNT), batch_size=workers * BATCH)
+
+
+def without_buffers(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def some_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+
+def plain_states(workers: int) -> list[Any]:
+    """Model and optimizer in plain PyTorch, after each of three epochs."""
+    model = without_buffers(0)
+    optimizer = adam(model)
+    states = []
+    for _ in range(3):
+        some_steps(model, optimizer, union(workers))
+        states.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    return states
+
+
+def same(ours: Any, plain: Any) -> None:
+    torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("when", ["before distribute", "after it", "in mid-training"])
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("AllReduce", 3), (SHARDED, 3), ("ParameterServer", 2), (BESIDE, 3),
+        ("ParameterServer(servers=2, replicas=1)", 1),
+        ("Switch(AllReduce, ParameterServer(placement='beside'), when=AfterSteps(2))", 3),
+    ],
+)  # fmt: skip
+def test_what_is_loaded_counts(strategy: str, workers: int, when: str) -> None:
+    """Model and optimizer go on from files of plain PyTorch, whose files they write; what is loaded
+    last stays, and what was trained last goes with the optimizer into the next loop."""
+    states = plain_states(workers)
+    final = 2 if when == "before distribute" else 1
+
+    def train(runtime: Runtime) -> Any:
+        model = without_buffers(runtime.rank + 1)
+        optimizer = adam(model)
+
+        def load(epoch: int) -> None:
+            loaded = copy.deepcopy(states[epoch])
+            model.load_state_dict(loaded[0])
+            optimizer.load_state_dict(loaded[1])
+
+        if when == "before distribute":
+            load(0)
+        parsed = parse(strategy, STRATEGIES, where="strategy")
+        loop = OwnLoop(runtime, model, optimizer, in_order(), parsed)
+        batches = loop.batches
+        if not batches.is_worker():
+            batches.serve_to_the_end()
+        else:
+            if when == "after it":
+                load(0)
+            some_steps(model, optimizer, batches)
+            if when == "in mid-training":
+                load(0)
+                batches.agree()
+                some_steps(model, optimizer, batches)
+            batches.state_dict()
+            if runtime.rank == 0:
+                same(optimizer.state_dict()["state"], states[1][1]["state"])
+            some_steps(model, optimizer, batches)
+            if final == 1:
+                load(1)
+        loop.finish(goes_on=True)
+        return state_of(model), optimizer.state_dict()
+
+    for rank, (state, moments) in enumerate(run_ranks(3, train)):
+        if rank < workers:
+            same(state, states[final][0])
+            same(moments["state"], states[final][1]["state"])
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ASYNCHRONOUS, "ParameterServer(consistency='asynchronous', placement='beside')",
+        "LocalSGD(3, outer=Nesterov())", "LocalSGD(2, outer=Elastic())", "ElasticAveraging(1)",
+        "StochasticGradientPush(overlap=1)", "PairwiseAveraging", "Gossip", "Hop", "Prague(2)",
+    ],
+)  # fmt: skip
+def test_no_strategy_goes_back_to_what_was_before_a_load(strategy: str) -> None:
+    """With a rate of 0 the model stays what was loaded, whatever is averaged, and with whom."""
+    loaded = without_buffers(9).state_dict()
+
+    def train(runtime: Runtime) -> State:
+        model = without_buffers(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parsed = parse(strategy, STRATEGIES, where="strategy")
+        loop = OwnLoop(runtime, model, optimizer, in_order(), parsed)
+        if loop.batches.is_worker():
+            some_steps(model, optimizer, loop.batches)
+            model[0].load_state_dict({name: loaded[f"0.{name}"] for name in ("weight", "bias")})
+            model.load_state_dict(loaded)
+            optimizer.param_groups[0]["lr"] = 0.0
+            some_steps(model, optimizer, loop.batches)
+        else:
+            loop.batches.serve_to_the_end()
+        loop.finish(goes_on=True)
+        return state_of(model)
+
+    for state in run_ranks(3, train)[:2]:
+        same(state, dict(loaded))

@@ -139,8 +139,9 @@ def _has_sampler(loader: Loader) -> bool:
 
 def generators_of(loader: Loader) -> list[torch.Generator]:
     """The generators of a loader and its samplers, beside the global ones."""
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
-    holders = (loader, sampler, getattr(sampler, "sampler", None))
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)
     found = {id(g): g for g in (getattr(holder, "generator", None) for holder in holders)}
     return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
