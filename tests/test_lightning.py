@@ -104,6 +104,20 @@ def test_replicas_are_those_of_a_plain_loop(name: str, two: list[Results]) -> No
         assert mine[name]["metrics"] == two[0][name]["metrics"]
 
 
+@pytest.mark.parametrize("place", ["step=4", "epoch=0", "step=8"])
+@pytest.mark.parametrize("name", ["ring", "beside", "dedicated", "local", "switch"])
+def test_a_fit_goes_on_from_a_checkpoint_bit_for_bit(
+    name: str, place: str, two: list[Results], served: list[Results]
+) -> None:
+    """With Adam, a schedule and a shuffled order; in mid-epoch, too."""
+    for mine in served if name == "dedicated" else two:
+        whole, resumed = mine[f"{name}-resumed"], mine[f"{name}-resumed-{place}"]
+        assert equal(resumed, whole)
+        for key in ("mean", "worst"):
+            assert resumed["metrics"][key] == whole["metrics"][key]
+        assert (resumed["steps"], resumed["rate"]) == (whole["steps"], whole["rate"])
+
+
 def test_epochs_cut_short_leave_one_model_that_the_first_rank_alone_saves(
     two: list[Results], folder: Path
 ) -> None:
