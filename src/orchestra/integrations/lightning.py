@@ -1,8 +1,10 @@
 """Lightning's Trainer on any distribution strategy of Orchestra's.
 
-from orchestra.integrations.lightning import OrchestraStrategy
+    from orchestra.integrations.lightning import OrchestraStrategy
 
-trainer = lightning.Trainer(strategy=OrchestraStrategy("AllReduce('ring')"))
+    trainer = lightning.Trainer(strategy=OrchestraStrategy("AllReduce('ring')"))
+
+docs/integrations-lightning.md says what happens to what a fit does.
 """
 
 from __future__ import annotations
@@ -10,44 +12,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestra.engines.processes.environment import detect, rank
-from orchestra.engines.processes.own_loop import (
-    distribute,
-    end_loops,
-    runtime_beside_loops,
-    strategy_of,
-)
+from orchestra.engines.processes.own_loop import distribute, end_loops
 from orchestra.errors import InputError
-from orchestra.integrations.worker_group import WorkerGroup
-from orchestra.strategies.base import Strategy, roles_of
+from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_batches import Batches
 
 try:
     import lightning.pytorch as lightning
     from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-    from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning_utilities.core.rank_zero import rank_zero_only
-    from torchmetrics.metric import Metric, jit_distributed_available
+
+    from orchestra.integrations.lightning_workers import AmongWorkers
 except ImportError as error:
     raise InputError(
         f"orchestra.integrations.lightning needs Lightning ({error}): "
         "pip install 'neural-orchestra[lightning]'"
     ) from None
 
-T = TypeVar("T")
-
 STATE = "orchestra"
 """The place of Orchestra's state in a checkpoint of Lightning's."""
 
 
-class OrchestraStrategy(ParallelStrategy):
+class OrchestraStrategy(AmongWorkers):
     """Trains with `orchestra.distribute`; pass it to `lightning.Trainer(strategy=...)`.
 
     The processes are those that torchrun or another launcher has started; without one there is
@@ -67,8 +58,6 @@ class OrchestraStrategy(ParallelStrategy):
         InputError: `strategy` is none. From `fit`: what was asked for cannot be done.
     """
 
-    strategy_name = "orchestra"
-
     def __init__(
         self,
         strategy: Strategy[Any] | str,
@@ -79,42 +68,13 @@ class OrchestraStrategy(ParallelStrategy):
         patience: float = 60.0,
         host: str | None = None,
     ) -> None:
-        super().__init__()
-        self._orchestra = strategy_of(strategy)
+        super().__init__(strategy, {"patience": patience, "host": host})
         self._seed = seed
         self._options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "overlap": overlap}
-        self._place: dict[str, Any] = {"patience": patience, "host": host}
-        self._launched = detect(os.environ)
-        ranks = 1 if self._launched is None else self._launched.ranks
-        self._first_workers = roles_of(self._orchestra, ranks).workers
-        self._group: WorkerGroup | None = None
-        self._batches: Batches | None = None
-        self._epoch: Generator[Any, None, None] | None = (
-            None  # the training batches of the one that goes on
-        )
+        self._epoch: Generator[Any, None, None] | None = None  # training batches of the one begun
         self._evaluating: tuple[int, ...] = ()  # the workers that the data are dealt out to
         self._state: dict[str, Any] | None = None  # of a checkpoint that is being made
         self._to_load: dict[str, Any] | None = None
-
-    # Who and where this process is
-
-    @property
-    def global_rank(self) -> int:
-        return rank()
-
-    @property
-    def local_rank(self) -> int:
-        return 0 if self._launched is None else self._launched.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """How many workers there are; ranks that only serve do not count."""
-        return 1 if self._serves else len(self._workers)
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
 
     @property
     def is_distributed(self) -> bool:
@@ -123,68 +83,25 @@ class OrchestraStrategy(ParallelStrategy):
         return self._batches is not None or not self._trainer.training
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._group is None:
-            return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": len(self._group.ranks), "rank": self._group.index}
-
-    @property
-    def _workers(self) -> tuple[int, ...]:
-        return self._first_workers if self._batches is None else self._batches.workers
-
-    @property
     def _trainer(self) -> lightning.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def set_world_ranks(self) -> None:
-        """Let Lightning log and save on the first rank alone."""
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     # Set-up
 
     def setup_environment(self) -> None:
-        """Come together with the other ranks."""
+        """Come together with the other ranks; an earlier fit ends here."""
         super().setup_environment()
-        devices = len(self.parallel_devices or ())
-        if self._launched is None and devices > 1:
-            raise InputError(
-                f"{devices} devices, but OrchestraStrategy starts no processes: run the script "
-                f"by torchrun --nproc-per-node {devices}, or set Trainer(devices=1)"
-            )
-        runtime = runtime_beside_loops(**self._place)
-        self._reporter = runtime.reporter
         if self._trainer.state.fn == TrainerFn.FITTING:
             end_loops()
             self._batches = self._epoch = self._to_load = None
         self._reporter.phase("paused")
-        self._group = WorkerGroup(runtime.transport, lambda: self._workers)
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Refuse what would be trained wrongly; let the metrics of the model come together."""
+        """Refuse what would be trained wrongly."""
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._check(trainer)
-            if self._serves:
-                trainer.num_sanity_val_steps = 0
-        for metric in self._metrics():
-            assert self._group is not None
-            metric.distributed_available_fn = self._group.is_several
-            metric.dist_sync_fn = self._group.gather
-
-    def teardown(self) -> None:
-        """As in one process from here on: metrics, too."""
-        for metric in self._metrics():
-            metric.distributed_available_fn = jit_distributed_available
-            metric.dist_sync_fn = None
-        super().teardown()
-
-    def _metrics(self) -> list[Metric]:
-        """Those of the model that would ask torch.distributed for the other workers."""
-        modules = [] if self.model is None else self.model.modules()
-        ours = None if self._group is None else self._group.gather
-        metrics = [module for module in modules if isinstance(module, Metric)]
-        return [metric for metric in metrics if metric.dist_sync_fn in (None, ours)]
 
     def _check(self, trainer: lightning.Trainer) -> None:
         module = self.lightning_module
@@ -205,10 +122,6 @@ class OrchestraStrategy(ParallelStrategy):
                 "GroupNorm, or plain BatchNorm"
             )
 
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
-
     def process_dataloader(self, dataloader: object) -> object:
         """Distribute model and optimizer when the training data are there.
 
@@ -221,22 +134,20 @@ class OrchestraStrategy(ParallelStrategy):
                 "OrchestraStrategy deals out one training loader: combine the data sets into one"
             )
         assert self.model is not None
-        assert isinstance(dataloader, torch.utils.data.DataLoader) or hasattr(
-            dataloader, "__iter__"
-        )
-        _auto_add_worker_init_fn(dataloader, self.global_rank)
+        loader: Any = dataloader
+        _auto_add_worker_init_fn(loader, self.global_rank)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
         _, _, self._batches = distribute(
-            self.model, self.optimizers[0], dataloader, self._orchestra,
+            self.model, self.optimizers[0], loader, self._orchestra,
             seed=seed, work="equal", **self._options, **self._place,
         )  # fmt: skip
         if self._batches.ended:  # a server, whose workers have come to another fit
-            self._trainer.limit_train_batches = 0
-        elif self._to_load is not None:
+            return []
+        if self._to_load is not None:
             self._batches.load_state_dict(self._to_load)
         self._to_load = None
         self._evaluating = self._workers
-        return _TrainingData(dataloader, self, self._batches)
+        return _TrainingData(loader, self, self._batches)
 
     # A step
 
@@ -285,10 +196,6 @@ class OrchestraStrategy(ParallelStrategy):
             self._batches.serve_to_the_end()
             self._trainer.should_stop = True  # the workers have come to another fit
 
-    @property
-    def _serves(self) -> bool:
-        return self.global_rank not in self._workers
-
     def begin_epoch(self) -> Generator[Any, None, None]:
         """The training batches of this worker."""
         assert self._batches is not None
@@ -331,40 +238,6 @@ class OrchestraStrategy(ParallelStrategy):
     def on_validation_end(self) -> None:
         if self._epoch is not None:
             self._reporter.phase("training")
-
-    # Collectives, among the workers
-
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
-    ) -> Tensor | Any:
-        """The same on all workers; what is no tensor stays as it is."""
-        _check_group(group)
-        if not isinstance(tensor, Tensor) or self._group is None:
-            return tensor
-        return self._group.reduce(tensor, getattr(reduce_op, "name", reduce_op) or "mean")
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return bool(self.reduce(torch.tensor(decision), reduce_op="min" if all else "max"))
-
-    def barrier(self, name: str | None = None) -> None:
-        if self._group is not None:
-            self._group.barrier()
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """JSON data alone, since nothing that arrives is unpickled."""
-        result: T = obj if self._group is None else self._group.broadcast(obj, src)
-        return result
-
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """All workers' tensors, of one shape, stacked."""
-        _check_group(group)
-        if sync_grads:
-            raise InputError("all_gather(sync_grads=True): gradients do not flow to other workers")
-        if self._group is None or not self._group.is_several():
-            return tensor
-        return torch.stack(self._group.gather(tensor))
 
     # Checkpoints
 
@@ -420,8 +293,3 @@ class _TrainingData:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._strategy.begin_epoch()
-
-
-def _check_group(group: Any | None) -> None:
-    if group is not None:
-        raise InputError("OrchestraStrategy has no process groups: leave out group=")
