@@ -288,7 +288,7 @@ def test_what_is_loaded_counts(strategy: str, workers: int, when: str) -> None:
 
     def train(runtime: Runtime) -> Any:
         model = without_buffers(runtime.rank + 1)
-        optimizer = adam(model)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)  # what is loaded counts
 
         def load(epoch: int) -> None:
             loaded = copy.deepcopy(states[epoch])
@@ -355,3 +355,102 @@ def test_no_strategy_goes_back_to_what_was_before_a_load(strategy: str) -> None:
 
     for state in run_ranks(3, train)[:2]:
         same(state, dict(loaded))
+
+
+# What is refused
+
+
+def refused(words: str, attempt: Callable[[Run], None], strategy: str, **options: Any) -> None:
+    """On two ranks."""
+
+    def try_it(runtime: Runtime) -> None:
+        attempt(Run(runtime, strategy, **{"loader": shuffled(), **options}))
+
+    with pytest.raises(InputError, match=words):
+        run_ranks(2, try_it)
+
+
+def test_states_of_something_else_are_refused() -> None:
+    def save(runtime: Runtime) -> dict[int, bytes]:
+        run = Run(runtime, "LocalSGD(2)", shuffled())
+        run.train((1,), epochs=1)
+        return run.end()[2]
+
+    def load(run: Run) -> None:
+        run.load(first[1])
+
+    def load_another_optimizers(run: Run) -> None:
+        run.loop.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        load(run)
+
+    def load_another_models(run: Run) -> None:
+        state = torch.load(io.BytesIO(first[1]))
+        state["ranks"]["0"]["parameters"]["0.weight"] = torch.zeros(5, 4)
+        run.batches.load_state_dict(state)
+
+    def load_unlike(run: Run) -> None:
+        state = torch.load(io.BytesIO(first[1]))
+        state["position"]["epoch"] += run.loop.worker.rank
+        run.batches.load_state_dict(state)
+
+    def load_in_an_iteration(run: Run) -> None:
+        iterator = iter(run.batches)
+        run.step(next(iterator))
+        load(run)
+
+    first, second = run_ranks(2, save)
+    shorter = DataLoader(samples(COUNT // 2), batch_size=BATCH, shuffle=True)
+    for words, attempt in (
+        ("of optimizer=AdamW, and .* optimizer=SGD", load_another_optimizers),
+        (r"another model.*'0.weight' has the shape \(5, 4\)", load_another_models),
+        ("workers load unlike states", load_unlike),
+        ("is under way: call it before", load_in_an_iteration),
+        ("lacks what other ranks had", lambda run: run.load(second[1])),
+        ("expected what batches.state_dict", lambda run: run.batches.load_state_dict({})),
+    ):
+        refused(words, attempt, "LocalSGD(2)")
+    refused(r"of strategy=LocalSGD\(2\), and this loop of strategy=Gossip", load, "Gossip")
+    refused("seed=0, and this loop of seed=1: distribute with", load, "LocalSGD(2)", seed=1)
+    refused("in the midst of an epoch of 6 batches", load, "LocalSGD(2)", loader=shorter)
+    with pytest.raises(InputError, match="of ranks=2, and this loop of ranks=3"):
+        run_ranks(3, lambda runtime: load(Run(runtime, "LocalSGD(2)", shuffled())))
+
+
+def test_states_are_saved_between_steps_and_moments_where_they_are() -> None:
+    def before_the_step(run: Run) -> None:
+        batch = next(iter(run.batches))
+        run.model(batch[0]).sum().backward()
+        run.batches.state_dict()
+
+    def the_optimizers(run: Run) -> None:
+        run.step(next(iter(run.batches)))
+        run.optimizer.state_dict()
+
+    def on_the_second(run: Run) -> None:
+        run.step(next(iter(run.batches)))
+        run.batches.state_dict()
+        if run.loop.worker.rank == 1:
+            run.optimizer.state_dict()
+
+    def after_another_step(run: Run) -> None:
+        for batch in run.batches:
+            run.step(batch)
+            run.batches.state_dict()
+        run.train(epochs=2)
+        run.optimizer.state_dict()
+
+    def moments_on_one_rank_only(runtime: Runtime) -> None:
+        model = without_buffers(0)
+        optimizer = adam(model)
+        if runtime.rank == 1:
+            some_steps(model, optimizer, union(1))
+        parsed = parse("AllReduce", STRATEGIES, where="strategy")
+        OwnLoop(runtime, model, optimizer, in_order(), parsed)
+
+    refused("gradients wait for their step", before_the_step, "AllReduce")
+    for strategy in (SHARDED, BESIDE):
+        refused("save batches.state_dict", the_optimizers, strategy)
+        refused("collected the moments on rank 0", on_the_second, strategy)
+        refused("save batches.state_dict", after_another_step, strategy)
+    with pytest.raises(InputError, match="other moments than on the first rank"):
+        run_ranks(2, moments_on_one_rank_only)

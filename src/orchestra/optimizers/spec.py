@@ -152,6 +152,20 @@ def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
+def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each parameter group all but its parameters: rates, momentum, weight decay and so on."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    """Give each parameter group what `get_options` gave."""
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.update(values)
+
+
 def _arguments_among(
     cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:

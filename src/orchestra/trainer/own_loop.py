@@ -67,18 +67,17 @@ class OwnLoop:
             )
         check_model(model, optimizer, len(roles.workers))
         _refuse_late_workers(strategy, runtime.ranks)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        spec = OptimizerSpec.from_instance(optimizer, names)
+        self.optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.worker = Worker(
             runtime,
             model,
-            spec,
+            self.optimizer_spec(),
             own_optimizer=optimizer,
             bucket_bytes=int(bucket_megabytes * 1e6),
             overlap=overlap,
         )
         part_storages(self.worker)
-        self.optimizer = optimizer
         self.accumulation = accumulation
         queued = None
         source = loader if isinstance(loader, Batches) and not loader.ended else None
@@ -106,6 +105,10 @@ class OwnLoop:
         self._take_over_forward(model)
         self._take_over_backward(model)
         self._take_over_step()
+
+    def optimizer_spec(self) -> OptimizerSpec:
+        """How to make an optimizer with the options that the user's has now."""
+        return OptimizerSpec.from_instance(self.optimizer, self._names)
 
     def prepare_start(self) -> None:
         """Undo what a strategy that has started, and may have changed its phase, has set."""

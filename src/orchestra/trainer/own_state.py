@@ -14,6 +14,7 @@ from orchestra import exchange
 from orchestra.data.alike import digest
 from orchestra.errors import InputError
 from orchestra.optimizers.moments import Moments, export_moments, join_moments
+from orchestra.optimizers.spec import get_options, set_options
 from orchestra.optimizers.state import capture, restore
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_model import Hook
@@ -132,6 +133,8 @@ class OwnState:
         self._loaded_model = self._loaded_moments = False
         if not loop.batches.is_worker() or loop.batches.ended:
             return
+        if moments:
+            self._worker.optimizer = loop.optimizer_spec()
         whole, synchronous = self._whole, loop.strategy.currently_synchronous(loop.state)
         if not (moments and not whole) and not (model and not (whole and synchronous)):
             return
@@ -153,26 +156,35 @@ class OwnState:
         own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
         kept = [tensor.clone() for tensor in own]
         before = loop.strategy.optimizer_parts(worker, loop.state)
-        hands_over = [moments is not None]
+        loaded: dict[str, Any] = {
+            "moments": moments,
+            "consumed": worker.step.consumed,
+            "groups": get_options(loop.optimizer),
+        }
 
         def renew() -> None:
-            loaded = {"moments": moments, "consumed": worker.step.consumed}
+            nonlocal loaded
             loaded = self._hand_out(dict.fromkeys(worker.everyone.ranks, loaded), loaded)
             for tensor, values in zip(own, kept, strict=True):
                 restore(tensor, values)
+            self._set_options(loaded["groups"])
             worker.step.consumed = loaded["consumed"]
             worker.inherited = loaded["moments"] or {}
-            hands_over[0] = loaded["moments"] is not None
 
         loop.state = loop.strategy.restart(worker, loop.state, renew)
         worker.inherited = {}
-        if hands_over[0]:
+        if loaded["moments"] is not None:
             self._inherited = True
             self._release_moments()
             return
         after = loop.strategy.optimizer_parts(worker, loop.state)
         for old, new in zip(before, after, strict=True):
             restore(new.optimizer, capture(old.optimizer))
+
+    def _set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Weight decay and the like, also of optimizers that are made on other ranks or later."""
+        set_options(self._loop.optimizer, groups)
+        self._worker.optimizer = self._loop.optimizer_spec()
 
     # Collecting
 
@@ -241,7 +253,6 @@ class OwnState:
     def saved(self, batches: Batches, ranks: Mapping[str, Any]) -> dict[str, Any]:
         """The whole of a state."""
         loop = self._loop
-        groups = loop.optimizer.param_groups
         return {
             "settings": self._settings(batches),
             "position": {
@@ -253,9 +264,7 @@ class OwnState:
                 "consumed": self._worker.step.consumed,
                 "steps": loop.steps,
             },
-            "groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in groups
-            ],
+            "groups": get_options(loop.optimizer),
             "ranks": dict(ranks),
         }
 
@@ -267,7 +276,7 @@ class OwnState:
             "optimizer": type(loop.optimizer).__name__,
             "accumulation": loop.accumulation,
             "seed": batches.seed,
-            "work": "equal" if self._loop.queued is None else "shared",
+            "work": "shared" if loop.strategy.self_paced and loop.queued else "equal",
         }
 
     # Going on from a state
@@ -279,9 +288,7 @@ class OwnState:
         batches.tell(Word.RESUME)
         ranks = state["ranks"]
         own = ranks[str(self._worker.rank)]
-        self._resume({**own, "consumed": position["consumed"]}, ranks)
-        for group, saved in zip(loop.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
+        self._resume(ranks, {"consumed": position["consumed"], "groups": state["groups"]})
         loop.steps = position["steps"]
         batches.go_on_from(position, own["order"])
 
@@ -314,8 +321,8 @@ class OwnState:
         position: Mapping[str, Any] = state["position"]
         if position["taken"] and position["length"] != _length(batches):
             raise InputError(
-                f"{where}: the state is from the midst of an epoch of {position['length']} batches "
-                f"on each worker, and here it has {_length(batches)}: use the same loader"
+                f"{where}: the state was saved in the midst of an epoch of {position['length']} "
+                f"batches on each worker, and here it has {_length(batches)}: use the same loader"
             )
         roles = loop.strategy.roles(worker.runtime.ranks)
         if loop.strategy.current_roles(worker, loop.state) != roles:
@@ -326,12 +333,12 @@ class OwnState:
             raise InputError(f"{where}: workers load unlike states: give all the same one")
         return position
 
-    def _resume(self, own: Any, ranks: Mapping[str, Any]) -> None:
+    def _resume(self, ranks: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         loop, worker = self._loop, self._worker
         loop.strategy.stop(worker, loop.state)
         exchange.wait_for_everyone(worker)
-        parts = {int(rank): {**part, "consumed": own["consumed"]} for rank, part in ranks.items()}
-        own = self._hand_out(parts, own)
+        parts = {int(rank): {**part, **common} for rank, part in ranks.items()}
+        own = self._hand_out(parts, parts.get(worker.rank))
         for tensors, saved in (
             (worker.named_parameters(), own["parameters"]),
             (dict(worker.buffers), own["buffers"]),
@@ -340,6 +347,7 @@ class OwnState:
                 restore(tensors[name], saved[name])
         worker.step.consumed, worker.step.rates = own["consumed"], tuple(own["rates"])
         loop.prepare_start()
+        self._set_options(own["groups"])
         self._restoring = True
         try:
             loop.state = loop.strategy.resume(worker, _copied(own["strategy"]))
@@ -366,7 +374,7 @@ class OwnState:
         if word is Word.RESTART:
             self._restart(None)
         else:
-            self._resume(None, {})
+            self._resume({}, {})
 
     # The end
 
