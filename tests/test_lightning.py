@@ -7,11 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as lightning
 import pytest
 import torch
 from tests.commands import ROOT, Started, torchrun
+from tests.threads import run_ranks
 
 from orchestra.errors import InputError
+from orchestra.integrations.lightning import OrchestraStrategy
+from orchestra.integrations.worker_group import WorkerGroup
+from orchestra.worker.runtime import Runtime
 
 SCRIPT = ROOT / "tests" / "scripts" / "lightning_fits.py"
 EXAMPLE = ROOT / "examples" / "lightning_trainer.py"
@@ -22,6 +27,7 @@ Results = dict[str, Any]
 def launched(program: str, ranks: int, workers: int, folder: Path) -> list[Results]:
     """What the fits of `program` trained on each worker, all ranks having ended well."""
     with torchrun(SCRIPT, ranks, [program, str(folder)], folder) as process:
+        process.process.wait(150.0)  # each one imports Lightning, which a busy machine feels
         ended = process.end()
     assert ended.status == 0, ended.err
     assert len(list(folder.glob(f"{program}-*.pt"))) == workers
@@ -118,6 +124,11 @@ def test_a_fit_goes_on_from_a_checkpoint_bit_for_bit(
         assert (resumed["steps"], resumed["rate"]) == (whole["steps"], whole["rate"])
 
 
+def test_lightning_alone_goes_on_from_a_checkpoint_of_servers(two: list[Results]) -> None:
+    """Their moments are in it."""
+    assert equal(two[0]["ddp-resumed"], two[0]["beside-resumed"])
+
+
 def test_epochs_cut_short_leave_one_model_that_the_first_rank_alone_saves(
     two: list[Results], folder: Path
 ) -> None:
@@ -151,6 +162,44 @@ def test_a_stream_is_dealt_out(two: list[Results]) -> None:
 def test_what_cannot_be_done_is_refused(name: str, words: str, two: list[Results]) -> None:
     for mine in two:
         assert words in mine[name]
+
+
+def test_devices_without_a_launcher_are_refused() -> None:
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=OrchestraStrategy("AllReduce"), logger=False
+    )
+    with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
+        trainer.strategy.setup_environment()
+
+
+def test_a_group_of_workers_reduces_gathers_and_broadcasts() -> None:
+    """Of three ranks the last only serves, and is a group of its own."""
+
+    def program(runtime: Runtime) -> Any:
+        group = WorkerGroup(runtime.transport, lambda: (0, 1))
+        own = torch.arange(2) + runtime.rank
+        group.barrier()
+        return (
+            {name: group.reduce(own, name).tolist() for name in ("mean", "sum", "max", "MIN")},
+            [part.tolist() for part in group.gather(own[: 1 + runtime.rank % 2])],
+            group.broadcast({"path": f"of {runtime.rank}"}, 1 if runtime.rank < 2 else 0),
+            group.is_several(),
+        )
+
+    reduced = {"mean": [0.5, 1.5], "sum": [1, 3], "max": [1, 2], "MIN": [0, 1]}
+    alone = {name: [2, 3] for name in reduced}
+    together = (reduced, [[0], [1, 2]], {"path": "of 1"}, True)
+    assert run_ranks(3, program) == [together, together, (alone, [[2]], {"path": "of 2"}, False)]
+
+
+def test_only_plain_data_is_broadcast() -> None:
+    def program(runtime: Runtime) -> None:
+        group = WorkerGroup(runtime.transport, lambda: (0, 1))
+        if runtime.rank == 0:
+            group.broadcast(object())
+
+    with pytest.raises(InputError, match="object is no JSON data"):
+        run_ranks(2, program)
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

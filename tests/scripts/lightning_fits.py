@@ -152,7 +152,7 @@ def two_workers(folder: Path) -> None:
         fit(name, strategy)
         plain_loop(f"plain-{name}", strategy)
     interrupted(folder, "ring-resumed", ring)
-    interrupted(folder, "beside-resumed", beside.format(""))
+    interrupted(folder, "beside-resumed", beside.format(""), shuffle=False)
     interrupted(folder, "local-resumed", "LocalSGD(3)")
     interrupted(folder, "switch-resumed", switch)
     cut_short(folder)
@@ -162,9 +162,12 @@ def two_workers(folder: Path) -> None:
     for name, options in runs.items():
         loader = DataLoader(data(), BATCH, sampler=sampler)
         fit("ddp" + name, "ddp", loader=loader, devices=2, **options)
+    of_servers = folder / "beside-resumed" / "epoch=0.ckpt"
+    loader = DataLoader(data(), BATCH, sampler=sampler)
+    fit("ddp-resumed", "ddp", loader=loader, devices=2, optimizer="Adam", resume=of_servers)
 
 
-def interrupted(folder: Path, name: str, strategy: str) -> None:
+def interrupted(folder: Path, name: str, strategy: str, *, shuffle: bool = True) -> None:
     """In one piece, then from checkpoints in the middle of an epoch and at its end."""
 
     def go_on(name: str, resume: Path | None) -> None:
@@ -173,7 +176,7 @@ def interrupted(folder: Path, name: str, strategy: str) -> None:
             ModelCheckpoint(place, "{step}", every_n_train_steps=4, save_top_k=-1),
             ModelCheckpoint(place, "{epoch}", every_n_epochs=1, save_top_k=-1),
         ]
-        loader = DataLoader(data(), BATCH, shuffle=True)
+        loader = DataLoader(data(), BATCH, shuffle=shuffle)
         trainer = {"enable_checkpointing": True, "callbacks": callbacks}
         fit(name, strategy, optimizer="Adam", loader=loader, resume=resume, **trainer)
 

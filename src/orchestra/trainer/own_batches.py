@@ -89,6 +89,14 @@ class Batches:
             sharded = shard_loader(self.loader, workers, 0, self.seed)
         return len(sharded)
 
+    @property
+    def at_last(self) -> bool:
+        """Whether the epoch's last batch has been taken, where its length is known."""
+        try:
+            return self.taken == len(self)
+        except TypeError:
+            return False
+
     def add(self, other: Batches) -> None:
         """From now on an iteration counts for `other`, too."""
         if self._queued is not None and self._loop.strategy.self_paced:

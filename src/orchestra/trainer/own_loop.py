@@ -179,6 +179,7 @@ class OwnLoop:
                 self._reduce()
             else:
                 self._pending = True
+                self._version = gradients.storage._version
 
         def in_backward() -> None:
             if self._in_backward:
@@ -187,8 +188,8 @@ class OwnLoop:
             self._check_order()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = not self.batches.accumulates and (self.backwards + 1) % self.accumulation == 0
-            gradients.last_backward = last
+            last = (self.backwards + 1) % self.accumulation == 0 or self.batches.at_last
+            gradients.last_backward = last = last and not self.batches.accumulates
             if last:
                 self._begin_exchange()
 
@@ -254,6 +255,7 @@ class OwnLoop:
         self.kept.take_over()
         self.kept.step_begins()
         if self._pending:  # a step after fewer backward passes: the last ones of an epoch
+            self._check_unchanged()
             self._begin_exchange()
             self._reduce()
         if self.strategy.reads_loss and math.isnan(self.batches.loss):
@@ -297,6 +299,18 @@ class OwnLoop:
                 "are not those of all workers: one loss.backward() at least for each step()"
             )
         return self._complete
+
+    def _check_unchanged(self) -> None:
+        """Before an exchange that the last backward could not make."""
+        gradients = self.worker.gradients
+        changed = gradients.take_users() or gradients.storage._version != self._version
+        averages = self.strategy.currently_synchronous(self.state) and len(self.worker.workers) > 1
+        if changed and averages:
+            raise InputError(
+                f"the gradient was changed before step(), as clipping does, after fewer than "
+                f"accumulation={self.accumulation} backward passes, so that it is not averaged "
+                "yet: leave out accumulation, which then exchanges after each of them"
+            )
 
     def _take_users_gradient(self) -> None:
         """What the user has made of the gradient since backward, such as clipping it."""
