@@ -79,6 +79,8 @@ def install_moments(
         for key, value in moments[name].items():
             if isinstance(value, Tensor) and elementwise and value.dim():
                 part = value.reshape(-1)[first : first + tensor.numel()]
-                state[key] = part.clone().view(tensor.shape)
+                state[key] = part.to(tensor.device, copy=True).view(tensor.shape)
+            elif isinstance(value, Tensor):  # numbers, such as counts of steps, stay where they are
+                state[key] = value.to(tensor.device if value.dim() else value.device, copy=True)
             else:
-                state[key] = value.clone() if isinstance(value, Tensor) else value
+                state[key] = value

@@ -18,11 +18,12 @@ from orchestra.data.own_loop import (
     generators_of,
     shard_loader,
 )
-from orchestra.errors import InputError, PeerLost
+from orchestra.errors import InputError
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import WorkSource
 from orchestra.trainer.own_state import Word
 from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
+from orchestra.trainer.saved_state import check_place
 from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Batches:
             each._end_epoch()
 
     def _is_over(self) -> bool:
-        """Whether there is nothing to iterate over, where that is no mistake."""
+        """Whether there is nothing to do any more, where that is no mistake."""
         if not self.ended:
             return False
         if self.is_worker():
@@ -140,7 +141,7 @@ class Batches:
         self.begun = self._in_epoch = True
         self.left = False
         self._loop.worker.reporter.phase("training")
-        self.taken = self._resumed_at
+        self.taken, self._resumed_at = self._resumed_at, 0
         self._loop.begin_epoch(self._backwards)
         self._backwards = 0
         self._follow_phase()
@@ -220,12 +221,12 @@ class Batches:
             InputError: there is no such place here; the message says where one is.
         """
         loop = self._loop
-        if self.ended:
-            raise InputError(f"batches.state_dict(): {ENDED}")
+        if self._is_over():
+            return loop.kept.saved(self, {})
         if not self.is_worker():
             self._serve(until_saved=True)
             return loop.kept.saved(self, {})
-        loop.kept.check_place(self)
+        check_place(loop)
         loop.kept.take_over()
         loop.strategy.quiesce(loop.worker, loop.state, SAVING)
         return loop.kept.saved(self, loop.kept.collect())
@@ -239,8 +240,8 @@ class Batches:
         Raises:
             InputError: `state` is of other settings, or training has come too far to go back.
         """
-        if self.ended:
-            raise InputError(f"batches.load_state_dict(): {ENDED}")
+        if self._is_over():
+            return
         if self._in_epoch and not self.left:
             raise InputError(
                 "batches.load_state_dict(): an iteration over the batches is under way: call it "
@@ -265,11 +266,15 @@ class Batches:
 
         At its beginning, that is: what was drawn since is drawn again.
         """
-        return self._order if self.taken else self._draws()
+        return self._order if self.taken and self._source is None else self._draws()
 
     def _draws(self) -> dict[str, Any]:
-        own = [generator.get_state() for generator in generators_of(self.loader)]
+        own = [generator.get_state() for generator in self.generators()]
         return {"random": random_state(), "generators": own}
+
+    def generators(self) -> list[torch.Generator]:
+        """The loader's own, unless another loop's batches see to them."""
+        return generators_of(self.loader) if self._source is None else []
 
     def go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
         """The next iteration begins at `position`, as `state_dict` gave it."""
@@ -282,8 +287,7 @@ class Batches:
             self._sharded.epoch = position["order"]
         self.begun = self._in_epoch = self.left = False
         self._order = order
-        own = generators_of(self.loader)
-        for generator, state in zip(own, order["generators"], strict=True):
+        for generator, state in zip(self.generators(), order["generators"], strict=True):
             generator.set_state(state)
 
     @contextlib.contextmanager
@@ -330,13 +334,12 @@ class Batches:
             yield from self._take(source)
 
     def _begin_order(self, sharded: ShardedLoader) -> Iterator[Part]:
-        first, self._resumed_at = self._resumed_at, 0
-        if not first:
+        if not self.taken:
             self._order = self._draws()
             return sharded.begin(0)
         with undisturbed():
             restore_random_state(self._order["random"])
-            return sharded.begin(first)
+            return sharded.begin(self.taken)
 
     def _take(self, source: WorkSource) -> Iterator[Any]:
         """The batches of the queue, until all pause at the end of the epoch."""
@@ -363,8 +366,8 @@ class Batches:
                 counts = torch.tensor([float(total)], dtype=torch.float64)
                 all_reduce(worker.transport, counts, "ring", worker.workers, Tag.COUNT)
                 total = int(counts)
-        self.taken += 1
         for each in self._together:
+            each.taken += 1
             each._loop.counts.take(part.samples, total, part.batch)
 
     def alike(self, number: int) -> bool:
@@ -392,30 +395,6 @@ class Batches:
         if word is Word.HANDS_OVER:
             self._loop.kept.hand_over()
 
-    def tell(self, word: Word) -> None:
-        """On workers, before they stop: the first one tells ranks that serve what follows."""
-        worker, (first, serving) = self._loop.worker, self.places()
-        if worker.rank == first:
-            for rank in serving:
-                with contextlib.suppress(PeerLost):
-                    worker.transport.send(torch.tensor([word]), rank, Tag.GOES_ON).wait()
-
-    def hear(self) -> Word:
-        """On a rank that serves, once it has stopped: what follows."""
-        first, _ = self.places()
-        try:
-            return Word(int(self._loop.worker.transport.receive(first, Tag.GOES_ON).wait()))
-        except PeerLost:
-            return Word.OVER
-
-    def places(self) -> tuple[int, list[int]]:
-        """The first worker, and the ranks that serve, of those that are there."""
-        worker = self._loop.worker
-        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
-        everyone = worker.everyone.ranks
-        first = next(rank for rank in workers if rank in everyone)
-        return first, [rank for rank in everyone if rank not in workers]
-
     def _serve(self, *, until_saved: bool = False) -> Word | None:
         """To the end of the workers' epoch; what follows, where it is that of the loop."""
         loop = self._loop
@@ -425,7 +404,7 @@ class Batches:
         while not self.is_worker():
             paused = loop.strategy.serve(loop.worker, loop.state)
             if paused is None:
-                word = self.hear()
+                word = loop.kept.hear()
                 if word not in (Word.RESTART, Word.RESUME):
                     self.ended, last = True, word
                     break

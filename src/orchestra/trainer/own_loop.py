@@ -336,10 +336,10 @@ class OwnLoop:
         works, word = self.batches.is_worker(), Word.GOES_ON if goes_on else Word.OVER
         if works:
             word = self.kept.last_word(word)
-            self.batches.tell(word)
+            self.kept.tell(word)
         self.kept.stop()
         self.batches.left = False
-        self.batches.end(word if works else self.batches.hear())
+        self.batches.end(word if works else self.kept.hear())
 
     def close(self, *, handed_over: bool) -> None:
         """After `finish`: let go of the model, and of the optimizer where it is `handed_over`."""

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from orchestra import exchange
-from orchestra.data.alike import digest
-from orchestra.errors import InputError
+from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.moments import Moments, export_moments, join_moments
 from orchestra.optimizers.spec import get_options, set_options
 from orchestra.optimizers.state import capture, restore
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_model import Hook
 from orchestra.trainer.random_state import random_state, restore_random_state
+from orchestra.trainer.saved_state import check_fits, length_of, settings_of
 from orchestra.trainer.transfer import Tensors, digests, give, pack, take, unpack
+from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 if TYPE_CHECKING:
     from orchestra.trainer.own_batches import Batches
     from orchestra.trainer.own_loop import OwnLoop
 
-LOADED: tuple[object, str] = (nullcontext(), "__exit__")  # takes anything, and does nothing
+LOADED: tuple[object, str] = (
+    contextlib.nullcontext(),
+    "__exit__",
+)  # takes anything, and does nothing
 
 
 class Word(enum.IntEnum):
@@ -147,7 +151,7 @@ class OwnState:
         loaded = None
         if moments and not whole:
             loaded = export_moments(loop.optimizer, self._worker.named_parameters())
-        loop.batches.tell(Word.RESTART)
+        self.tell(Word.RESTART)
         self._restart(loaded)
 
     def _restart(self, moments: Moments | None) -> None:
@@ -234,31 +238,15 @@ class OwnState:
         for name, state in moments.items():
             self._loop.optimizer.state[parameters[name]] = state
 
-    def check_place(self, batches: Batches) -> None:
-        """Raises InputError where there is no state that could be gone on from."""
-        loop, where = self._loop, "batches.state_dict()"
-        if not loop.between_steps:
-            raise InputError(f"{where}: gradients wait for their step: call it after that")
-        if batches.taken and loop.strategy.work(loop.state) is not None:
-            raise InputError(
-                f"{where} in mid-epoch needs equally many batches on every worker: set "
-                "work='equal' in distribute, or save when the epoch has ended"
-            )
-        if batches.dealt_out_anew:
-            raise InputError(
-                f"{where}: a rank has become a server in this epoch, so that nobody takes its part "
-                "of it: save when the epoch has ended"
-            )
-
     def saved(self, batches: Batches, ranks: Mapping[str, Any]) -> dict[str, Any]:
         """The whole of a state."""
         loop = self._loop
         return {
-            "settings": self._settings(batches),
+            "settings": settings_of(loop),
             "position": {
                 "epoch": batches.epoch,
                 "taken": batches.taken - (loop.counts.ahead or 0),
-                "length": _length(batches),
+                "length": length_of(batches),
                 "order": batches.order,
                 "backwards": loop.backwards if batches.taken else 0,
                 "consumed": self._worker.step.consumed,
@@ -268,70 +256,19 @@ class OwnState:
             "ranks": dict(ranks),
         }
 
-    def _settings(self, batches: Batches) -> dict[str, Any]:
-        loop = self._loop
-        return {
-            "strategy": repr(loop.strategy),
-            "ranks": self._worker.runtime.ranks,
-            "optimizer": type(loop.optimizer).__name__,
-            "accumulation": loop.accumulation,
-            "seed": batches.seed,
-            "work": "shared" if loop.strategy.self_paced and loop.queued else "equal",
-        }
-
     # Going on from a state
 
     def load(self, batches: Batches, state: Mapping[str, Any]) -> None:
         """Collective over the workers, and the ranks that serve: go on from what `saved` gave."""
-        loop, position = self._loop, self._checked(batches, state)
+        check_fits(self._loop, state)
+        loop, position = self._loop, state["position"]
         self._loaded_model = self._loaded_moments = self._collected = False
-        batches.tell(Word.RESUME)
+        self.tell(Word.RESUME)
         ranks = state["ranks"]
         own = ranks[str(self._worker.rank)]
         self._resume(ranks, {"consumed": position["consumed"], "groups": state["groups"]})
         loop.steps = position["steps"]
         batches.go_on_from(position, own["order"])
-
-    def _checked(self, batches: Batches, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The position in `state`, which has to fit this loop."""
-        where, loop, worker = "batches.load_state_dict()", self._loop, self._worker
-        expected = {"settings", "position", "groups", "ranks"}
-        if not isinstance(state, Mapping) or not expected <= state.keys():
-            raise InputError(f"{where}: expected what batches.state_dict() returned")
-        for name, ours in self._settings(batches).items():
-            theirs = state["settings"].get(name)
-            if theirs != ours:
-                raise InputError(
-                    f"{where}: the state is of {name}={theirs}, and this loop of {name}={ours}: "
-                    "distribute with the settings that it was saved under"
-                )
-        if state["ranks"].keys() != {str(rank) for rank in range(worker.runtime.ranks)}:
-            raise InputError(
-                f"{where}: the state lacks what other ranks had: save what the first worker's "
-                "batches.state_dict() returned (if orchestra.is_first())"
-            )
-        every = (each["parameters"] for each in state["ranks"].values())
-        parameters = next(named for named in every if named)  # servers have none
-        found = differences(worker, parameters)
-        if found or len(state["groups"]) != len(loop.optimizer.param_groups):
-            raise InputError(
-                f"{where}: the state is of another model or optimizer: "
-                f"{found or 'it has other parameter groups'}"
-            )
-        position: Mapping[str, Any] = state["position"]
-        if position["taken"] and position["length"] != _length(batches):
-            raise InputError(
-                f"{where}: the state was saved in the midst of an epoch of {position['length']} "
-                f"batches on each worker, and here it has {_length(batches)}: use the same loader"
-            )
-        roles = loop.strategy.roles(worker.runtime.ranks)
-        if loop.strategy.current_roles(worker, loop.state) != roles:
-            raise InputError(
-                f"{where}: ranks have changed their roles since the beginning: load before training"
-            )
-        if not batches.alike(digest([position, parameters])):
-            raise InputError(f"{where}: workers load unlike states: give all the same one")
-        return position
 
     def _resume(self, ranks: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         loop, worker = self._loop, self._worker
@@ -359,9 +296,33 @@ class OwnState:
 
     # Ranks that serve
 
+    def tell(self, word: Word) -> None:
+        """On workers, before they stop: the first one tells ranks that serve what follows."""
+        first, serving = self.places()
+        if self._worker.rank == first:
+            for rank in serving:
+                with contextlib.suppress(PeerLost):
+                    self._worker.transport.send(torch.tensor([word]), rank, Tag.GOES_ON).wait()
+
+    def hear(self) -> Word:
+        """On a rank that serves, once it has stopped: what follows."""
+        first, _ = self.places()
+        try:
+            return Word(int(self._worker.transport.receive(first, Tag.GOES_ON).wait()))
+        except PeerLost:
+            return Word.OVER
+
+    def places(self) -> tuple[int, list[int]]:
+        """The first worker, and the ranks that serve, of those that are there."""
+        worker = self._worker
+        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
+        everyone = worker.everyone.ranks
+        first = next(rank for rank in workers if rank in everyone)
+        return first, [rank for rank in everyone if rank not in workers]
+
     def _hand_out(self, parts: Mapping[int, Any], own: Any) -> Any:
         """The first worker gives each rank that serves its part; a worker has its `own`."""
-        transport, (first, serving) = self._worker.transport, self._loop.batches.places()
+        transport, (first, serving) = self._worker.transport, self.places()
         if self._worker.rank in serving:
             return take(transport, first, {})
         if self._worker.rank == first:
@@ -395,7 +356,7 @@ class OwnState:
 
     def hand_over(self) -> None:
         """Collective, after the end: every rank's optimizer gets all moments."""
-        worker, first = self._worker, self._loop.batches.places()[0]
+        worker, first = self._worker, self.places()[0]
         with_parts = self._loop.strategy.optimizer_parts(worker, self._loop.state)
         own = [each for part in with_parts for each in part.moments()]
         others = [rank for rank in worker.everyone.ranks if rank != first]
@@ -416,23 +377,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _length(batches: Batches) -> int | None:
-    """Of an epoch, in batches; None where the loader does not know."""
-    try:
-        return len(batches)
-    except TypeError:
-        return None
-
-
-def differences(worker: Worker, parameters: Mapping[str, Tensor]) -> str:
-    """In which parameter a state is another model's; empty if in none."""
-    named = worker.named_parameters()
-    for name in [*named, *parameters]:
-        if name not in parameters or name not in named:
-            return f"parameter {name!r} is in one of them only"
-        if parameters[name].shape != named[name].shape:
-            theirs, ours = tuple(parameters[name].shape), tuple(named[name].shape)
-            return f"parameter {name!r} has the shape {theirs} in it, and {ours} here"
-    return ""
