@@ -137,6 +137,7 @@ def test_epochs_cut_short_leave_one_model_that_the_first_rank_alone_saves(
     assert equal(first, second)
     assert first["metrics"] == second["metrics"]
     assert first["best"] == first["validated"] == second["validated"]
+    assert first["path"] == second["path"]
     assert first["steps"] == 8  # in the middle of an epoch
     assert {path.name for path in (folder / "own-0" / "checkpoints").iterdir()} >= {"last.ckpt"}
     assert (folder / "own-0" / "lightning_logs" / "version_0" / "metrics.csv").exists()

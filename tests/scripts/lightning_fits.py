@@ -201,7 +201,11 @@ def cut_short(folder: Path) -> None:
         logger=CSVLogger(own),
     )
     found = trainer.validate(ckpt_path="best", verbose=False, dataloaders=evaluated())
-    RESULTS["cut-short"] |= {"best": best.best_model_score, "validated": found[0]["mean"]}
+    RESULTS["cut-short"] |= {
+        "best": best.best_model_score,
+        "path": best.best_model_path,
+        "validated": found[0]["mean"],
+    }
     fit("stream", "AllReduce('ring')", loader=DataLoader(Stream(), BATCH))
 
 
