@@ -15,11 +15,13 @@ from tests.own_loops import (
     BATCH,
     RANKS,
     Loop,
+    Stream,
     alone,
     close,
     distributed,
     in_order,
     mean_square,
+    samples,
     small_model,
 )
 from torch import nn
@@ -249,6 +251,28 @@ def test_local_steps_are_weighted_by_all_their_samples() -> None:
         expected = alone(loop, of_all(), optimizer=plain)
         for state in distributed(loop, "LocalSGD(1)", lambda: in_order(COUNT), optimizer=plain):
             close(state, expected)
+
+
+@pytest.mark.parametrize("strategy", [IN_BACKWARD[0], IN_BACKWARD[2]])
+def test_what_is_left_of_an_accumulation_is_averaged_before_it_is_clipped(strategy: str) -> None:
+    """Five batches, three of which are one step; a stream does not tell that the fifth is the
+    last."""
+
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        for number, batch in enumerate(batches, start=1):
+            mean_square(model, batch).backward()
+            if number in (3, 5):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    count = 5 * RANKS * BATCH
+    expected = alone(loop, of_all(count))
+    for state in distributed(loop, strategy, lambda: in_order(count), accumulation=3):
+        close(state, expected)
+    stream = DataLoader(Stream(samples(count)), batch_size=BATCH)
+    with pytest.raises(InputError, match="leave out accumulation"):
+        distributed(loop, strategy, lambda: stream, accumulation=3)
 
 
 # What is refused

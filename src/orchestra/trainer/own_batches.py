@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class Batches:
         begun: an epoch was begun, or served.
         share: of the samples behind the gradient of the batch, or group, that was handed out last,
             this worker's; 1 where its gradient is not averaged.
+        accumulates: no backward pass exchanges, for now.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Batches:
         self._queued = queued
         self.loss = float("nan")
         self.share = 1.0
+        self.accumulates = False
         self.ended = self.begun = self._goes_on = self._in_epoch = False
         self.left = False
         self._loop = loop
@@ -93,6 +95,14 @@ class Batches:
             sharded = shard_loader(self.loader, workers, 0, self.seed)
         return len(sharded)
 
+    @property
+    def at_last(self) -> bool:
+        """Whether the epoch's last batch has been taken, where its length is known."""
+        try:
+            return self.taken == len(self)
+        except TypeError:
+            return False
+
     def add(self, other: Batches) -> None:
         """From now on an iteration counts for `other`, too."""
         if self._queued is not None and self._loop.strategy.self_paced:
@@ -102,10 +112,10 @@ class Batches:
             )
         self._together.append(other)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any, None, None]:
         return self._epoch(None)
 
-    def groups(self, size: int) -> Iterator[list[Any]]:
+    def groups(self, size: int) -> Generator[Any, None, None]:
         """Iterate an epoch, `size` batches at a time; those of a group are behind one gradient.
 
         For loops that take the batches of a step before its first `backward()`, of which there has
@@ -119,7 +129,7 @@ class Batches:
             raise InputError("batches.groups() needs as many on every worker: set work='equal'")
         return self._epoch(size)
 
-    def _epoch(self, group: int | None) -> Iterator[Any]:
+    def _epoch(self, group: int | None) -> Generator[Any, None, None]:
         if self._source is not None:
             yield from self._source._epoch(group)
             return
@@ -173,20 +183,6 @@ class Batches:
         self.taken = 0
         self.epoch += 1
 
-    def end_epoch(self) -> None:
-        """End the epoch here, as if there were no more batches: every worker's model holds the
-        agreed parameters, and the next iteration begins another epoch.
-
-        Every worker calls it, after equally many steps, when it has left the iteration.
-
-        Raises:
-            InputError: workers take unlike numbers of batches.
-        """
-        for each in self._together if self._source is None else self._source._together:
-            if each._in_epoch and not each.ended:
-                each._refuse_queue("end_epoch")
-                each._end_epoch()
-
     def start_at(self, batch: int) -> None:
         """Begin the next epoch at its batch number `batch`, from 0."""
         position = {"epoch": self.epoch, "taken": batch, "backwards": 0, "order": self.order}
@@ -212,6 +208,21 @@ class Batches:
         self._refuse_queue("agree")
         loop.strategy.quiesce(loop.worker, loop.state, MID_EPOCH)
         self._take_part_in_agreement()
+
+    def end_epoch(self) -> None:
+        """After `break`, end the epoch as if there were no more batches.
+
+        Every worker's model then holds the agreed parameters, and the next iteration begins another
+        epoch. Every worker calls it, after equally many steps. Where an epoch has ended it changes
+        nothing.
+
+        Raises:
+            InputError: workers take unlike numbers of batches.
+        """
+        for each in self._together if self._source is None else self._source._together:
+            if each._in_epoch and not each.ended and each.is_worker():
+                each._refuse_queue("end_epoch")
+                each._end_epoch()
 
     def _refuse_queue(self, method: str) -> None:
         if self._loop.strategy.work(self._loop.state) is not None:
@@ -321,6 +332,17 @@ class Batches:
             yield
         finally:
             reporter.phase("training")
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """While inside, `backward()` exchanges nothing; the next one outside does so for all of
+        them. As `no_sync` of DistributedDataParallel, where a loop knows which one is the last.
+        """
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
 
     def report(self, loss: float) -> None:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
@@ -444,10 +466,14 @@ class Batches:
         loop.worker.reporter.phase("training")
         return last
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that have data now; the others serve."""
+        return self._loop.strategy.current_roles(self._loop.worker, self._loop.state).workers
+
     def is_worker(self) -> bool:
         """Whether this rank has data in the phase under way."""
-        loop = self._loop
-        return loop.worker.rank in loop.strategy.current_roles(loop.worker, loop.state).workers
+        return self._loop.worker.rank in self.workers
 
     def _follow_phase(self) -> None:
         """Where the strategy has changed its roles, deal the coming epochs out anew."""

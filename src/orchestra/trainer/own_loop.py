@@ -4,6 +4,7 @@ the second.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import types
@@ -185,6 +186,7 @@ class OwnLoop:
                 self._reduce()
             else:
                 self._pending = True
+                self._version = gradients.storage._version
 
         def in_backward() -> None:
             if self._in_backward:
@@ -193,8 +195,8 @@ class OwnLoop:
             self._check_order()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = (self.backwards + 1) % self._exchange_every == 0
-            gradients.last_backward = last
+            last = (self.backwards + 1) % self._exchange_every == 0 or self.batches.at_last
+            gradients.last_backward = last = last and not self.batches.accumulates
             if last:
                 self._begin_exchange()
 
@@ -236,6 +238,7 @@ class OwnLoop:
         original = self.optimizer.step
         loop = self
 
+        @functools.wraps(original)  # a scheduler that was made before looks for its mark on it
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if loop._stepping:
                 return original()
@@ -259,6 +262,7 @@ class OwnLoop:
         self.kept.take_over()
         self.kept.step_begins()
         if self._pending:  # a step after fewer backward passes: the last ones of an epoch
+            self._check_unchanged()
             self._begin_exchange()
             self._reduce()
         if self.strategy.reads_loss and math.isnan(self.batches.loss):
@@ -302,6 +306,18 @@ class OwnLoop:
                 "are not those of all workers: one loss.backward() at least for each step()"
             )
         return self._complete
+
+    def _check_unchanged(self) -> None:
+        """Before an exchange that the last backward could not make."""
+        gradients = self.worker.gradients
+        changed = gradients.take_users() or gradients.storage._version != self._version
+        averages = self.strategy.currently_synchronous(self.state) and len(self.worker.workers) > 1
+        if changed and averages:
+            raise InputError(
+                f"the gradient was changed before step(), as clipping does, after fewer than "
+                f"accumulation={self.accumulation} backward passes, so that it is not averaged "
+                "yet: leave out accumulation, which then exchanges after each of them"
+            )
 
     def _take_users_gradient(self) -> None:
         """What the user has made of the gradient since backward, such as clipping it."""

@@ -235,7 +235,7 @@ class OwnState:
     def _install(self, moments: Moments) -> None:
         parameters = self._worker.named_parameters()
         for name, state in moments.items():
-            self._loop.optimizer.state[parameters[name]] = state
+            self._loop.optimizer.state[parameters[name]] = _copied(state)  # equal ones were one
 
     def saved(self, batches: Batches, ranks: Mapping[str, Any]) -> dict[str, Any]:
         """The whole of a state."""

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -101,10 +102,7 @@ def distribute(
         InputError: what was asked for cannot be done.
         RunFailed: the ranks did not come together.
     """
-    if isinstance(strategy, str):
-        strategy = parse(strategy, STRATEGIES, where="strategy")
-    if not isinstance(strategy, Strategy):
-        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    strategy = strategy_of(strategy)
     process = _Process.this(patience, host)
     process.end_loops_before(model, optimizer, strategy)
     loop = OwnLoop(
@@ -141,6 +139,29 @@ class Channel(Interceptor):
         if operation.kind in ("send", "receive"):  # of which collectives are made
             operation.tag += self.number * TAGS
         return proceed()
+
+
+def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
+    """`strategy`, or what its notation says."""
+    if isinstance(strategy, str):
+        strategy = parse(strategy, STRATEGIES, where="strategy")
+    if not isinstance(strategy, Strategy):
+        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    return strategy
+
+
+def runtime_beside_loops(*, patience: float = 60.0, host: str | None = None) -> Runtime:
+    """Collective, over all ranks: a runtime for what a framework sends beside the loops.
+
+    Always the same one. See `distribute` for the arguments.
+    """
+    return _Process.this(patience, host).beside
+
+
+def end_loops() -> None:
+    """Collective, over all ranks: end every loop; the script goes on with another one."""
+    if _Process.taken is not None:
+        _Process.taken.end(lambda _: True)
 
 
 class _Unwatched(SilentReporter):
@@ -224,7 +245,7 @@ class _Process:
     When the script ends, the run ends too: in order, or with the script's error.
     """
 
-    _this: _Process | None = None
+    taken: _Process | None = None
 
     def __init__(self, patience: float, host: str | None) -> None:
         launched = detect(os.environ)
@@ -241,13 +262,18 @@ class _Process:
     @classmethod
     def this(cls, patience: float, host: str | None) -> _Process:
         """The one of this process, which joins the run at the first call."""
-        if cls._this is None:
-            cls._this = cls(patience, host)
-        return cls._this
+        if cls.taken is None:
+            cls.taken = cls(patience, host)
+        return cls.taken
 
     def channel(self) -> Runtime:
         """The runtime of the next loop, whose messages no other loop sees."""
         return intercepted(self._runtime, Channel(next(self._channels)))
+
+    @cached_property
+    def beside(self) -> Runtime:
+        """The runtime of what is sent beside all loops."""
+        return self.channel()
 
     def end_loops_before(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy[Any]
@@ -258,14 +284,20 @@ class _Process:
         they do so for one loop at a time.
         """
         parameters = set(model.parameters())
-        over = [loop for loop in self.loops if loop.begun or loop.trains(parameters)]
-        self.loops = [loop for loop in self.loops if loop not in over]
+        self.end(lambda loop: loop.begun or loop.trains(parameters), optimizer)
         for each in (strategy, *(loop.strategy for loop in self.loops)):
             if self.loops and may_serve(each, self._runtime.ranks):
                 raise InputError(
                     f"{each!r} has ranks that only serve, which do so for one loop at a time: "
                     "train models by turns with placement='beside', or under all-reduce"
                 )
+
+    def end(
+        self, is_over: Callable[[OwnLoop], bool], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Collective: end the loops that are over, one of which may hand over its `optimizer`."""
+        over = [loop for loop in self.loops if is_over(loop)]
+        self.loops = [loop for loop in self.loops if loop not in over]
         for loop in over:
             loop.finish(goes_on=True)
             loop.close(handed_over=loop.optimizer is optimizer)

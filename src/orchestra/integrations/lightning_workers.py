@@ -1,0 +1,151 @@
+"""A strategy of Lightning's whose processes are the workers of a run of Orchestra's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torchmetrics.metric import Metric, jit_distributed_available
+
+from orchestra.engines.processes.environment import detect, rank
+from orchestra.engines.processes.own_loop import runtime_beside_loops, strategy_of
+from orchestra.errors import InputError
+from orchestra.integrations.worker_group import WorkerGroup
+from orchestra.strategies.base import Strategy, roles_of
+from orchestra.trainer.own_batches import Batches
+
+T = TypeVar("T")
+
+
+class AmongWorkers(ParallelStrategy):
+    """Who and where this process is, and what Lightning does between processes.
+
+    `place` has the arguments of `runtime_beside_loops`.
+    """
+
+    def __init__(self, strategy: Strategy[Any] | str, place: dict[str, Any]) -> None:
+        super().__init__()
+        self._orchestra = strategy_of(strategy)
+        self._place = place
+        self._launched = detect(os.environ)
+        ranks = 1 if self._launched is None else self._launched.ranks
+        self._first_workers = roles_of(self._orchestra, ranks).workers
+        self._group: WorkerGroup | None = None
+        self._batches: Batches | None = None  # once the model is distributed
+
+    @property
+    def global_rank(self) -> int:
+        return rank()
+
+    @property
+    def local_rank(self) -> int:
+        return 0 if self._launched is None else self._launched.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are; ranks that only serve do not count."""
+        return 1 if self._serves else len(self._workers)
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._group is None:
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": len(self._group.ranks), "rank": self._group.index}
+
+    @property
+    def _workers(self) -> tuple[int, ...]:
+        return self._first_workers if self._batches is None else self._batches.workers
+
+    @property
+    def _serves(self) -> bool:
+        return self.global_rank not in self._workers
+
+    def set_world_ranks(self) -> None:
+        """Let Lightning log and save on the first rank alone."""
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Come together with the other ranks."""
+        super().setup_environment()
+        devices = len(self.parallel_devices or ())
+        if self._launched is None and devices > 1:
+            raise InputError(
+                f"{devices} devices, but OrchestraStrategy starts no processes: run the script "
+                f"by torchrun --nproc-per-node {devices}, or set Trainer(devices=1)"
+            )
+        runtime = runtime_beside_loops(**self._place)
+        self._reporter = runtime.reporter
+        self._group = WorkerGroup(runtime.transport, lambda: self._workers)
+
+    def setup(self, trainer: lightning.Trainer) -> None:
+        """Let the metrics of the model come together, too."""
+        super().setup(trainer)
+        for metric in self._metrics():
+            assert self._group is not None
+            metric.distributed_available_fn = self._group.is_several
+            metric.dist_sync_fn = self._group.gather
+
+    def teardown(self) -> None:
+        """As in one process from here on: metrics, too."""
+        for metric in self._metrics():
+            metric.distributed_available_fn = jit_distributed_available
+            metric.dist_sync_fn = None
+        super().teardown()
+
+    def _metrics(self) -> list[Metric]:
+        """Those of the model that would ask torch.distributed for the other workers."""
+        modules = [] if self.model is None else self.model.modules()
+        ours = None if self._group is None else self._group.gather
+        metrics = [module for module in modules if isinstance(module, Metric)]
+        return [metric for metric in metrics if metric.dist_sync_fn in (None, ours)]
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
+    ) -> Tensor | Any:
+        """The same on all workers; what is no tensor stays as it is."""
+        _check_group(group)
+        if not isinstance(tensor, Tensor) or self._group is None:
+            return tensor
+        return self._group.reduce(tensor, getattr(reduce_op, "name", reduce_op) or "mean")
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return bool(self.reduce(torch.tensor(decision), reduce_op="min" if all else "max"))
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._group is not None:
+            self._group.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """JSON data alone, since nothing that arrives is unpickled."""
+        result: T = obj if self._group is None else self._group.broadcast(obj, src)
+        return result
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """All workers' tensors, of one shape, stacked."""
+        _check_group(group)
+        if sync_grads:
+            raise InputError("all_gather(sync_grads=True): gradients do not flow to other workers")
+        if self._group is None or not self._group.is_several():
+            return tensor
+        return torch.stack(self._group.gather(tensor))
+
+
+def _check_group(group: Any | None) -> None:
+    if group is not None:
+        raise InputError("OrchestraStrategy has no process groups: leave out group=")
