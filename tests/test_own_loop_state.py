@@ -397,6 +397,42 @@ def test_no_strategy_goes_back_to_what_was_before_a_load(strategy: str) -> None:
         same(state, dict(loaded))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("AllReduce", 3), (SHARDED, 3), ("ParameterServer", 2), (BESIDE, 3),
+        ("ParameterServer(servers=2, replicas=1)", 1),
+    ],
+)  # fmt: skip
+def test_moments_stay_where_the_model_alone_is_loaded(strategy: str, workers: int) -> None:
+    """As in plain PyTorch."""
+
+    initial = without_buffers(0)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        before = copy.deepcopy(model.state_dict())
+        some_steps(model, optimizer, batches)
+        model.load_state_dict(before)
+        some_steps(model, optimizer, batches)
+
+    def distributed(runtime: Runtime) -> State:
+        model = copy.deepcopy(initial)
+        optimizer = adam(model)
+        parsed = parse(strategy, STRATEGIES, where="strategy")
+        own = OwnLoop(runtime, model, optimizer, in_order(), parsed)
+        if own.batches.is_worker():
+            loop(model, optimizer, own.batches)
+        else:
+            own.batches.serve_to_the_end()
+        own.finish(goes_on=True)
+        return state_of(model)
+
+    plain = copy.deepcopy(initial)
+    loop(plain, adam(plain), union(workers))
+    for state in run_ranks(3, distributed)[:workers]:
+        same(state, state_of(plain))
+
+
 # What is refused
 
 
@@ -504,9 +540,10 @@ def test_moments_on_one_rank_only_are_refused() -> None:
 def test_moments_go_into_the_next_loop(strategy: str) -> None:
     """Two loops with one optimizer are one of two epochs; dedicated servers come back between."""
     workers = 2 if strategy == "ParameterServer" else 3
+    initial = without_buffers(0)
 
     def train(runtime: Runtime) -> State:
-        model = without_buffers(0)
+        model = copy.deepcopy(initial)
         optimizer = adam(model)
         for number in range(2):
             channel = intercepted(runtime, Channel(number))
