@@ -51,7 +51,7 @@ IMPORTED = (
     "orchestra.cli.compare",
     "orchestra.cli.replay",
     "orchestra.cli.report",
-    "orchestra.experiments.runner",
+    "orchestra.experiments.run",
     "orchestra.tasks.digits",
     "sklearn.datasets",
 )
