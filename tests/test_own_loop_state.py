@@ -32,10 +32,20 @@ ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 PACED = "ParameterServer(consistency='asynchronous', placement='beside')"
 
 
+def drawn(model: nn.Module, seed: int) -> nn.Module:
+    """With parameters from a generator of its own: ranks on threads share the global one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.double().parameters():
+            parameter.uniform_(-0.6, 0.6, generator=generator)
+    return model
+
+
 def a_model(seed: int) -> nn.Module:
     """With a buffer, and parameters that servers cut."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return drawn(
+        nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)), seed
+    )
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -283,8 +293,7 @@ def union(workers: int) -> DataLoader[Any]:
 
 
 def without_buffers(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return drawn(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)), seed)
 
 
 def some_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
