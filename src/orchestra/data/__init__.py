@@ -39,7 +39,7 @@ else:
         __name__,
         {
             "Feed": "feed",
-            "GlobalOrder": "order",
+            "GlobalOrder": "plan",
             "IterableSamples": "feed",
             "MapSamples": "feed",
             "Plan": "plan",

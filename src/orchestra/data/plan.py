@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -155,10 +154,6 @@ class Plan:
         share = Fraction(self.shares[rank]) / sum(map(Fraction, self.shares))
         first = int(self.start * share) + step * (self.counts(0)[rank] if step else 0)
         return first, first + self.counts(step)[rank]
-
-    def from_position(self, position: int, shares: Sequence[float]) -> Plan:
-        """The plan of what is left from `position` of the stream, with other roles."""
-        return replace(self, start=position, shares=tuple(shares))
 
 
 plan_of = lru_cache(maxsize=8)(Plan)
