@@ -148,7 +148,6 @@ def test_figures_as_a_table_and_as_json(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(step, "SUBJECTS", (SMALL,))
-    monkeypatch.setattr("orchestra.bench.step.SUBJECTS", (SMALL,))
     file = tmp_path / "figures.json"
     assert main(["bench", "step", "--ranks", "2", "--rounds", "1", "--json", str(file)]) == 0
     captured = capsys.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_the_last_global_batch_is_spread_and_some_may_get_nothing() -> None:
 @given(PLANS, st.integers(0, 8), SHARES)
 def test_a_plan_goes_on_with_other_roles(plan: Plan, step: int, shares: list[float]) -> None:
     position = plan.position(min(step, plan.steps))
-    rest = plan.from_position(position, shares)
+    rest = replace(plan, start=position, shares=tuple(shares))
     assert (rest.start, rest.stop) == (position, plan.stop)
     assert rest.shares == tuple(shares)
     before = sum(sum(plan.counts(number)) for number in range(min(step, plan.steps)))
@@ -249,7 +250,7 @@ def test_an_iterable_dataset_goes_on_after_a_switch_of_roles() -> None:
     plan = Plan(0, 20, 4, (1.0, 1.0))
     feed = feeds(Stream(100), plan)[1]
     assert feed.next(0)[0].tolist() == [2, 3]
-    then = Feed(feed.samples, plan.from_position(plan.position(1), (0.0, 1.0)), 1)
+    then = Feed(feed.samples, replace(plan, start=plan.position(1), shares=(0.0, 1.0)), 1)
     assert then.next(0)[0].tolist() == [4, 5, 6, 7]
 
 

@@ -18,7 +18,8 @@ from orchestra.errors import InputError
 from orchestra.tasks import Task, TensorData, evaluate, load_task
 from orchestra.tasks.classification import random_shift
 from orchestra.tasks.digits import Digits
-from orchestra.tasks.regression import Regression, scores
+from orchestra.tasks.regression import Regression
+from orchestra.tasks.scores import scores
 
 
 def squared(model: nn.Module, batch: Any) -> Tensor:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from orchestra.errors import InputError
 from orchestra.tasks import TensorData, evaluate, load_task
 from orchestra.tasks.characters import (
-    GPT,
     KNOWN,
     VOCABULARY,
     Characters,
@@ -25,6 +24,7 @@ from orchestra.tasks.characters import (
     text_sha256,
     windows,
 )
+from orchestra.tasks.gpt import GPT
 
 
 @pytest.fixture

@@ -179,10 +179,6 @@ class Cluster(Settings):
         slow = (fault for fault in self.faults if isinstance(fault, SlowDown))
         return changes((fault, 1 / fault.factor) for fault in slow if fault.node == node.name)
 
-    def speed_at(self, node: Node, time: float) -> float:
-        """The factor on the speed of `node` at `time`."""
-        return next(factor for begin, factor in reversed(self.speed_changes(node)) if begin <= time)
-
     def bandwidth_changes(self, channel: Channel) -> Changes:
         """The factors on the bandwidth of `channel`: 0 while its link is cut."""
         owner, _, direction = channel.name.rpartition(" ")

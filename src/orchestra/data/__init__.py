@@ -17,8 +17,9 @@ if TYPE_CHECKING:
         open_samples,
         open_shard,
     )
+    from orchestra.data.order import GlobalOrder
     from orchestra.data.own_loop import ShardedLoader, shard_loader
-    from orchestra.data.plan import GlobalOrder, Plan, apportion
+    from orchestra.data.plan import Plan, apportion
 
     __all__ = [
         "Feed",

@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 from orchestra.data.alike import AlikeStreams, digest
-from orchestra.data.plan import GlobalOrder, Plan
+from orchestra.data.order import GlobalOrder
+from orchestra.data.plan import Plan
 from orchestra.errors import InputError
 from orchestra.schedules.work_queue import WorkItem, WorkQueue
 from orchestra.worker.batches import batch_samples

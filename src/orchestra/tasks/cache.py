@@ -1,4 +1,4 @@
-"""Files of tasks: tensors kept from one run to the next, and folders with data sets."""
+"""Tensors that take seconds to make, kept in a folder of the user from one run to the next."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from orchestra.errors import InputError
 from orchestra.records.cache import cache_folder
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 Tensors: TypeAlias = dict[str, Tensor]
 
@@ -89,42 +84,3 @@ def _checksum(tensors: Tensors) -> str:
         checksum = zlib.crc32(name.encode(), checksum)
         checksum = zlib.crc32(tensors[name].numpy().data, checksum)
     return f"{checksum:08x}"
-
-
-#: Which images are held out is part of the task: it stays the same whatever the seed of a run.
-SPLIT_SEED = 0
-
-
-def data_folder(task: str, folder: str, source: str) -> Path:
-    """The folder of the files of `task`; `source` says where they come from.
-
-    Raises:
-        InputError: there is no such folder.
-    """
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise InputError(f"task {task}: there is no folder {path.absolute()}; {source}")
-    return path
-
-
-def hold_out(
-    task: str, tensors: tuple[Tensor, ...], samples: int
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Tensors of equal first dimension without `samples` entries, and these; always the same ones.
-
-    Raises:
-        InputError: nothing would be left to train on.
-    """
-    import numpy
-    import torch
-
-    count = len(tensors[0])
-    if samples >= count:
-        raise InputError(
-            f"task {task}: validation_samples={samples} leaves none of {count} training images; "
-            f"set it below {count}"
-        )
-    # RandomState: NumPy promises that its stream never changes.
-    order = torch.from_numpy(numpy.random.RandomState(SPLIT_SEED).permutation(count))
-    held, rest = order[:samples], order[samples:]
-    return tuple(tensor[rest] for tensor in tensors), tuple(tensor[held] for tensor in tensors)

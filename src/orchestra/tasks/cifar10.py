@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
-from orchestra.tasks.cache import data_folder, hold_out
+from orchestra.tasks.folder import data_folder, hold_out
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
 from orchestra.settings import Settings, setting
-from orchestra.worker.batches import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.tasks.task import Task
-
 
 #: Units of the hidden layer, and the standard deviation of what they see before tanh: with 2, a
 #: linear model explains about 0.82 of the variance.
@@ -34,7 +26,7 @@ class Regression(Settings):
     and variance 1 over the whole data; then noise of standard deviation `noise` is added. So no
     model can expect an R² above 1 / (1 + noise²): 0.990 at the default. Teacher, data and split
     follow from `data_seed` alone. The student is a network of two hidden layers with tanh.
-    Loss: mean squared error; metrics: see `orchestra.tasks.regression`.
+    Loss: mean squared error; metrics: see `orchestra.tasks.scores`.
     """
 
     _: KW_ONLY
@@ -56,7 +48,7 @@ class Regression(Settings):
         import torch
 
         from orchestra.tasks.classification import mlp
-        from orchestra.tasks.regression import regression_scores, squared_error
+        from orchestra.tasks.scores import regression_scores, squared_error
         from orchestra.tasks.task import Task
         from orchestra.tasks.tensors import TensorData
 
@@ -91,43 +83,3 @@ class Regression(Settings):
         signal = (signal - signal.mean(0)) / signal.std(0)
         targets = signal + self.noise * draw(signal.shape)
         return torch.from_numpy(inputs).float(), torch.from_numpy(targets).float()
-
-
-def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean over the batch and the outputs."""
-    inputs, targets = batch
-    return functional.mse_loss(model(inputs), targets)
-
-
-def regression_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
-    """`scores` of what `model` predicts for all of `batches`."""
-    pairs = [(model(inputs), targets) for inputs, targets in batches]
-    predictions, targets = (torch.cat(parts).cpu() for parts in zip(*pairs, strict=True))
-    return scores(predictions, targets)
-
-
-def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
-    """Figures of a regression, all computed in float64; both tensors have shape (n, outputs).
-
-    - `mae`, `mse`: mean absolute and mean squared error over all n x outputs numbers.
-    - `test_variance`: the population variance (divided by the count) of all n x outputs targets
-      as one pool; the one mean of that whole pool is subtracted.
-    - `r2_pooled`: 1 - (sum of squared errors) / (sum of squared deviations from that one mean);
-      so it is 1 - mse / test_variance.
-    - `r2_mean`: the plain mean of the R² of each output, from that output's own mean.
-    """
-    predictions, targets = predictions.double(), targets.double()
-    errors = targets - predictions
-    mse = errors.square().mean().item()
-    variance = targets.var(correction=0).item()
-    unexplained = errors.square().sum() / (targets - targets.mean()).square().sum()
-    assert math.isnan(mse) or math.isclose(unexplained.item(), mse / variance, rel_tol=1e-9)
-    deviations = (targets - targets.mean(0)).square().sum(0)
-    each = 1 - errors.square().sum(0) / deviations
-    return {
-        "mae": errors.abs().mean().item(),
-        "mse": mse,
-        "test_variance": variance,
-        "r2_pooled": 1 - unexplained.item(),
-        "r2_mean": each.mean().item(),
-    }

@@ -3,52 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from typing import TYPE_CHECKING
 
 from orchestra.errors import InputError
 from orchestra.settings import Settings, setting
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Task
-
-
-class Numbers(Dataset[Tensor]):
-    """Sample i is the number i / samples."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(index / self._samples)
-
-
-class Sized(nn.Module):
-    """Vectors of the given sizes."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.vectors = nn.ParameterList(torch.zeros(size) for size in sizes)
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        """The numbers, each times the mean of the means of the vectors."""
-        means = torch.stack([vector.mean() for vector in self.vectors])
-        return numbers * means.mean()
-
-
-def pull(model: nn.Module, batch: Any) -> Tensor:
-    """The mean of the model's answers: its gradient is the same everywhere."""
-    answers: Tensor = model(batch)
-    return answers.mean()
-
 
 FLOPS_PER_PARAMETER = 6.0
 """Of a sample's gradient where each parameter is multiplied once: 2 forward, 4 backward."""
@@ -84,7 +46,7 @@ class Synthetic(Settings):
 
     def build(self) -> Task:
         """The task; it holds no data."""
-        from orchestra.tasks.synthetic import Numbers, Sized, pull
+        from orchestra.tasks.sized import Numbers, Sized, pull
         from orchestra.tasks.task import Task
 
         flops = self.sample_flops or FLOPS_PER_PARAMETER * self.parameters

@@ -33,7 +33,7 @@ from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
 
-__all__ = ["LIMIT", "Subject", "calibrate"]
+__all__ = ["LIMIT", "Workload", "calibrate"]
 
 LIMIT = 120.0
 """Seconds that a calibration with one task may take by default."""
