@@ -100,10 +100,10 @@ class Started:
 
     def end(self) -> Ended:
         """Wait until it has ended; nothing that it started may be left."""
-        self.process.wait(DEADLINE_SECONDS)
+        status = self.process.wait(DEADLINE_SECONDS)
         wait_until(lambda: not self.alive(), "no process is left")
         out = os.pread(self._out.fileno(), 1 << 20, 0).decode()
-        return Ended(self.process.returncode, out, self.err())
+        return Ended(status, out, self.err())
 
     def alive(self) -> set[int]:
         """The processes that carry the mark and are more than zombies."""

@@ -186,9 +186,12 @@ def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     small = dataclasses.replace(CNN, steps=12)
     chosen = cases(["ring", "asynchronous beside"], [small], [2])
     asked: list[Any] = []
-    monkeypatch.setattr(
-        "orchestra.bench.fidelity.calibrate", lambda *what: asked.append(what) or calibration()
-    )
+
+    def calibrate(*what: Any) -> Calibration:
+        asked.append(what)
+        return calibration()
+
+    monkeypatch.setattr("orchestra.bench.fidelity.calibrate", calibrate)
     result = bench_fidelity(chosen, [small], rounds=1, seconds=0.001)
     assert asked == [([small.subject], 0.001, None)]
     assert result.calibration == calibration()

@@ -208,7 +208,9 @@ def _serve(listener: socket.socket) -> tuple[socket.socket, bytes, list[int]]:
             request, streams, _, _ = socket.recv_fds(connection, 1 << 18, 2)
             pid = os.fork()
             if pid == 0:
-                for held in (listener, selector, *(c for _, c in running.values())):
+                listener.close()
+                selector.close()
+                for _, held in running.values():
                     held.close()
                 for descriptor in running:
                     os.close(descriptor)
@@ -315,7 +317,7 @@ def _fork_ranks_of_torchrun() -> None:
         err = 2 if self._stderr is None else self._stderr.fileno()
         return WarmProcess(command, Path.cwd(), env, out, err)
 
-    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
