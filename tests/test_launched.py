@@ -194,8 +194,7 @@ def join_by_hand(
 
 
 def ended(process: Started) -> tuple[int, str]:
-    status = process.process.wait(DEADLINE_SECONDS)
-    return status, process.err()
+    return process.process.wait(DEADLINE_SECONDS), process.err()
 
 
 def test_two_nodes_of_torchrun(started: Any, tmp_path: Path) -> None:

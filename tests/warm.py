@@ -208,8 +208,9 @@ def _serve(listener: socket.socket) -> tuple[socket.socket, bytes, list[int]]:
             request, streams, _, _ = socket.recv_fds(connection, 1 << 18, 2)
             pid = os.fork()
             if pid == 0:
+                listener.close()
                 selector.close()
-                for held in (listener, *(c for _, c in running.values())):
+                for _, held in running.values():
                     held.close()
                 for descriptor in running:
                     os.close(descriptor)
