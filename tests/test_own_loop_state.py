@@ -233,7 +233,7 @@ def test_models_that_are_trained_by_turns(strategy: str) -> None:
                     second.optimizer.step()
                     second.optimizer.zero_grad()
                 steps += 1
-                if steps == 6 and not resumed:
+                if steps == 8 and not resumed:
                     for run in runs:
                         run.save(0)
         for run in runs:
