@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.quadratic import Vector, final, mean_samples, start
+from tests.threads import ask_to_stop
 from tests.training import train_threads
 
 from orchestra.errors import InputError
@@ -43,7 +44,7 @@ class Stopped(ElasticAveraging):
 
     def before_forward(self, worker: Worker, state: ElasticAveragingState) -> None:
         if state.clock + 1 == self.at:
-            worker.reporter.stop = True  # type: ignore[attr-defined]
+            ask_to_stop(worker)
             worker.step.stop = True
         super().before_forward(worker, state)
 

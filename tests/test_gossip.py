@@ -17,6 +17,7 @@ from tests.decentralized import (
     train_quadratic,
 )
 from tests.test_topologies import Given, matrix_of
+from tests.threads import ask_to_stop
 from tests.training import Trained, equal, train_threads
 
 from orchestra.errors import InputError
@@ -99,7 +100,7 @@ class Stopped(Gossip):
 
     def before_forward(self, worker: Worker, state: GossipState) -> None:
         if state.step + 2 >= self.at + 3 * worker.rank:
-            worker.reporter.stop = True  # type: ignore[attr-defined]
+            ask_to_stop(worker)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

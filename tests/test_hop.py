@@ -25,7 +25,7 @@ from tests.decentralized import (
 )
 from tests.simulated import simulated
 from tests.test_topologies import Given, matrix_of
-from tests.threads import FreeCompute, Notes
+from tests.threads import FreeCompute, Notes, ask_to_stop
 from tests.training import equal, settings
 from torch import Tensor
 
@@ -413,7 +413,7 @@ class Stopped(Hop):
     def before_forward(self, worker: Worker, state: HopState) -> None:
         super().before_forward(worker, state)
         if state.queues.iteration + 2 >= self.at:
-            worker.reporter.stop = True  # type: ignore[attr-defined]
+            ask_to_stop(worker)
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.decentralized import (
     momentum_sgd,
     train_quadratic,
 )
+from tests.threads import ask_to_stop
 from tests.training import equal, train_threads
 from torch import Tensor
 
@@ -204,7 +205,7 @@ class Stopped(PairwiseAveraging):
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
         super().before_forward(worker, state)
         if state.step + 2 >= self.at:
-            worker.reporter.stop = True  # type: ignore[attr-defined]
+            ask_to_stop(worker)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -26,6 +26,7 @@ from tests.decentralized import (
 )
 from tests.simulated import simulated
 from tests.test_shared_work import EIGHT, SPEEDS, TASK
+from tests.threads import ask_to_stop
 from tests.training import equal, settings
 
 from orchestra.errors import InputError
@@ -283,7 +284,7 @@ class Stopped(Prague):
         super().update(worker, state)
         asked = state.groups.state_dict()["requests"]
         if worker.rank == 0 and max(asked) >= self.at:
-            worker.reporter.stop = True  # type: ignore[attr-defined]
+            ask_to_stop(worker)
 
 
 @pytest.mark.parametrize("work", ["shared", "equal"])

@@ -24,7 +24,7 @@ from tests.decentralized import (
     train_quadratic,
 )
 from tests.test_topologies import Given
-from tests.threads import run_ranks
+from tests.threads import ask_to_stop, run_ranks
 from tests.training import equal, train_threads
 from tests.waiting import wait_until
 from torch import Tensor, nn
@@ -409,7 +409,7 @@ class Stopped(PatientPush):
 
     def before_forward(self, worker: Worker, state: PushState) -> None:
         if state.push.step + 2 >= self.at:
-            worker.reporter.stop = True  # type: ignore[attr-defined]
+            ask_to_stop(worker)
 
 
 def stopped_at(step: int, overlap: int = 0) -> Stopped:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.tasks_for_tests import Weight
-from tests.threads import FreeCompute, run_ranks
+from tests.threads import FreeCompute, ask_to_stop, run_ranks
 from tests.training import TASKS, Case, Trained, distance, equal, single_process, train_threads
 
 from orchestra.data import Feed, Plan, open_samples
@@ -305,7 +305,7 @@ class Stopped(Switch):
     def update(self, worker: Worker, state: SwitchState) -> None:
         super().update(worker, state)
         if state.steps + 1 >= self.at + 2 * worker.rank:
-            worker.reporter.stop = True  # type: ignore[attr-defined]
+            ask_to_stop(worker)
 
 
 @pytest.mark.parametrize("at", [3, 10])

@@ -15,8 +15,10 @@ import torch
 
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.sockets import SocketTransport
+from orchestra.worker.interception import InterceptedReporter
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.worker import Worker
 
 T = TypeVar("T")
 
@@ -37,6 +39,15 @@ class Notes(SilentReporter):
 
     def stop_requested(self) -> bool:
         return self.stop
+
+
+def ask_to_stop(worker: Worker) -> None:
+    """The user asks this rank to stop."""
+    reporter = worker.reporter
+    if isinstance(reporter, InterceptedReporter):
+        reporter = reporter.inner
+    assert isinstance(reporter, Notes)
+    reporter.stop = True
 
 
 @dataclass
