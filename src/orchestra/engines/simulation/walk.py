@@ -335,7 +335,9 @@ class Walk:
         return True
 
     def _woken(self) -> None:
-        verb, _, parcel, _ = self._deed  # type: ignore[misc]
+        assert self._deed is not None
+        verb, _, parcel, _ = self._deed
+        assert parcel is not None
         self._may_go_on(verb, parcel)
         self._go_on()
 
