@@ -182,11 +182,11 @@ class Unlucky(AllReduce):
         inner, calls = average._collective, []
 
         class Failing:
-            def run(self, *arguments: Any) -> int:
+            def begin(self, *arguments: Any) -> Any:
                 calls.append(1)
                 if worker.rank == worker.workers.ranks[-1] and len(calls) == 3:
                     raise OSError("no luck")
-                return int(inner.run(*arguments))
+                return inner.begin(*arguments)
 
         average._collective = Failing()
         return state
