@@ -274,71 +274,41 @@ class Walk:
                     self._go_on()
 
     def _go_on(self) -> None:
-        """Until it has to wait. Alone on a core it need not until it has computed, and goes ahead
-        of the world's clock, up to what others send."""
-        kernel, processor, paths = self._kernel, self._processor, self._paths
         for deed in self._deeds:
             self._deed = deed
-            self._began = began = self.clock
+            self._began = began = self.clock = self._kernel.now()
             verb, seconds, parcel, pair = deed
             if verb is SPEND:
-                if processor.undisturbed():
-                    self.clock = began + seconds / processor.rate
-                    self.communicating += self.clock - began
-                elif began > kernel.now():
-                    kernel.call_at(began, self._spend, seconds)
-                    return
-                elif seconds > 0:
-                    processor.start(seconds, self._spent)
+                if seconds > 0:
+                    self._processor.start(seconds, self._spent)
                     return
                 continue
             assert parcel is not None
             if verb is SEND:
-                paths.stream(pair).send(parcel, began)
+                self._paths.stream(pair).send(parcel, began)
             elif verb is LEAVE:
-                paths.stream(pair).leave(parcel, began)
+                self._paths.stream(pair).leave(parcel, began)
             elif not self._may_go_on(verb, parcel):
                 return
         self.over = True
-        if self.clock > kernel.now():
-            kernel.call_at(self.clock, self._then, self)
-        else:
-            self._then(self)
-
-    def _spend(self, seconds: float) -> None:
-        self._processor.start(seconds, self._spent)
+        self._then(self)
 
     def _spent(self) -> None:
-        self.clock = self._kernel.now()
-        self.communicating += self.clock - self._began
+        self.communicating += self._kernel.now() - self._began
         self._go_on()
 
     def _may_go_on(self, verb: Verb, parcel: Parcel) -> bool:
         """Whether what `parcel` is waited for has happened; else it goes on when it does."""
-        if verb is BEGIN:
-            if parcel.began == inf:
-                # alone on a core, it need not be woken before all is there
-                later = parcel.once_ended if self._processor.undisturbed() else parcel.once_begun
-                later(self._woken)
-                return False
-            time = parcel.began
-        elif verb is END or self._is_held(parcel):
-            if parcel.ended == inf:
-                parcel.once_ended(self._woken)
-                return False
-            time = parcel.ended
-        else:
-            return True
-        if time > self._began:
-            self._settle(time)
-            self.clock = time
+        if verb is BEGIN and parcel.began == inf:
+            parcel.once_begun(self._woken)
+            return False
+        if (verb is END or (verb is BE_RID and self._is_held(parcel))) and parcel.ended == inf:
+            parcel.once_ended(self._woken)
+            return False
         return True
 
     def _woken(self) -> None:
-        assert self._deed is not None
-        verb, _, parcel, _ = self._deed
-        assert parcel is not None
-        self._may_go_on(verb, parcel)
+        self._settle(self._kernel.now())
         self._go_on()
 
     def _settle(self, end: float) -> None:
