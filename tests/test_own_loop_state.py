@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
+from orchestra.transports.channels import Channel
 from orchestra.worker.runtime import Runtime
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -27,6 +29,7 @@ EPOCHS, COUNT = 3, 24
 SHARDED = "AllReduce(shard='optimizer')"
 BESIDE = "ParameterServer(placement='beside', servers=2)"
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
+PACED = "ParameterServer(consistency='asynchronous', placement='beside')"
 
 
 def a_model(seed: int) -> nn.Module:
@@ -149,7 +152,7 @@ def test_resumed(strategy: str) -> None:
 
 
 def test_resumed_where_workers_take_batches_from_a_queue() -> None:
-    """Saved between epochs, twice; each sample is taken once. In mid-epoch it is refused."""
+    """Saved between epochs, twice; each sample is taken once."""
 
     def through(runtime: Runtime) -> Any:
         run = Run(runtime, ASYNCHRONOUS, shuffled())
@@ -171,9 +174,6 @@ def test_resumed_where_workers_take_batches_from_a_queue() -> None:
             run.batches.serve_to_the_end()
         return run.end()
 
-    def in_mid_epoch(runtime: Runtime) -> None:
-        Run(runtime, ASYNCHRONOUS, shuffled()).train((1,))
-
     first = run_ranks(3, through)
     saved = first[0][2][-1]
     second = run_ranks(3, resumed)
@@ -181,8 +181,6 @@ def test_resumed_where_workers_take_batches_from_a_queue() -> None:
         seen = sorted(number for _, batches, _ in results for batch in batches for number in batch)
         assert seen == sorted(list(range(COUNT)) * epochs)
     assert equal(second[0][0], second[1][0])
-    with pytest.raises(InputError, match="save when the epoch has ended"):
-        run_ranks(3, in_mid_epoch)
 
 
 def own_generator() -> DataLoader[Any]:
@@ -204,6 +202,42 @@ def test_the_order_of_any_loader_goes_on(kind: str) -> None:
     through_and_resumed("AllReduce", (2, -1), ranks=2, loader=LOADERS[kind])
 
 
+@pytest.mark.parametrize("strategy", ["AllReduce", BESIDE])
+def test_models_that_are_trained_by_turns(strategy: str) -> None:
+    """Each has a state of its own; saved in mid-epoch, with half of a step accumulated before."""
+    saved: list[bytes] = []
+
+    def train(runtime: Runtime) -> list[State]:
+        first = Run(runtime, strategy, own_generator(), initial=len(saved), work="equal")
+        runtime = replace(runtime, transport=Channel(runtime.transport, 1))
+        second = Run(runtime, strategy, first.batches, initial=3, accumulation=2)
+        runs, steps, resumed = (first, second), 0, bool(saved)
+        if resumed:
+            for run, state in zip(runs, saved, strict=True):
+                run.load(state)
+        for _ in range(first.batches.epoch, 2):
+            for batch in first.batches:
+                first.step(batch)
+                nn.functional.mse_loss(second.model(batch[0]), batch[1]).backward()
+                if second.loop.backwards % 2 == 0:
+                    second.optimizer.step()
+                    second.optimizer.zero_grad()
+                steps += 1
+                if steps == 6 and not resumed:
+                    for run in runs:
+                        run.save(0)
+        for run in runs:
+            run.loop.finish()
+        if runtime.rank == 0 and not resumed:
+            saved.extend(run.saved[0] for run in runs)
+        return [state_of(run.model) for run in runs]
+
+    through, later = run_ranks(2, train), run_ranks(2, train)
+    assert all(
+        equal(*pair) for pair in zip(through[0] + through[1], later[0] + later[1], strict=True)
+    )
+
+
 @pytest.mark.parametrize("strategy", ["AllReduce", BESIDE.replace(", servers=2", ""), "Gossip"])
 def test_one_worker_draws_the_same_numbers(strategy: str) -> None:
     """Its loader draws from the global generator, and so does dropout; batches are not loaded that
@@ -213,12 +247,13 @@ def test_one_worker_draws_the_same_numbers(strategy: str) -> None:
     class Noted(TensorDataset):
         def __getitem__(self, index: int) -> Any:
             loaded.append(index)
-            return super().__getitem__(index)
+            return tuple(tensor[index] for tensor in self.tensors)
 
     def trained(runtime: Runtime) -> Any:
         run = Run(
             runtime, strategy, DataLoader(Noted(*samples(COUNT).tensors), BATCH, shuffle=True)
         )
+        assert isinstance(run.model, nn.Sequential)
         run.model.insert(3, nn.Dropout(0.5))
         if saved:
             torch.manual_seed(9)
@@ -331,7 +366,7 @@ def test_what_is_loaded_counts(strategy: str, workers: int, when: str) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        ASYNCHRONOUS, "ParameterServer(consistency='asynchronous', placement='beside')",
+        ASYNCHRONOUS, PACED,
         "LocalSGD(3, outer=Nesterov())", "LocalSGD(2, outer=Elastic())", "ElasticAveraging(1)",
         "StochasticGradientPush(overlap=1)", "PairwiseAveraging", "Gossip", "Hop", "Prague(2)",
     ],
@@ -347,7 +382,9 @@ def test_no_strategy_goes_back_to_what_was_before_a_load(strategy: str) -> None:
         loop = OwnLoop(runtime, model, optimizer, in_order(), parsed)
         if loop.batches.is_worker():
             some_steps(model, optimizer, loop.batches)
-            model[0].load_state_dict({name: loaded[f"0.{name}"] for name in ("weight", "bias")})
+            model.get_submodule("0").load_state_dict(
+                {name: loaded[f"0.{name}"] for name in ("weight", "bias")}
+            )
             model.load_state_dict(loaded)
             optimizer.param_groups[0]["lr"] = 0.0
             some_steps(model, optimizer, loop.batches)
@@ -358,6 +395,42 @@ def test_no_strategy_goes_back_to_what_was_before_a_load(strategy: str) -> None:
 
     for state in run_ranks(3, train)[:2]:
         same(state, dict(loaded))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        ("AllReduce", 3), (SHARDED, 3), ("ParameterServer", 2), (BESIDE, 3),
+        ("ParameterServer(servers=2, replicas=1)", 1),
+    ],
+)  # fmt: skip
+def test_moments_stay_where_the_model_alone_is_loaded(strategy: str, workers: int) -> None:
+    """As in plain PyTorch."""
+
+    initial = without_buffers(0)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        before = copy.deepcopy(model.state_dict())
+        some_steps(model, optimizer, batches)
+        model.load_state_dict(before)
+        some_steps(model, optimizer, batches)
+
+    def distributed(runtime: Runtime) -> State:
+        model = copy.deepcopy(initial)
+        optimizer = adam(model)
+        parsed = parse(strategy, STRATEGIES, where="strategy")
+        own = OwnLoop(runtime, model, optimizer, in_order(), parsed)
+        if own.batches.is_worker():
+            loop(model, optimizer, own.batches)
+        else:
+            own.batches.serve_to_the_end()
+        own.finish(goes_on=True)
+        return state_of(model)
+
+    plain = copy.deepcopy(initial)
+    loop(plain, adam(plain), union(workers))
+    for state in run_ranks(3, distributed)[:workers]:
+        same(state, state_of(plain))
 
 
 # What is refused
@@ -419,13 +492,18 @@ def test_states_of_something_else_are_refused() -> None:
         run_ranks(3, lambda runtime: load(Run(runtime, "LocalSGD(2)", shuffled())))
 
 
-def test_states_are_saved_between_steps_and_moments_where_they_are() -> None:
-    def before_the_step(run: Run) -> None:
-        batch = next(iter(run.batches))
-        run.model(batch[0]).sum().backward()
-        run.batches.state_dict()
+def save_before_the_step(run: Run) -> None:
+    batch = next(iter(run.batches))
+    run.model(batch[0]).sum().backward()
+    run.batches.state_dict()
 
-    def the_optimizers(run: Run) -> None:
+
+def save_in_mid_epoch(run: Run) -> None:
+    run.train((1,))
+
+
+def test_moments_are_saved_where_they_are() -> None:
+    def at_once(run: Run) -> None:
         run.step(next(iter(run.batches)))
         run.optimizer.state_dict()
 
@@ -436,13 +514,17 @@ def test_states_are_saved_between_steps_and_moments_where_they_are() -> None:
             run.optimizer.state_dict()
 
     def after_another_step(run: Run) -> None:
-        for batch in run.batches:
-            run.step(batch)
-            run.batches.state_dict()
-        run.train(epochs=2)
+        run.train((1,), epochs=1)
         run.optimizer.state_dict()
 
-    def moments_on_one_rank_only(runtime: Runtime) -> None:
+    for strategy in (SHARDED, BESIDE):
+        refused("save batches.state_dict", at_once, strategy)
+        refused("collected the moments on rank 0", on_the_second, strategy)
+        refused("save batches.state_dict", after_another_step, strategy)
+
+
+def test_moments_on_one_rank_only_are_refused() -> None:
+    def distribute(runtime: Runtime) -> None:
         model = without_buffers(0)
         optimizer = adam(model)
         if runtime.rank == 1:
@@ -450,13 +532,33 @@ def test_states_are_saved_between_steps_and_moments_where_they_are() -> None:
         parsed = parse("AllReduce", STRATEGIES, where="strategy")
         OwnLoop(runtime, model, optimizer, in_order(), parsed)
 
-    refused("gradients wait for their step", before_the_step, "AllReduce")
-    for strategy in (SHARDED, BESIDE):
-        refused("save batches.state_dict", the_optimizers, strategy)
-        refused("collected the moments on rank 0", on_the_second, strategy)
-        refused("save batches.state_dict", after_another_step, strategy)
     with pytest.raises(InputError, match="other moments than on the first rank"):
-        run_ranks(2, moments_on_one_rank_only)
+        run_ranks(2, distribute)
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", SHARDED, "ParameterServer", BESIDE])
+def test_moments_go_into_the_next_loop(strategy: str) -> None:
+    """Two loops with one optimizer are one of two epochs; dedicated servers come back between."""
+    workers = 2 if strategy == "ParameterServer" else 3
+    initial = without_buffers(0)
+
+    def train(runtime: Runtime) -> State:
+        model = copy.deepcopy(initial)
+        optimizer = adam(model)
+        for number in range(2):
+            channel = replace(runtime, transport=Channel(runtime.transport, number))
+            parsed = parse(strategy, STRATEGIES, where="strategy")
+            loop = OwnLoop(channel, model, optimizer, in_order(), parsed)
+            if loop.batches.is_worker():
+                some_steps(model, optimizer, loop.batches)
+            else:
+                loop.batches.serve_to_the_end()
+            loop.finish(goes_on=True)
+            loop.close(handed_over=True)
+        return state_of(model)
+
+    for state in run_ranks(3, train)[:workers]:
+        same(state, dict(plain_states(workers)[1][0]))
 
 
 # On processes

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests import test_own_loop_backward as patterns
+from tests import test_own_loop_state as states
 from tests.own_loops import (
     BATCH,
     RANKS,
@@ -395,6 +396,44 @@ def saved_part() -> None:
         assert len(file.getvalue()) < 20_000 * 8 + 5_000
 
     distributed(loop, "AllReduce", lambda: in_order(4), ranks=2, model=large)
+
+
+@row("`batches.state_dict()`, `batches.load_state_dict()`")
+def resumed() -> None:
+    states.through_and_resumed("ParameterServer(placement='beside')", (1, -1))
+
+
+@row("a state of another strategy")
+def another_state() -> None:
+    states.test_states_of_something_else_are_refused()
+
+
+@row("a state saved between `backward()` and `step()`")
+def no_place_to_save() -> None:
+    states.refused("wait for their step", states.save_before_the_step, "AllReduce")
+    states.refused("work='equal' in dist", states.save_in_mid_epoch, states.PACED)
+
+
+@row("model and optimizer loaded before `distribute`")
+def loaded_before() -> None:
+    states.test_what_is_loaded_counts("ParameterServer", 2, "before distribute")
+    states.test_moments_on_one_rank_only_are_refused()
+
+
+@row("model and optimizer loaded after `distribute`")
+def loaded_after() -> None:
+    states.test_what_is_loaded_counts("ParameterServer", 2, "in mid-training")
+    states.test_no_strategy_goes_back_to_what_was_before_a_load("LocalSGD(3, outer=Nesterov())")
+
+
+@row("`optimizer.state_dict()`")
+def moments_elsewhere() -> None:
+    states.test_moments_are_saved_where_they_are()
+
+
+@row("the same optimizer in a further `distribute`")
+def optimizer_once_more() -> None:
+    states.test_moments_go_into_the_next_loop("AllReduce(shard='optimizer')")
 
 
 class Shuffled:

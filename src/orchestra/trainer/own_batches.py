@@ -153,7 +153,7 @@ class Batches:
         self.begun = self._in_epoch = True
         self.left = False
         self._loop.worker.reporter.phase("training")
-        self.taken = self._resumed_at
+        self.taken, self._resumed_at = self._resumed_at, 0
         self._loop.begin_epoch(self._backwards)
         self._backwards = 0
         self._follow_phase()
@@ -283,11 +283,15 @@ class Batches:
 
         At its beginning, that is: what was drawn since is drawn again.
         """
-        return self._order if self.taken else self._draws()
+        return self._order if self.taken and self._source is None else self._draws()
 
     def _draws(self) -> dict[str, Any]:
-        own = [generator.get_state() for generator in generators_of(self.loader)]
+        own = [generator.get_state() for generator in self.generators()]
         return {"random": random_state(), "generators": own}
+
+    def generators(self) -> list[torch.Generator]:
+        """The loader's own, unless another loop's batches see to them."""
+        return generators_of(self.loader) if self._source is None else []
 
     def go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
         """The next iteration begins at `position`, as `state_dict` gave it."""
@@ -300,8 +304,7 @@ class Batches:
             self._sharded.epoch = position["order"]
         self.begun = self._in_epoch = self.left = False
         self._order = order
-        own = generators_of(self.loader)  # a sampler may make, and seed, its own when it is asked
-        for generator, state in zip(own, order["generators"], strict=False):
+        for generator, state in zip(self.generators(), order["generators"], strict=True):
             generator.set_state(state)
 
     @contextlib.contextmanager
@@ -341,13 +344,12 @@ class Batches:
             yield from self._take(source)
 
     def _begin_order(self, sharded: ShardedLoader) -> Iterator[Part]:
-        first, self._resumed_at = self._resumed_at, 0
-        if not first:
+        if not self.taken:
             self._order = self._draws()
             return sharded.begin(0)
         with undisturbed():
             restore_random_state(self._order["random"])
-            return sharded.begin(first)
+            return sharded.begin(self.taken)
 
     def _take(self, source: WorkSource) -> Iterator[Any]:
         """The batches of the queue, until all pause at the end of the epoch."""
@@ -380,9 +382,9 @@ class Batches:
         else:
             total = samples
         self.share = samples / total if self.averages_gradients else 1.0
-        self.taken += len(parts)
         batches = [part.batch for part in parts]
         for each in self._together:
+            each.taken += len(parts)
             each._loop.counts.take(samples, total, batches)
 
     def sum_over_workers(self, numbers: Tensor) -> Tensor:

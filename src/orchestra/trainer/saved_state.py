@@ -77,6 +77,9 @@ def check_fits(loop: OwnLoop, state: Mapping[str, Any]) -> None:
             f"{where}: the state was saved in the midst of an epoch of {position['length']} "
             f"batches on each worker, and here it has {length_of(batches)}: use the same loader"
         )
+    generators = state["ranks"][str(worker.rank)]["order"]["generators"]
+    if len(generators) != len(batches.generators()):
+        raise InputError(f"{where}: the loader has other generators than then: use the same loader")
     roles = loop.strategy.roles(worker.runtime.ranks)
     if loop.strategy.current_roles(worker, loop.state) != roles:
         raise InputError(
