@@ -1,4 +1,7 @@
-"""Trainers of Hugging Face Transformers under Orchestra, beside what they do by themselves."""
+"""Trainers of Hugging Face Transformers under Orchestra, beside what they do by themselves.
+
+The library takes seconds to import, so that tests do it where they need it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tests.commands import ROOT, torchrun
-from tests.scripts import trainer_runs
 
 from orchestra.errors import InputError
-from orchestra.integrations.transformers import distribute
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_runs.py"
 
@@ -189,6 +189,8 @@ def test_asynchronous_servers_beside(folder: Path, printed: str) -> None:
 
 def test_unequal_last_batches(folder: Path, printed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of one process with the batch of both workers, label by label."""
+    from tests.scripts import trainer_runs
+
     monkeypatch.chdir(folder)
     trainer_runs.run("alone", num_train_epochs=1, per_device_train_batch_size=4, **UNEVEN)
     alone, both = found(folder, "alone"), found(folder, "uneven")
@@ -238,6 +240,11 @@ def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_would_distribute_twice_is_refused(tmp_path: Path) -> None:
+    import transformers
+    from tests.scripts import trainer_runs
+
+    from orchestra.integrations.transformers import distribute
+
     settings = {"accelerator_config": {"split_batches": True}}
     arguments = transformers.TrainingArguments(
         str(tmp_path), use_cpu=True, report_to="none", **settings

@@ -1,1 +1,1 @@
-"""Orchestra in the training loops of other libraries; each one needs the extra of its name."""
+"""Plug-ins for training frameworks."""

@@ -24,6 +24,7 @@ from orchestra.trainer.own_batches import Batches
 
 try:
     from accelerate import skip_first_batches
+    from accelerate.data_loader import SeedableRandomSampler
     from accelerate.state import DistributedType, PartialState
     from transformers import Trainer
     from transformers import trainer as trainer_module
@@ -162,6 +163,9 @@ class _Loader:
         self._batches: Batches | None = None
         self._groups: Iterator[list[Any]] | None = None
         self._given = self._skipped = 0
+        sampler = getattr(self.whole.batch_sampler, "sampler", None)
+        if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
+            sampler.generator = torch.Generator()  # which it would make, and seed, in an epoch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._prepared, name)

@@ -315,8 +315,7 @@ class Batches:
             self._sharded.epoch = position["order"]
         self.begun = self._in_epoch = self.left = False
         self._order = order
-        # A sampler may make, and seed, its own when it is asked.
-        for generator, state in zip(self.generators(), order["generators"], strict=False):
+        for generator, state in zip(self.generators(), order["generators"], strict=True):
             generator.set_state(state)
 
     @contextlib.contextmanager
