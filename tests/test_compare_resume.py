@@ -178,6 +178,7 @@ def test_cut_off_at_any_point_it_goes_on(moment: str, whole: Path, tmp_path: Pat
     assert compared(out, **CHANGES).well
     assert_untouched(out, before)
     assert_as_if_uninterrupted(out, whole)
+    assert not [*out.rglob(".*.partial")]
 
 
 def gate(folder: Path) -> dict[str, Any]:

@@ -127,13 +127,16 @@ def claim(folder: Path, experiment: Experiment) -> bool:
 def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
     """`claim` the folder, and let no other process use it meanwhile; whether it was there before.
 
-    A new folder in which nothing could be run, for bad input, is removed.
+    Files that a killed process left half written are removed, and a new folder in which nothing
+    could be run, for bad input.
 
     Raises:
         InputError: as `claim` does, or another process uses it.
     """
     resumed = claim(folder, experiment)
     with _locked(folder):
+        for leftover in folder.glob(partial_of(Path("*")).name):
+            leftover.unlink()
         try:
             yield resumed
         except InputError:
