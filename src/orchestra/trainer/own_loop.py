@@ -96,6 +96,7 @@ class OwnLoop:
         self._handed_over = False
         self.backwards = 0  # in this epoch, or group of batches
         self._exchange_every = accumulation
+        self._grouped = False  # all batches of a step were taken before its first backward
         self._entered = False  # a forward pass of this step has begun
         self._in_backward = False
         self._complete = False  # a gradient has come since the last step
@@ -164,12 +165,14 @@ class OwnLoop:
         """Count the backward passes from here, where `backwards` of the epoch are done."""
         self.backwards = backwards
         self._exchange_every = self.accumulation
+        self._grouped = False
         self._entered = False
         self.counts.begin_epoch()
 
     def begin_group(self, size: int) -> None:
         """So many batches are behind the next step, each with a backward pass of its own."""
         self._exchange_every = size
+        self._grouped = True
         self.backwards = 0
 
     # The first half: at the end of the last backward of a step
@@ -195,7 +198,8 @@ class OwnLoop:
             self._check_order()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = (self.backwards + 1) % self._exchange_every == 0 or self.batches.at_last
+            last = (self.backwards + 1) % self._exchange_every == 0
+            last = last or (self.batches.at_last and not self._grouped)
             gradients.last_backward = last = last and not self.batches.accumulates
             if last:
                 self._begin_exchange()
