@@ -36,6 +36,7 @@ class GradientAverage:
         self._worker = worker
         self._begin = begin
         self._buckets = cut_into_buckets(worker)
+        self._bucket_of = [i for i, bucket in enumerate(self._buckets) for _ in range(bucket.slots)]
         self._ready = [0] * len(self._buckets)  # slots of each that have their gradient
         self._next = 0  # the first bucket that was not begun yet
         self._under_way: list[Task[int]] = []
@@ -67,8 +68,7 @@ class GradientAverage:
     def _slot_is_ready(self, slot: int) -> None:
         """In backward: collect it, and begin the buckets that are complete, in their order."""
         self._worker.gradients.collect(slot, self._worker.step.weight)
-        bucket = next(i for i, bucket in enumerate(self._buckets) if slot < bucket.last_slot)
-        self._ready[bucket] += 1
+        self._ready[self._bucket_of[slot]] += 1
         last = len(self._buckets) - 1  # waits for what travels with it
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
             self._worker.compute.reached(self._buckets[self._next].last_slot - 1)
