@@ -227,6 +227,14 @@ def test_train_without_a_file(
     assert engine[1][1] == Path("runs/digits-AllReduce-2")
 
 
+def test_train_tells_of_idle_nodes(
+    folder: Path, engine: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = ["--engine", "simulation", "--cluster", "lan_1gbit(nodes=5)"]
+    assert main([*TRAIN, *simulated]) == 0
+    assert "3 of them stand idle; set ranks=5 to use all" in capsys.readouterr().out
+
+
 def test_train_takes_the_one_strategy_of_a_file_and_its_first_seed(
     folder: Path, engine: list[tuple[Run, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,10 @@ def _run(options: Namespace, launched: Launched | None) -> int:
             state = "this run was completed before; its record:"
         print(f"{folder}: {state}")
 
+    from orchestra.experiments.comparison import idle_nodes
+
+    for line in idle_nodes([run]):
+        print(line)
     record = make_run(run, experiment, folder, _trainer(launched), on_resume=tell_resumed)
     from orchestra.cli.tables import print_record
 
