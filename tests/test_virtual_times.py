@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from tests.simulated import cluster
+from tests.test_simulation_shapes import COSTLY
 from tests.training import settings
 
-from orchestra.cluster.costs import Line, Overhead
 from orchestra.engines.simulation.assumed import assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.settings import parse
@@ -64,17 +64,6 @@ CLUSTERS = [
     "two_sites(nodes=4)",
     "one_host(cores=2)",
 ]
-COSTLY = Overhead(
-    send=Line(20e-6, 2e-10),
-    receive=Line(15e-6, 1e-10),
-    add=2e-10,
-    buffer_bytes=1 << 12,
-    wire=1.06,
-    local=Line(8e-6, 1e-10),
-    cold=30e-6,
-    collective=7e-6,
-)
-"""As calibrations are: every figure counts."""
 
 
 def times_of(strategy: str, on: str, folder: Path) -> dict[str, Any]:

@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader
 from orchestra.engines.processes import own_loop
 from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
-from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_batches import Batches
 
 try:
@@ -68,10 +66,7 @@ def distribute(
     Raises:
         InputError: the Trainer distributes the training itself in a way that would collide.
     """
-    if isinstance(strategy, str):
-        strategy = parse(strategy, STRATEGIES, where="strategy")
-    if not isinstance(strategy, Strategy):
-        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    strategy = own_loop.strategy_of(strategy)
     if not isinstance(trainer, Trainer):
         raise InputError(f"distribute: expected a Trainer, got {type(trainer).__name__}")
     _refuse_collisions(trainer, strategy)
@@ -127,7 +122,7 @@ class _Distribution:
 
 
 @dataclass
-class _Place:
+class _WorkerState:
     """This process among the workers, for the Trainer's arguments; Accelerate has one process."""
 
     num_processes: int
@@ -243,7 +238,7 @@ class _Distributed(Trainer):
             state.process_index = rank()
         self.accelerator.dataloader_config.dispatch_batches = False
         launched = detect(os.environ)
-        self.args.distributed_state = _Place(
+        self.args.distributed_state = _WorkerState(
             self.distribution.workers,
             local_process_index=0 if launched is None else launched.local_rank,
         )

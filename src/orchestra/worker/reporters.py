@@ -21,8 +21,6 @@ class SilentReporter:
 
     def phase(self, name: str) -> None: ...
 
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None: ...
-
     def expendable(self, yes: bool) -> None: ...
 
     def notice(self, text: str) -> None: ...
@@ -49,9 +47,6 @@ class PassingReporter:
 
     def phase(self, name: str) -> None:
         self.inner.phase(name)
-
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        self.inner.waiting(for_ranks, what)
 
     def expendable(self, yes: bool) -> None:
         self.inner.expendable(yes)

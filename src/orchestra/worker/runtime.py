@@ -66,10 +66,6 @@ class Reporter(Protocol):
         """What the rank is doing, in words ("set-up", "training", "evaluating", "leaving")."""
         ...
 
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        """Blocked on `for_ranks` (none: not blocked) for `what`; kept for diagnosis."""
-        ...
-
     def expendable(self, yes: bool) -> None:
         """Whether the run can go on without this rank, from now on."""
         ...

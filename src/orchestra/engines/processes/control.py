@@ -252,6 +252,7 @@ class Control:
         self._beat()
 
     def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
+        """While the rank connects: it waits `for_ranks` (none: for nobody)."""
         count = self._waits.progress
         assert isinstance(count, int)
         self._waits = Signs(count + 1, for_ranks, what)

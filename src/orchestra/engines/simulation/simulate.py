@@ -92,9 +92,6 @@ class SimulatedReporter:
             if self.rank == 0:
                 self.outer.phase(name)
 
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        """The kernel knows."""
-
     def expendable(self, yes: bool) -> None:
         self.is_expendable = yes
 
