@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestra.engines.simulation.fluid import Resource
+from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.plan import HEADER, Plan
 from orchestra.schedules import REDUCE
-
-if TYPE_CHECKING:
-    from orchestra.engines.simulation.transport import Net
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
