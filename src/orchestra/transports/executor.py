@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orchestra.schedules import REDUCE, Schedule
-from orchestra.transports.protocol import Group, Handle, Transport
+from orchestra.transports.protocol import CollectiveCall, Handle, Transport
 
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
 
@@ -134,19 +134,10 @@ def _cut(first: int, end: int, segment: int) -> list[Span]:
     return [(start, min(start + segment, end)) for start in range(first, end, segment)]
 
 
-def execute(
-    transport: Transport,
-    schedule: Schedule,
-    vector: Tensor,
-    group: Group,
-    tag: int,
-    edges: Sequence[int] | None = None,
-) -> int:
-    """Take this rank's part in `schedule`; returns the bytes of buffer used beside `vector`.
-
-    `edges`, the same on all ranks, says where its pieces begin, and ends with the length of
-    `vector`; without them the pieces are as equal as can be.
-    """
+def execute(transport: Transport, call: CollectiveCall) -> int:
+    """Take this rank's part in a collective over `transport`; the bytes of buffer used."""
+    schedule, vector, group = call.schedule, call.vector, call.group
+    assert schedule is not None
     assert vector.dim() == 1
     assert vector.is_contiguous()
     index, length = group.index(transport.rank), vector.numel()
@@ -154,9 +145,11 @@ def execute(
     if schedule.slots and len(group) > 1:
         memory = vector.new_empty(schedule.pieces * length)
         memory[index * length : (index + 1) * length].copy_(vector)
-    cuts = schedule.edges(length) if edges is None else edges
-    assert cuts[-1] == memory.numel()
-    peak = _exchange(transport, memory, _parts(schedule, index), cuts, group, tag)
+    edges = schedule.edges(length) if call.edges is None else call.edges
+    assert edges[-1] == memory.numel()
+    segment = SEGMENT_BYTES // memory.element_size()
+    order = steps(_parts(schedule, index), edges, segment)
+    peak = _exchange(transport, memory, order, group.ranks, call.tag)
     if memory is vector:
         return peak
     slots = memory.view(schedule.pieces, length)
@@ -166,20 +159,14 @@ def execute(
 
 
 def _exchange(
-    transport: Transport,
-    memory: Tensor,
-    parts: Iterable[Part],
-    edges: Sequence[int],
-    group: Group,
-    tag: int,
+    transport: Transport, memory: Tensor, order: Iterable[Step], ranks: Sequence[int], tag: int
 ) -> int:
     """Carry out all rounds on `memory`; the most bytes of scratch that one needed."""
-    ranks, peak = group.ranks, 0
+    peak = 0
     sends: dict[int, Handle] = {}
     receives: dict[int, Handle] = {}
     scratch: dict[int, Tensor] = {}
-    segment = SEGMENT_BYTES // memory.element_size()
-    for verb, number, peer, first, end, place in steps(parts, edges, segment):
+    for verb, number, peer, first, end, place in order:
         if verb is Verb.SEND:
             sends[number] = transport.send(memory[first:end], ranks[peer], tag)
         elif verb is Verb.POST:

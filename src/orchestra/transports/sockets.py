@@ -1,48 +1,54 @@
-"""The transport between CPU ranks of real processes: one TCP stream a pair of ranks.
+"""The socket transport: tensors on the byte streams between all ranks, and how it is set up.
 
-`mesh.connect_mesh` makes one. How the parts divide the work:
-
-    sockets      the transport of a flow, and background flows
-    progress     whoever waits moves the bytes of everybody
-    streams      one connection: frames out, frames in
-    matching     which message belongs to which receive
-    operations   the handles
-    framing      tensors on a byte stream
-
-CUDA tensors are staged through pinned host memory at both ends.
+Every rank connects to those below it and accepts the others. CUDA tensors are staged through pinned
+host memory at both ends.
 """
 
 from __future__ import annotations
 
+import selectors
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
+from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.operations import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import Traffic, Transport
+from orchestra.transports.protocol import Task, Traffic, Transport
 
 T = TypeVar("T")
+
+STRANGERS = 64
+"""Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
 
 class SocketTransport(CollectiveVerb):
     """Messages of tensors over TCP, for one flow of one rank.
 
-    `on_flow_start` is called first in the thread of each background flow.
+    Args:
+        engine: moves the bytes of all flows of this rank.
+        on_flow_start: called first in the thread of each background flow.
+        flows: those of this rank, of which this is one more.
+
+    Attributes:
+        native: begins the all-reduce of torch.distributed, where there is one.
     """
 
     def __init__(
         self,
         engine: ProgressEngine,
-        on_flow_start: Callable[[], None] | None = None,
+        on_flow_start: Callable[[], None] = lambda: None,
         flows: list[Flow] | None = None,
     ) -> None:
+        self.native: Callable[[Tensor], Task[int]] | None = None
         self._engine = engine
         self._on_flow_start = on_flow_start
         self._flow = Flow(engine.rank, engine)
@@ -106,10 +112,20 @@ class SocketTransport(CollectiveVerb):
         """Seconds of a monotonic clock."""
         return time.perf_counter()
 
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        """Begin the all-reduce of torch.distributed."""
+        return super().native_all_reduce(vector) if self.native is None else self.native(vector)
+
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
         """Run `function` in a daemon thread, with a flow of its own on the same streams."""
         child = SocketTransport(self._engine, self._on_flow_start, self._flows)
-        return FlowTask(child, function, self._on_flow_start, self.traffic)
+        child.native = self.native
+
+        def run() -> T:
+            self._on_flow_start()
+            return function(child)
+
+        return FlowTask(run, self.traffic)
 
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone without a farewell."""
@@ -141,36 +157,21 @@ class SocketTransport(CollectiveVerb):
 class FlowTask(Generic[T]):
     """A background flow; what it returned or raised is kept for `wait`."""
 
-    def __init__(
-        self,
-        transport: SocketTransport,
-        function: Callable[[Transport], T],
-        on_start: Callable[[], None] | None,
-        spawner: Traffic,
-    ) -> None:
+    def __init__(self, function: Callable[[], T], spawner: Traffic) -> None:
         self._spawner = spawner
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(transport, function, on_start), daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
         self._thread.start()
 
-    def _run(
-        self,
-        transport: SocketTransport,
-        function: Callable[[Transport], T],
-        on_start: Callable[[], None] | None,
-    ) -> None:
+    def _run(self, function: Callable[[], T]) -> None:
         try:
-            if on_start is not None:
-                on_start()
-            self._results.append(function(transport))
+            self._results.append(function())
         except BaseException as error:
             self._error = error
 
     def done(self) -> bool:
-        """True if the flow has ended."""
+        """Whether the flow has ended."""
         return not self._thread.is_alive()
 
     def wait(self) -> T:
@@ -188,5 +189,84 @@ class FlowTask(Generic[T]):
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:
-    """A CUDA tensor's elements in page-locked host memory."""
+    """Copy a CUDA tensor's elements to page-locked host memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def connect_mesh(
+    rank: int,
+    addresses: Sequence[tuple[str, int]],
+    listener: socket.socket,
+    token: bytes,
+    *,
+    tls: TLS | None = None,
+    timeout: float,
+    on_flow_start: Callable[[], None] = lambda: None,
+    on_wait: Callable[[tuple[int, ...]], None] = lambda ranks: None,
+) -> SocketTransport:
+    """Connect `rank` with every other one; `addresses[r]` is where rank r listens.
+
+    `listener` is closed when this returns or raises. Connections that do not prove that they
+    belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
+    `on_wait` is called with the ranks that this one waits for, whenever they change.
+    Raises `PeerLost` that names the first rank that could not be reached, or did not come.
+    """
+    deadline = time.perf_counter() + timeout
+    connections: dict[int, socket.socket] = {}
+    try:
+        with listener:
+            for peer in range(rank):
+                on_wait((peer,))
+                try:
+                    connections[peer] = connect(
+                        addresses[peer], rank, peer, token, tls=tls, deadline=deadline
+                    )
+                except ConnectionError as error:
+                    where = "{}:{}".format(*addresses[peer])
+                    raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
+            missing = set(range(rank + 1, len(addresses)))
+            _accept(rank, listener, token, tls, missing, connections, on_wait, deadline)
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
+    return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
+
+
+def _accept(
+    rank: int,
+    listener: socket.socket,
+    token: bytes,
+    tls: TLS | None,
+    missing: set[int],
+    connections: dict[int, socket.socket],
+    on_wait: Callable[[tuple[int, ...]], None],
+    deadline: float,
+) -> None:
+    """Accept connections until all of `missing` are among `connections`.
+
+    Raises `PeerLost` with the lowest missing rank when the time is up.
+    """
+    refused: list[str] = []
+
+    def welcome(peer: int, connection: socket.socket) -> None:
+        connections[peer] = connection
+        on_wait(tuple(sorted(missing)))
+
+    with selectors.DefaultSelector() as selector:
+        reception = Reception(
+            selector, listener, rank, token, tls, missing=missing, spare=STRANGERS,
+            welcome=welcome, refused=lambda _, why: refused.append(why),
+        )  # fmt: skip
+        try:
+            on_wait(tuple(sorted(missing)))
+            while missing:
+                for key, _ in selector.select(remaining(deadline)):
+                    key.data()
+        except TimeoutError:
+            first, *rest = sorted(missing)
+            others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
+            why = "".join(f"; a connection was refused: {reason}" for reason in refused[-1:])
+            raise PeerLost(first, f"it did not connect in time{others}{why}") from None
+        finally:
+            reception.drop()

@@ -405,7 +405,6 @@ def _connect(spec: RankSpec) -> socket.socket:
             "host gives itself an address that others cannot reach, name another for it"
         ) from error
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A data loader's worker must not keep the connection of its dead rank open.
     os.register_at_fork(after_in_child=connection.close)
     return connection

@@ -29,8 +29,9 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_batches import Batches
 from orchestra.trainer.own_loop import OwnLoop, may_serve
-from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
+from orchestra.transports.sockets import connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime
@@ -173,12 +174,11 @@ class _Unwatched(SilentReporter):
 
 def _alone() -> Runtime:
     """One process that nobody launched: no watcher, no threads, no seeds touched."""
-    listener = Listener()
-    transport = connect_mesh(0, [listener.address], listener, b"alone", timeout=1.0)
+    listener = listen()
+    transport = connect_mesh(0, [address_of(listener)], listener, b"alone", timeout=1.0)
     native = Native(HashStore, 0, 1, host="127.0.0.1", device=0, timeout=60.0)
-    return Runtime(
-        0, 1, transport, TimedCompute(), _Unwatched(), begin_streams, native=lambda: native
-    )
+    transport.native = native.all_reduce
+    return Runtime(0, 1, transport, TimedCompute(), _Unwatched(), begin_streams)
 
 
 class _RankThread:

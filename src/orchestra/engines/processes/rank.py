@@ -20,8 +20,9 @@ from orchestra.engines.processes.control import Control, RankSpec, Signs
 from orchestra.engines.processes.system import keep_freed_memory, kernel, machine
 from orchestra.engines.random_streams import seed
 from orchestra.errors import RunEnded
-from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
+from orchestra.transports.sockets import connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
@@ -62,6 +63,11 @@ class Watched(Interceptor):
         self._completed = 0  # operations, of all flows
         self._main = Flow()
 
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        if operation.kind != "native":
+            return proceed()
+        return self.wait(flow, operation, proceed)  # the first one makes the process group
+
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         if flow.name == self._main.name:
             self._main = flow
@@ -80,6 +86,8 @@ class Watched(Interceptor):
         if waiting is None:
             return Signs(self._completed)
         peers = self.others if waiting.peer is None else (waiting.peer,)
+        if waiting.kind == "native":
+            return Signs(self._completed, peers, "in a native collective")
         what = f"to {waiting.kind}" if waiting.kind in ("send", "receive") else "in a collective"
         return Signs(self._completed, peers, f"{what}, tag {waiting.tag}")
 
@@ -114,7 +122,7 @@ def run_rank(
         RunFailed: with the first cause, wherever it lies.
     """
     with ExitStack() as resources:
-        listener = resources.enter_context(Listener(spec.host))
+        listener = resources.enter_context(listen(spec.host))
         control = Control(spec, on_orphaned, on_cause)
         control.hello(
             pid=os.getpid(),
@@ -122,7 +130,7 @@ def run_rank(
             machine=machine(),
             kernel=kernel(),
             cores=usable_cores(),
-            address=listener.address,
+            address=address_of(listener),
         )
         try:
             result = _run(spec, control, listener, load, make_store, resources)
@@ -137,7 +145,7 @@ def run_rank(
 def _run(
     spec: RankSpec,
     control: Control,
-    listener: Listener,
+    listener: socket.socket,
     load: Callable[[], tuple[Program, Any]],
     make_store: Callable[[], Store],
     resources: ExitStack,
@@ -167,13 +175,12 @@ def _run(
         timeout=4 * spec.limits.patience,  # the watcher judges first
     )
     resources.callback(native.close)
+    transport.native = native.all_reduce
 
     def probe() -> Signs:
         signs = watched.signs()
-        if native.waiting:
-            signs = Signs(signs.progress, watched.others, "in a native collective")
         moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
-        progress = (signs.progress, native.calls, compute.calls, moved)
+        progress = (signs.progress, compute.calls, moved)
         return Signs(progress, signs.waits_for, signs.what)
 
     control.attach(probe, transport.abort, transport.disconnect)
@@ -185,7 +192,6 @@ def _run(
         MemoryKeeper(control),
         seed,
         local_rank=spec.local_rank,
-        native=lambda: native,
         clock=machine(),
     )
     result = program(intercepted(runtime, watched), argument)

@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from orchestra.engines import events
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
-from orchestra.transports.handshake import TLS, WATCHER, Reception, in_words
+from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
 from orchestra.worker.threads import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
@@ -79,7 +78,6 @@ class Watcher:
         self.setup: dict[str, float] = {}
         self.imported = 0.0
         self._ranks = ranks
-        context = None if tls is None else tls.context(server_side=True)
         self._on_event = on_event or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
         self._links: dict[int, _Link] = {}
@@ -92,11 +90,10 @@ class Watcher:
         self._server_runs_at = math.inf  # when it was last seen to
         self._machine = machine()
         self._selector = selectors.DefaultSelector()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=ranks)
+        self._listener = listen(host)
         self._reception = Reception(
-            self._selector, self._listener, WATCHER, token.encode(), context,
-            wanted=range(ranks).__contains__, most=lambda: STRANGERS + ranks - len(self._links),
+            self._selector, self._listener, WATCHER, token.encode(), tls,
+            missing=set(range(ranks)), spare=STRANGERS,
             welcome=self._welcome, refused=self._refuse,
         )  # fmt: skip
         self._wake_in, self._wake_out = socket.socketpair()
@@ -107,8 +104,7 @@ class Watcher:
     @property
     def address(self) -> tuple[str, int]:
         """Where the ranks reach the watcher."""
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        return address_of(self._listener)
 
     # From other threads
 
@@ -194,7 +190,7 @@ class Watcher:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._reception.drop_since(now - STRANGER_SECONDS)
+        self._reception.drop(now - STRANGER_SECONDS)
         self._look_after_server(now)
         suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
         held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
@@ -283,14 +279,12 @@ class Watcher:
     # Connections
 
     def _welcome(self, rank: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = _Link(connection, Frames(connection), rank)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
         self._read(link)
 
-    def _refuse(self, host: str, error: ssl.SSLError) -> None:
-        text = f"a connection from {host} was refused: {in_words(error)}"
-        self._carry_out(self.verdicts.refused(text))
+    def _refuse(self, host: str, why: str) -> None:
+        self._carry_out(self.verdicts.refused(f"a connection from {host} was refused: {why}"))
 
     def _read(self, link: _Link) -> None:
         try:

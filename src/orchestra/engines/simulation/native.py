@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from orchestra.collectives import Group, broadcast
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.meeting import Summed
-from orchestra.engines.simulation.transport import Port, SimulatedTransport
+from orchestra.engines.simulation.transport import Port
 from orchestra.schedules import ALL_REDUCE
 from orchestra.transports.tags import Tag
 
@@ -35,8 +33,8 @@ class NativeTask:
         self._kernel.catch_up()
         return self._done
 
-    def wait(self) -> Tensor:
-        """Let virtual time pass until it is done; the tensor, in place."""
+    def wait(self) -> int:
+        """Let virtual time pass until it is done; what buffer it uses is not known."""
         self._kernel.catch_up()
         if not self._done:
             flow = self._kernel.current
@@ -44,7 +42,7 @@ class NativeTask:
             flow.waits = lambda: ((self._rank,), "a native collective")
             self._kernel.park()
             flow.waits = None
-        return self.tensor
+        return 0
 
     def finish(self) -> None:
         """From an event: it is done."""
@@ -65,12 +63,7 @@ class NativeCollectives:
         self._kernel = port.net.kernel
         self._ranks = tuple(range(len(port.net.ports)))
         self._processor = port.new_processor()
-        self._transport = SimulatedTransport(port)
         self._under_way: deque[NativeTask] = deque()
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place of a contiguous `tensor`."""
-        return self.start_all_reduce(tensor).wait()
 
     def start_all_reduce(self, tensor: Tensor) -> NativeTask:
         """Begin to replace a contiguous `tensor` by its sum over all ranks."""
@@ -80,15 +73,6 @@ class NativeCollectives:
         if len(self._under_way) == 1:
             self._begin()
         return task
-
-    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        """Replace a contiguous `tensor` by that of rank `root`."""
-        broadcast(self._transport, tensor.view(-1), root, Group(self._ranks), Tag.NATIVE)
-        return tensor
-
-    def barrier(self) -> None:
-        """Let virtual time pass until every rank is here."""
-        self.all_reduce(torch.zeros(1))
 
     def _begin(self) -> None:
         seconds = self._warm_up() + self._port.net.overhead.collective

@@ -253,6 +253,7 @@ class Simulation:
         world, node = self._world, self._world.nodes[rank]
         jitter = self._jitter if node.jitter == DEFAULT else node.jitter
         port, factors = world.net.ports[rank], self._factors(jitter, node)
+        port.native = functools.cache(lambda: world.native(rank))
         kind = SimulatedCompute if self._values else ChargedCompute
         threads = self._threads[rank]
         compute = kind(self._kernel, self._costs, factors, port.chill, threads)
@@ -263,7 +264,6 @@ class Simulation:
             compute,
             self._reporters[rank],
             seed if self._values else _nothing,
-            native=functools.cache(lambda: world.native(rank)),
             local_rank=sum(other is node for other in world.nodes[:rank]),
             clock="virtual",
             share=self._share,

@@ -8,9 +8,9 @@ Which message meets which receive is decided by the mailbox that real processes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,17 +21,21 @@ from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.meeting import Meetings, Member, Summed
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
-from orchestra.schedules import Schedule
 from orchestra.transports import operations
-from orchestra.transports.collective import CollectiveVerb, HandOver
-from orchestra.transports.executor import execute
+from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Mailbox
 from orchestra.transports.operations import Operation
-from orchestra.transports.protocol import Group, Traffic, Transport
+from orchestra.transports.protocol import CollectiveCall, HandOver, Task, Traffic, Transport
 from orchestra.worker.interception import InterceptedTransport
 
 T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """What stands for torch.distributed."""
+
+    def start_all_reduce(self, tensor: Tensor) -> Task[int]: ...
 
 
 class Net:
@@ -71,8 +75,11 @@ class Net:
 class Port:
     """One rank's end of the network, shared by its flows.
 
-    `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends.
+    `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends;
+    `native` gives what stands for torch.distributed.
     """
+
+    native: Callable[[], Backend]
 
     def __init__(
         self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
@@ -236,32 +243,25 @@ class SimulatedTransport(CollectiveVerb):
             own.add_(each)
         self._spend(self._port.net.overhead.add * (own.nbytes * len(arrived)))
 
-    def _execute(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None,
-        visible: bool,
-        flow: Transport,
-    ) -> int:
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Without messages where all ranks meet; with a vector of no elements there are none."""
+        schedule, vector = call.schedule, call.vector
+        assert schedule is not None
         together = schedule.all_reduce or schedule.joint
-        if not together or len(group) == 1 or not vector.numel():
-            return execute(flow, schedule, vector, group, tag, edges)
+        if not together or len(call.group) == 1 or not vector.numel():
+            return super().execute(call, over)
         port, kernel, current = self._port, self._kernel, self._kernel.current
-        traffic = flow.traffic
+        traffic = self.traffic
         port.keep_order()
         waited, start = traffic.seconds_waiting, kernel.here()
-        self._spend(port.warm_up() + port.net.overhead.collective, traffic)
+        self._spend(port.warm_up() + port.net.overhead.collective)
         moves_values = not (schedule.all_reduce or vector.is_meta)
         member = self._join(
-            Summed(vector, schedule, group.ranks, tag, edges),
-            visible or moves_values or port.net.meetings.faults,
+            Summed(vector, schedule, call.group.ranks, call.tag, call.edges),
+            call.visible or moves_values or port.net.meetings.faults,
         )
         if member is None:
-            return execute(flow, schedule, vector, group, tag, edges)
+            return super().execute(call, over)
         while not member.done:
             kernel.park()
         current.waits = None
@@ -269,12 +269,16 @@ class SimulatedTransport(CollectiveVerb):
         port.bytes_sent += moved.bytes_sent
         port.meter.count_all(member.sent)
         traffic.add(moved)
-        if isinstance(flow, InterceptedTransport):
-            moving = start + traffic.seconds_waiting - waited
-            flow.executed(schedule, vector, tag, start, moving)
+        if isinstance(over, InterceptedTransport):
+            over.executed(call, start, start + traffic.seconds_waiting - waited)
         return member.buffer_bytes
 
-    def _new_hand_over(self) -> HandOver:
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        """Begin what stands for the all-reduce of torch.distributed."""
+        return self._port.native().start_all_reduce(vector)
+
+    def new_hand_over(self) -> HandOver:
+        """Make what two flows of this rank wait on."""
         return FlowHandOver(self._port)
 
     def _join(self, summed: Summed, message_by_message: bool) -> Member | None:
@@ -375,11 +379,11 @@ class SimulatedTransport(CollectiveVerb):
         self._kernel.catch_up()
         return operation.finished
 
-    def _spend(self, seconds: float, traffic: Traffic | None = None) -> None:
+    def _spend(self, seconds: float) -> None:
         if seconds > 0:
             started = self.now()
             self._kernel.current.processor.spend(seconds)
-            (traffic or self.traffic).seconds_communicating += self.now() - started
+            self.traffic.seconds_communicating += self.now() - started
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         if isinstance(operation, operations.Receive):
