@@ -30,10 +30,10 @@ from tests.waiting import (
 )
 
 from orchestra.engines.events import Event, Notice
+from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.control import pack
 from orchestra.engines.processes.watcher import STRANGERS, Watcher
-from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, RunFailed
 from orchestra.transports.handshake import WATCHER, hello
 
@@ -347,7 +347,7 @@ def test_a_port_scan_costs_a_run_with_tls_nothing(watcher: Watcher) -> None:
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(1000):
                 pass
-    assert watcher.verdicts.cause is None
+    assert watcher.detector.cause is None
 
 
 def environment() -> dict[str, str]:

@@ -26,9 +26,9 @@ from tests.meshes import (
 )
 from tests.waiting import wait_until
 
+from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec
 from orchestra.engines.processes.watcher import Watcher
-from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, PeerLost, RunFailed
 from orchestra.transports import streams
 from orchestra.transports.framing import pack_header
@@ -261,10 +261,10 @@ def test_a_certificate_that_is_refused_is_named_on_both_sides(tmp_path: Path) ->
         spec = RankSpec(0, 1, 0, watcher.address, "127.0.0.1", "s", Limits(), tls=theirs)
         with pytest.raises(RunFailed, match=there):
             Control(spec)
-        notices = watcher.verdicts.notices
+        notices = watcher.detector.notices
         wait_until(lambda: bool(notices), "the watcher says so")  # noqa: B023
         assert notices[0].startswith(f"a connection from 127.0.0.1 was refused: {here}"), notices
-        assert (len(notices), watcher.verdicts.cause) == (1, None)
+        assert (len(notices), watcher.detector.cause) == (1, None)
         watcher.abandon()
 
 

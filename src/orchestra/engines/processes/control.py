@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestra.engines.events import Failure, Pulse
-from orchestra.engines.verdicts import Limits
+from orchestra.engines.failure_detector import Limits
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
 
@@ -63,11 +63,6 @@ class RankSpec:
     supervised: bool = True
     tls: TLS | None = None
     threads: int | None = None
-
-    @property
-    def holds_watcher(self) -> bool:
-        """The watcher is a thread of this process."""
-        return not self.local and self.rank == 0
 
 
 class BadFrame(Exception):
@@ -153,24 +148,21 @@ class Control:
         self._on_cause = on_cause or (lambda _: None)
         self._on_orphaned = on_orphaned or (lambda _: None)
         self._connection = _connect(spec)
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._changed = threading.Condition()
         self._roster: Message | None = None
         self._cause: str | None = None
-        self._dismissed = False
-        self._stop = False
-        self._attached = self._failing = False
+        self._dismissed = self._stop = self._attached = self._failing = False
         self._leave_at = math.inf
         self._heard_at = time.monotonic()
         self._parent = os.getppid()
-        self._pulse: Message = asdict(Pulse())  # changed as a whole: another thread sends it
-        self._waits = Signs(0)
+        self._pulse = Pulse()  # changed as a whole: another thread sends it
         self._activity = 0
         self._last_news: Hashable = None
         self._probe: Callable[[], Signs] = lambda: Signs(None)
         self._on_abort: Callable[[RunAborted], None] = lambda _: None
         self._on_disconnect: Callable[[int, str], None] = lambda *_: None
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._thread = threading.Thread(target=self._beat_and_obey, name="control", daemon=True)
 
     # The way into the run
 
@@ -185,12 +177,11 @@ class Control:
 
         Raises `RunAborted` if the run ends before.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._roster is not None or self._cause is not None)
-            if self._roster is None:
-                raise RunAborted(self._cause)
-            addresses = [(host, port) for host, port in self._roster["addresses"]]
-            return addresses, self._roster["threads"][self._spec.rank]
+        self._wait_for(lambda: self._roster is not None)
+        if self._roster is None:
+            raise RunAborted(self._cause)
+        addresses = [(host, port) for host, port in self._roster["addresses"]]
+        return addresses, self._roster["threads"][self._spec.rank]
 
     def attach(
         self,
@@ -206,6 +197,10 @@ class Control:
                 on_abort(RunAborted(self._cause))
         self._send({"kind": "connected"})
 
+    def connecting(self, to: tuple[int, ...]) -> None:
+        """This rank waits for the ranks `to`, to connect with them."""
+        self._probe = lambda: Signs(to, to, "to connect")
+
     # The way out
 
     def finish(self, result: bytes) -> None:
@@ -214,9 +209,8 @@ class Control:
         Raises `RunFailed` if the run has ended for another rank's failure meanwhile.
         """
         self._send({"kind": "result"}, result)
-        with self._changed:
-            self._changed.wait_for(lambda: self._dismissed or self._cause is not None)
-            cause = self._cause
+        self._wait_for(lambda: self._dismissed)
+        cause = self._cause
         self._close()
         if cause is not None:
             raise RunEnded(cause)
@@ -224,13 +218,16 @@ class Control:
     def fail(self, failure: Failure) -> str:
         """Report why the program ended; the first cause of the run's end."""
         self._failing = True
-        self._send({"kind": "failure", **asdict(failure)})
-        with self._changed:
-            self._changed.wait_for(lambda: self._cause is not None)
-            assert self._cause is not None
-            cause = self._cause
+        self._send({"kind": "failure", "failure": asdict(failure)})
+        self._wait_for(lambda: False)
         self._close()
-        return cause
+        assert self._cause is not None
+        return self._cause
+
+    def _wait_for(self, come: Callable[[], bool]) -> None:
+        """Block until `come`, or until the run ends for a cause."""
+        with self._changed:
+            self._changed.wait_for(lambda: come() or self._cause is not None)
 
     def _close(self) -> None:
         self._dismissed = True
@@ -244,21 +241,14 @@ class Control:
     def progress(
         self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
     ) -> None:
-        progress = {"step": step, "samples": samples, "loss": loss, "fraction": fraction}
-        self._pulse = {**self._pulse, **progress}
+        self._pulse = replace(self._pulse, step=step, samples=samples, loss=loss, fraction=fraction)
 
     def phase(self, name: str) -> None:
-        self._pulse = {**self._pulse, "phase": name}
+        self._pulse = replace(self._pulse, phase=name)
         self._beat()
 
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        """While the rank connects: it waits `for_ranks` (none: for nobody)."""
-        count = self._waits.progress
-        assert isinstance(count, int)
-        self._waits = Signs(count + 1, for_ranks, what)
-
     def expendable(self, yes: bool) -> None:
-        self._pulse = {**self._pulse, "expendable": yes}
+        self._pulse = replace(self._pulse, expendable=yes)
         self._beat()
 
     def notice(self, text: str) -> None:
@@ -269,7 +259,7 @@ class Control:
 
     # The thread
 
-    def _run(self) -> None:
+    def _beat_and_obey(self) -> None:
         frames = Frames(self._connection)
         next_beat = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -279,33 +269,35 @@ class Control:
                 if now >= next_beat:
                     self._beat()
                     next_beat = now + BEAT_SECONDS
-                self._check_parent()
+                if self._spec.supervised and os.getppid() != self._parent:
+                    self._leave("the launcher of this rank is gone")
                 if now >= self._leave_at:
                     self._leave(self._cause or "")
                 timeout = min(next_beat, self._leave_at) - now
                 if not selector.select(max(0.0, timeout)):
                     self._check_watcher()
                 elif not self._take_in(frames):
-                    self._connection_ended()
-                    return
+                    break
+        if not self._dismissed:
+            if self._cause is None:
+                self._on_orphaned(GONE)
+            self._leave(self._cause or GONE)
 
     def _take_in(self, frames: Frames) -> bool:
+        """Obey what has arrived; False at the end of the connection."""
         self._heard_at = time.monotonic()
-        open_still = self._read(frames)
+        if self._spec.tls is None:
+            open_still = frames.read()
+        else:
+            with self._sending:  # two threads must not use one TLS connection at a time
+                self._connection.settimeout(0.0)
+                open_still = frames.read()
+                self._connection.settimeout(None)
         try:
             for message, _ in frames.complete():
                 self._obey(message)
         except BadFrame:
             return False
-        return open_still
-
-    def _read(self, frames: Frames) -> bool:
-        if self._spec.tls is None:
-            return frames.read()
-        with self._sending:  # two threads must not use one TLS connection at a time
-            self._connection.settimeout(0.0)
-            open_still = frames.read()
-            self._connection.settimeout(None)
         return open_still
 
     def _obey(self, order: Message) -> None:
@@ -330,18 +322,11 @@ class Control:
         self._on_abort(RunAborted(cause.split("\n", 1)[0]))
         limits = self._spec.limits
         seconds = limits.unwinding
-        if self._spec.holds_watcher:
+        if not self._spec.local and self._spec.rank == 0:
             seconds += limits.leaving  # the watcher sees the others off first
         elif not self._attached and not self._failing:
             seconds = 0.0  # nothing to save, and connecting cannot be interrupted
         self._leave_at = time.monotonic() + seconds
-
-    def _connection_ended(self) -> None:
-        if self._dismissed:
-            return
-        if self._cause is None:
-            self._on_orphaned(GONE)
-        self._leave(self._cause or GONE)
 
     def _check_watcher(self) -> None:
         """A host that loses its power or its network does not close its connections."""
@@ -350,10 +335,6 @@ class Control:
             reason = f"rank 0, which watches over the run, is silent for {patience:g} s"
             self._on_orphaned(reason)
             self._leave(reason)
-
-    def _check_parent(self) -> None:
-        if self._spec.supervised and os.getppid() != self._parent:
-            self._leave("the launcher of this rank is gone")
 
     def _leave(self, reason: str) -> None:
         if not self._spec.local:
@@ -364,30 +345,18 @@ class Control:
 
     def _beat(self) -> None:
         signs = self._probe()
-        waits = self._waits if self._waits.waits_for else signs
-        with self._sending:
+        with self._sending:  # which guards the news, too: any thread of the program may beat
             pulse = self._pulse
-            moved = (pulse["step"], pulse["samples"], pulse["phase"])
-            news = (signs.progress, self._waits.progress, *moved)
+            news = (signs.progress, pulse.step, pulse.samples, pulse.phase)
             self._activity += news != self._last_news
             self._last_news = news
-            self._send_locked(
-                {
-                    "kind": "beat",
-                    **pulse,
-                    "activity": self._activity,
-                    "waits_for": waits.waits_for,
-                    "waits_what": waits.what,
-                }
-            )
+            waits = {"waits_for": signs.waits_for, "waits_what": signs.what}
+            beat = {**asdict(pulse), "activity": self._activity, **waits}
+            self._send({"kind": "beat", "pulse": beat})
 
     def _send(self, message: Message, payload: bytes = b"") -> None:
-        with self._sending:
-            self._send_locked(message, payload)
-
-    def _send_locked(self, message: Message, payload: bytes = b"") -> None:
         # Where the connection has ended the thread finds out, and acts.
-        with contextlib.suppress(OSError):
+        with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(pack(message, payload))
 
 

@@ -20,8 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
 from orchestra.engines.processes.environment import Launched, detect
-from orchestra.engines.processes.join import join
-from orchestra.engines.processes.rank import TimedCompute
+from orchestra.engines.processes.rank import TimedCompute, join
 from orchestra.engines.random_streams import seed as begin_streams
 from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed
 from orchestra.settings import parse

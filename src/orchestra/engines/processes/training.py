@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from orchestra.engines.processes.display import Display, Progress
-from orchestra.engines.processes.launch import Outcome, launch
+from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
+from orchestra.engines.processes.watcher import Outcome
 from orchestra.engines.run_record import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.plain import from_plain, to_plain
@@ -97,7 +98,7 @@ def take_part(
         InputError: as many processes were started as the strategy cannot use.
         RunFailed: on every rank, with the first cause.
     """
-    from orchestra.engines.processes.join import join
+    from orchestra.engines.processes.rank import join
 
     roles = roles_of(run)
     if len(roles.shares) != launched.ranks:

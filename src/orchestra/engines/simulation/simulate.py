@@ -18,6 +18,7 @@ from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.cluster.jitter import DEFAULT
 from orchestra.engines.events import Failed, Finished, Pulse, describe, failed_text
+from orchestra.engines.failure_detector import Limits
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.contexts import GreenletContext
@@ -25,7 +26,6 @@ from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
-from orchestra.engines.verdicts import Limits
 from orchestra.errors import RunFailed
 from orchestra.worker.runtime import Reporter, Runtime
 from orchestra.worker.threads import chosen_threads, usable_cores
