@@ -24,7 +24,7 @@ from orchestra.engines.simulation.recurrence import Recurrence
 from orchestra.engines.simulation.walk import Walk
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
-from orchestra.transports import executor
+from orchestra.transports import collective
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.worker.interception import intercepted
@@ -194,7 +194,7 @@ def together(ranks: int, rounds: int) -> list[list[float]]:
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 17])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_agrees(name: str, ranks: int) -> None:
-    with mock.patch.object(executor, "SEGMENT_BYTES", 256):
+    with mock.patch.object(collective, "SEGMENT_BYTES", 256):
         check(Trial(name, ranks, 40 * ranks + 3, staggered(ranks)))
 
 
@@ -224,7 +224,7 @@ def trials(draw: st.DrawFn) -> Trial:
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(trials())
 def test_any_trial_agrees(trial: Trial) -> None:
-    with mock.patch.object(executor, "SEGMENT_BYTES", 1024):
+    with mock.patch.object(collective, "SEGMENT_BYTES", 1024):
         check(trial)
 
 

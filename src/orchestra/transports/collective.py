@@ -1,23 +1,199 @@
 """`Transport.collective`: collectives in this flow, behind it, or by torch.distributed.
 
-A flow that begins collectives has two queues. Those of the foreground are executed by the flow
-itself, when it waits for one of them; those of the background by one more flow, which is made for
-the first of them.
+`steps` states what a rank does in a schedule and in which order, in numbers alone. `execute` does
+it over a transport, blocking; the simulation does the same steps by events, without a flow for each
+rank. A flow that begins collectives has two queues (`CollectiveVerb`). Those of the foreground are
+executed by the flow itself, when it waits for one of them; those of the background by one more
+flow, which is made for the first of them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.transports.executor import execute
-from orchestra.transports.protocol import CollectiveCall, HandOver, Task, Traffic, Transport
+from orchestra.schedules import REDUCE, Schedule
+from orchestra.transports.protocol import CollectiveCall, Handle, HandOver, Task, Traffic, Transport
+
+SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank does in one round; pieces go from the first to before the end."""
+
+    sends: Sequence[tuple[int, int, int]]  # (target, first, end)
+    receives: Sequence[tuple[int, int, int, int]]  # (source, first, end, operation)
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
+    """The rounds of `schedule` as one rank sees them."""
+    parts = []
+    for transfers in schedule.rounds():
+        sends = transfers[transfers[:, 0] == index][:, [1, 2, 3]]
+        receives = transfers[transfers[:, 1] == index][:, [0, 2, 3, 4]]
+        if len(sends) or len(receives):
+            parts.append(
+                Part(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
+            )
+    return tuple(parts)
+
+
+class Verb(Enum):
+    """What a rank does next."""
+
+    SEND = auto()  # begin to send elements
+    POST = auto()  # begin to receive elements
+    TAKE = auto()  # wait for a message that was posted
+    FREE = auto()  # wait until a message that was sent may be changed
+    ADD = auto()  # a message that was taken to the rank's own elements
+    NEXT = auto()  # the round is over
+
+
+class Step(NamedTuple):
+    """One verb, about a message of the elements [first, end) to or from `peer`.
+
+    `number` counts the messages that the rank sends (SEND, FREE), or those that it receives
+    (POST, TAKE, ADD). `scratch` names the memory that a message lands in before it is added; it is
+    negative for one that lands in its place.
+    """
+
+    verb: Verb
+    number: int = -1
+    peer: int = -1
+    first: int = 0
+    end: int = 0
+    scratch: int = -1
+
+
+Span = tuple[int, int]
+
+
+def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator[Step]:
+    """What a rank does in its `parts` of the rounds, with messages of at most `segment` elements.
+
+    All that a round receives is posted, at most two messages a run of pieces, then all is sent,
+    then the messages are taken in the order of the schedule. A message is small enough to be still
+    in the processor's cache when it is added, and while one is added the next is on its way: two
+    of scratch are enough. What leaves is what was there when the round began: it has to be gone
+    before the sum of the same elements. An empty run of pieces makes no message.
+    """
+    sent, posted = itertools.count(), itertools.count()
+    for part in parts:
+        yield from _round(part, edges, segment, sent, posted)
+        yield Step(Verb.NEXT)
+
+
+def _round(
+    part: Part, edges: Sequence[int], segment: int, sent: Iterator[int], posted: Iterator[int]
+) -> Iterator[Step]:
+    arriving = []
+    for run, (source, first, end, operation) in enumerate(part.receives):
+        scratch = 2 * run if operation == REDUCE else -3
+        spans = _cut(edges[first], edges[end], segment)
+        arriving.append(
+            [Step(Verb.POST, -1, source, *span, scratch + k % 2) for k, span in enumerate(spans)]
+        )
+    for messages in arriving:
+        for place in range(min(2, len(messages))):
+            yield _numbered(messages, place, posted)
+    leaving: dict[Span, list[list[Step]]] = {}
+    for target, first, end in part.sends:
+        spans = _cut(edges[first], edges[end], segment)
+        sending = [Step(Verb.SEND, next(sent), target, *span) for span in spans]
+        yield from sending
+        leaving.setdefault((first, end), []).append(sending)
+    for (_, first, end, _), messages in zip(part.receives, arriving, strict=True):
+        for place, message in enumerate(messages):  # which are numbered when they are posted
+            yield message._replace(verb=Verb.TAKE)
+            if message.scratch >= 0:
+                for sending in leaving.get((first, end), ()):
+                    yield sending[place]._replace(verb=Verb.FREE)
+                yield message._replace(verb=Verb.ADD)
+            if place + 2 < len(messages):
+                yield _numbered(messages, place + 2, posted)
+    for sending in itertools.chain(*leaving.values()):
+        for step in sending:
+            yield step._replace(verb=Verb.FREE)
+
+
+def _numbered(messages: list[Step], place: int, posted: Iterator[int]) -> Step:
+    messages[place] = step = messages[place]._replace(number=next(posted))
+    return step
+
+
+def _cut(first: int, end: int, segment: int) -> list[Span]:
+    if end - first <= segment:
+        return [(first, end)] if end > first else []
+    return [(start, min(start + segment, end)) for start in range(first, end, segment)]
+
+
+def execute(transport: Transport, call: CollectiveCall) -> int:
+    """Take this rank's part in a collective over `transport`; the bytes of buffer used."""
+    schedule, vector, group = call.schedule, call.vector, call.group
+    assert schedule is not None
+    assert vector.dim() == 1
+    assert vector.is_contiguous()
+    index, length = group.index(transport.rank), vector.numel()
+    memory = vector
+    if schedule.slots and len(group) > 1:
+        memory = vector.new_empty(schedule.pieces * length)
+        memory[index * length : (index + 1) * length].copy_(vector)
+    edges = schedule.edges(length) if call.edges is None else call.edges
+    assert edges[-1] == memory.numel()
+    segment = SEGMENT_BYTES // memory.element_size()
+    order = steps(_parts(schedule, index), edges, segment)
+    peak = _exchange(transport, memory, order, group.ranks, call.tag)
+    if memory is vector:
+        return peak
+    slots = memory.view(schedule.pieces, length)
+    vector.copy_(slots[0])
+    transport.add(vector, *slots[1:])
+    return memory.nbytes
+
+
+def _exchange(
+    transport: Transport, memory: Tensor, order: Iterable[Step], ranks: Sequence[int], tag: int
+) -> int:
+    """Carry out all rounds on `memory`; the most bytes of scratch that one needed."""
+    peak = 0
+    sends: dict[int, Handle] = {}
+    receives: dict[int, Handle] = {}
+    scratch: dict[int, Tensor] = {}
+    for verb, number, peer, first, end, place in order:
+        if verb is Verb.SEND:
+            sends[number] = transport.send(memory[first:end], ranks[peer], tag)
+        elif verb is Verb.POST:
+            into = memory[first:end]
+            if place >= 0:
+                if place not in scratch:
+                    scratch[place] = torch.empty_like(into)
+                into = scratch[place][: end - first]
+            receives[number] = transport.receive(ranks[peer], tag, into)
+        elif verb is Verb.TAKE:
+            receives[number].wait()
+        elif verb is Verb.ADD:
+            transport.add(memory[first:end], scratch[place][: end - first])
+        elif verb is Verb.FREE:
+            sends[number].wait()
+        else:
+            peak = max(peak, sum(each.nbytes for each in scratch.values()))
+            sends.clear()
+            receives.clear()
+            scratch.clear()
+    return peak
 
 
 class ThreadHandOver:

@@ -19,8 +19,7 @@ import torch
 
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import pack_farewell
-from orchestra.transports.matching import LEFT, Mailbox
-from orchestra.transports.operations import Flow, Operation, Receive, Send
+from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
 from orchestra.transports.streams import Stream, StreamEnded
 
 

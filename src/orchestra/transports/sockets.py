@@ -20,7 +20,7 @@ from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
-from orchestra.transports.operations import Flow, Receive, Send
+from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import Task, Traffic, Transport
 

@@ -9,8 +9,7 @@ import struct
 from collections import deque
 
 from orchestra.transports.framing import FAREWELL, unpack_header
-from orchestra.transports.matching import Incoming, Mailbox
-from orchestra.transports.operations import Send
+from orchestra.transports.matching import Incoming, Mailbox, Send
 
 # Bytes in one call of the kernel: enough to hide its cost, few enough that both directions and
 # all streams take turns.

@@ -21,11 +21,10 @@ from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.meeting import Meetings, Member, Summed
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
-from orchestra.transports import operations
+from orchestra.transports import matching
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
-from orchestra.transports.matching import Mailbox
-from orchestra.transports.operations import Operation
+from orchestra.transports.matching import Mailbox, Operation
 from orchestra.transports.protocol import CollectiveCall, HandOver, Task, Traffic, Transport
 from orchestra.worker.interception import InterceptedTransport
 
@@ -136,12 +135,12 @@ class Port:
                 self.net.kernel.resume(flow)
 
 
-class Sending(operations.Operation):
+class Sending(matching.Operation):
     """A send; `wait` returns the tensor."""
 
     __slots__ = ("port", "tensor", "to")
 
-    def __init__(self, flow: operations.Flow, port: Port, tensor: Tensor, to: int) -> None:
+    def __init__(self, flow: matching.Flow, port: Port, tensor: Tensor, to: int) -> None:
         super().__init__(flow)
         self.port = port
         self.tensor = tensor
@@ -169,7 +168,7 @@ class SimulatedTransport(CollectiveVerb):
     def __init__(self, port: Port) -> None:
         self._port = port
         self._kernel = port.net.kernel
-        self._flow = operations.Flow(port.rank, self)
+        self._flow = matching.Flow(port.rank, self)
 
     @property
     def rank(self) -> int:
@@ -227,13 +226,11 @@ class SimulatedTransport(CollectiveVerb):
         stream.leave(message, self._kernel.here())
         return sending
 
-    def receive(
-        self, source: int | None, tag: int, into: Tensor | None = None
-    ) -> operations.Receive:
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> matching.Receive:
         """Start receiving; see `Transport.receive`."""
         assert into is None or into.is_contiguous(), "only contiguous tensors can be received into"
         assert source is None or 0 <= source < self.size, f"no rank {source} among {self.size}"
-        receive = operations.Receive(self._flow, source, tag, into)
+        receive = matching.Receive(self._flow, source, tag, into)
         self._port.mailbox.post(receive)
         return receive
 
@@ -329,7 +326,7 @@ class SimulatedTransport(CollectiveVerb):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
-        if not isinstance(operation, operations.Receive):
+        if not isinstance(operation, matching.Receive):
             self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
         receive = operation
@@ -351,7 +348,7 @@ class SimulatedTransport(CollectiveVerb):
         alone = self._kernel.current.processor.undisturbed()
         return alone and not (port.is_cold or port.shares_caches)
 
-    def _sleep_through(self, receive: operations.Receive) -> None:
+    def _sleep_through(self, receive: matching.Receive) -> None:
         """Let virtual time pass until `receive` is finished, without waking when it begins."""
         kernel, flow, traffic = self._kernel, self._kernel.current, self.traffic
         started = kernel.here()
@@ -386,7 +383,7 @@ class SimulatedTransport(CollectiveVerb):
             self.traffic.seconds_communicating += self.now() - started
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
-        if isinstance(operation, operations.Receive):
+        if isinstance(operation, matching.Receive):
             whom, verb, tag = operation.requested, "to receive", f", tag {operation.tag}"
         else:
             assert isinstance(operation, Sending)

@@ -1,6 +1,6 @@
 """One rank's way through an all-reduce, message by message, without a thread.
 
-It takes the steps of transports/executor.py, at the times that a transport would take: in the
+It takes the steps of transports/collective.py, at the times that a transport would take: in the
 world, where its messages share links with others and its processor time shares cores; or ahead of
 the world, for a time in which nobody else had to do with either.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.kernel import Kernel, Processor
 from orchestra.engines.simulation.plan import Plan
-from orchestra.transports import executor
+from orchestra.transports import collective
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.streams import Stream
@@ -197,7 +197,7 @@ class Walk:
         leaving: list[Parcel] = []
         first = overhead.send.at(0)
         for verb, place, peer, begin, end, _ in plan.steps(self.index, number):
-            if verb is executor.Verb.SEND:
+            if verb is collective.Verb.SEND:
                 pair = (self.index, peer)
                 parcel = paths.parcel(pair, counts[pair], end - begin)
                 counts[pair] += 1
@@ -207,16 +207,16 @@ class Walk:
                 yield SEND, rest, parcel, pair
                 yield SPEND, rest, None, NOBODY
                 yield LEAVE, 0.0, parcel, pair
-            elif verb is executor.Verb.TAKE:
+            elif verb is collective.Verb.TAKE:
                 pair = (peer, self.index)
                 parcel = paths.parcel(pair, counts[pair], end - begin)
                 counts[pair] += 1
                 yield BEGIN, 0.0, parcel, NOBODY
                 yield SPEND, overhead.receive.at(parcel.frame_bytes), None, NOBODY
                 yield END, 0.0, parcel, NOBODY
-            elif verb is executor.Verb.FREE:
+            elif verb is collective.Verb.FREE:
                 yield BE_RID, 0.0, leaving[place], NOBODY
-            elif verb is executor.Verb.ADD:
+            elif verb is collective.Verb.ADD:
                 yield SPEND, overhead.add * (end - begin) * plan.itemsize, None, NOBODY
         yield SPEND, overhead.add * plan.added_slots_bytes, None, NOBODY
 
