@@ -123,7 +123,13 @@ class SocketTransport(CollectiveVerb):
 
         def run() -> T:
             self._on_flow_start()
-            return function(child)
+            try:
+                return function(child)
+            except PeerLost:
+                raise
+            except Exception as error:
+                self.abort(error)  # others may wait for this flow, and nobody yet for its end
+                raise
 
         return FlowTask(run, self.traffic)
 
