@@ -17,6 +17,7 @@ from torch import Tensor
 
 from orchestra.collectives import Group
 from orchestra.engines.processes import Outcome, launch
+from orchestra.engines.processes.display import print_notice
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads
@@ -272,7 +273,7 @@ if __name__ == "__main__":
     from orchestra.errors import RunFailed
 
     try:
-        print(launch(getattr(programs, name), Path(place), int(count), quiet=False))
+        print(launch(getattr(programs, name), Path(place), int(count), on_event=print_notice))
     except RunFailed as failed:
         print(f"failed: {failed}")
         sys.exit(1)

@@ -33,6 +33,7 @@ from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.control import pack
+from orchestra.engines.processes.environment import numeric
 from orchestra.engines.processes.watcher import STRANGERS, Watcher
 from orchestra.errors import InputError, RunFailed
 from orchestra.transports.handshake import WATCHER, hello
@@ -59,10 +60,13 @@ def test_ranks_are_connected_with_each_other() -> None:
     assert launch(programs.pass_round, None, 4).results == (6.0,) * 4
 
 
-def test_everything_between_ranks_and_watcher_can_be_encrypted(tmp_path: Path) -> None:
-    tls = make_tls(tmp_path)
-    assert launch(programs.pass_round, None, 3, tls=tls).results == (3.0,) * 3
-    assert " failed: ValueError: bad sample 17\n" in failure(programs.fail_in_one, 1, 3, tls=tls)
+def test_everything_between_ranks_and_watcher_can_be_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, path in vars(make_tls(tmp_path)).items():
+        monkeypatch.setenv(f"ORCHESTRA_TLS_{name.upper()}", str(path))
+    assert launch(programs.pass_round, None, 3).results == (3.0,) * 3
+    assert " failed: ValueError: bad sample 17\n" in failure(programs.fail_in_one, 1, 3)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
@@ -166,8 +170,11 @@ def test_programs_that_cannot_be_sent_are_bad_input() -> None:
         launch(lambda *_: None, None, 2)
     with pytest.raises(InputError, match="needs at least one"):
         launch(programs.say_rank, None, 0)
+
+
+def test_an_address_for_others_is_one_of_this_machine() -> None:
     with pytest.raises(InputError, match="every address"):
-        launch(programs.say_rank, None, 1, host="0.0.0.0")
+        numeric("0.0.0.0")
 
 
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:

@@ -118,6 +118,12 @@ class Lines:
             print(f"orchestra: {what}, {part:.0%}", file=sys.stderr, flush=True)
 
 
+def print_notice(event: Event | Notice) -> None:
+    """Print the notices among what a watcher tells, where nothing else is shown of a run."""
+    if isinstance(event, Notice):
+        print(f"orchestra: {event.text}", file=sys.stderr, flush=True)
+
+
 class Display:
     """A progress line on standard error; silent with `quiet`, or where that is no terminal.
 

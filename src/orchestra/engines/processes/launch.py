@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
-from orchestra.engines.processes.environment import numeric
 from orchestra.engines.processes.system import die_with_parent, handling, keep_one_arena
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.handshake import TLS, from_environment
+from orchestra.transports.handshake import from_environment
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Runtime
@@ -38,6 +37,8 @@ PRELOADED = [
     "orchestra.engines.processes.rank",
     "orchestra.trainer.program",
 ]
+
+LOOPBACK = "127.0.0.1"
 
 _starting = threading.Lock()
 _is_rank = False
@@ -99,28 +100,22 @@ def launch(
     ranks: int,
     *,
     patience: float = 60.0,
-    host: str = "127.0.0.1",
-    tls: TLS | None = None,
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
-    quiet: bool = True,
     limit: float | None = None,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
     Both are pickled by reference: the program is a function of a module. In the main thread,
-    Ctrl-C or SIGTERM asks all ranks for an orderly stop, and a second one ends them.
+    Ctrl-C or SIGTERM asks all ranks for an orderly stop, and a second one ends them. What the ranks
+    and the watcher send to each other is encrypted where the variables `ORCHESTRA_TLS_...` say so.
 
     Args:
         patience: seconds without progress after which a rank counts as hung (three times as long
             before its first step), and without a sign of life as unresponsive.
-        host: the address on which the ranks listen.
-        tls: encrypts what the ranks and the watcher send to each other; by default what the
-            variables `ORCHESTRA_TLS_...` name.
         threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or its share of the
             cores.
         on_event: called from another thread with every event and notice.
-        quiet: do not print the notices to standard error.
         limit: seconds after which all ranks are killed, whatever they do; the result of each that
             has delivered none is then None.
 
@@ -138,17 +133,16 @@ def launch(
         raise InputError(f"ranks is {ranks}: a run needs at least one")
     payload = _pickled(program, argument)
     main = _main_module(payload)
-    token, limits, address = secrets.token_hex(32), Limits(patience=patience), numeric(host)
-    tls = tls or from_environment(os.environ)
+    token, limits = secrets.token_hex(32), Limits(patience=patience)
+    tls = from_environment(os.environ)
     watcher = Watcher(
         ranks,
         limits,
-        host=address,
+        host=LOOPBACK,
         token=token,
         children=True,
         tls=tls,
         on_event=on_event,
-        quiet=quiet,
     )
     interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: watcher.interrupt}
     with _store_path() as store_path, handling(interrupts):
@@ -160,7 +154,7 @@ def launch(
         try:
             for rank in range(ranks):
                 spec = RankSpec(
-                    rank, ranks, rank, watcher.address, address, token, limits,
+                    rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
                     tls=tls, threads=threads,
                 )  # fmt: skip
                 _start(watcher, spec, job)

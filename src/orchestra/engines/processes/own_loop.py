@@ -19,6 +19,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
+from orchestra.engines.events import Notice
+from orchestra.engines.processes.display import print_notice
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.rank import TimedCompute, join
 from orchestra.engines.random_streams import seed as begin_streams
@@ -168,7 +170,7 @@ class _Unwatched(SilentReporter):
     """The reporter of a process that nobody watches."""
 
     def notice(self, text: str) -> None:
-        print(f"orchestra: {text}", file=sys.stderr)
+        print_notice(Notice(text))
 
 
 def _alone() -> Runtime:
@@ -204,8 +206,8 @@ class _RankThread:
         try:
             join(
                 self._program, None, launched,
-                patience=patience, host=host, threads=self._threads, quiet=False, advice=ADVICE,
-                on_cause=self._cause_came,
+                patience=patience, host=host, threads=self._threads, advice=ADVICE,
+                on_event=print_notice, on_cause=self._cause_came,
             )  # fmt: skip
         except BaseException as error:
             self.failure = error

@@ -233,12 +233,10 @@ def join(
     *,
     patience: float = 60.0,
     host: str | None = None,
-    tls: TLS | None = None,
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     first_is_gone: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
-    quiet: bool = True,
     advice: str = "",
 ) -> Outcome:
     """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
@@ -249,10 +247,7 @@ def join(
     Args:
         host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
             the interface that reaches the master.
-        tls: by default what the variables `ORCHESTRA_TLS_CERTIFICATE`, `ORCHESTRA_TLS_KEY` and
-            `ORCHESTRA_TLS_AUTHORITY` name; unencrypted without them.
-        patience: see `launch`, as `threads` and the other arguments. `on_event` and `quiet` matter
-            on rank 0.
+        patience: see `launch`, as `threads` and `on_event`, which matters on rank 0.
         first_is_gone: called with the reason, from another thread, before this process leaves
             because rank 0 is gone.
         on_cause: called with the first cause, from another thread, when the run ends by it.
@@ -267,7 +262,7 @@ def join(
             end of the run prints the cause, and leaves its process with status 1.
     """
     limits = Limits(patience=patience, advice=advice)
-    tls = tls or from_environment(os.environ)
+    tls = from_environment(os.environ)
     chosen = host or os.environ.get(HOST_VARIABLE)
     address = numeric(chosen) if chosen else towards(launched.address, launched.port)
     store = _connect_store(launched, limits, chosen)
@@ -283,7 +278,6 @@ def join(
                 children=False,
                 tls=tls,
                 on_event=on_event,
-                quiet=quiet,
             )
             watcher.start()
             closing.callback(watcher.abandon)

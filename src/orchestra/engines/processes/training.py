@@ -11,7 +11,7 @@ from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.processes.watcher import Outcome
-from orchestra.engines.run_record import record_of, roles_of, write_environment
+from orchestra.engines.run import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import RunRecord
@@ -38,11 +38,7 @@ def train_run(
 ) -> RunRecord:
     """Train `run` on processes of this machine; its records go into `folder`.
 
-    `progress` is that of the runs that it is one of.
-
-    Raises:
-        InputError: the strategy cannot run on that many ranks, or on the GPUs of this machine.
-        RunFailed: names the first cause; what was measured until then stays in `folder`.
+    See `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing.
     """
     roles = roles_of(run)
     if (lack := lacking(run)) is not None:

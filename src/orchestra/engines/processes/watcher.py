@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -84,7 +83,6 @@ class Watcher:
         children: the ranks are child processes, each given to `adopt` once started.
         tls: encrypts the control connections.
         on_event: called from the thread with each event, and each notice.
-        quiet: do not print the notices to standard error.
     """
 
     def __init__(
@@ -97,14 +95,12 @@ class Watcher:
         children: bool,
         tls: TLS | None = None,
         on_event: Callable[[events.Event | events.Notice], None] | None = None,
-        quiet: bool = True,
     ) -> None:
         self.results: dict[int, bytes] = {}
         self.setup: dict[str, float] = {}
         self.imported = 0.0
         self._ranks = ranks
         self._on_event = on_event or (lambda _: None)
-        self._quiet = quiet
         self._children: dict[int, BaseProcess] = {}
         self._links: dict[int, _Link] = {}
         self._connected: set[int] = set()
@@ -272,9 +268,7 @@ class Watcher:
             match instruction:
                 case events.Kill(rank=rank):
                     self._kill(rank)
-                case events.Notice(text=text):
-                    if not self._quiet:
-                        print(f"orchestra: {text}", file=sys.stderr, flush=True)
+                case events.Notice():
                     self._on_event(instruction)
                 case _:  # an order to all ranks
                     kind = type(instruction).__name__.lower()
