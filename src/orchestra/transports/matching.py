@@ -222,7 +222,10 @@ class Mailbox:
         if landing is None or into is not None:
             # The receiver's own memory wherever possible.
             on_gpu = into is not None and into.is_cuda
-            landing = into if into is not None and not on_gpu else _empty(header, pinned=on_gpu)
+            if into is not None and not on_gpu:
+                landing = into
+            else:
+                landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=on_gpu)
         message = Incoming(source, header, landing, taker, come=content is not None)
         if taker is not None:
             taker.sender = source
@@ -344,7 +347,3 @@ class Mailbox:
         )
         self._fail(receive, mistake)
         return False
-
-
-def _empty(header: Header, *, pinned: bool) -> Tensor:
-    return torch.empty(header.shape, dtype=header.dtype, pin_memory=pinned)

@@ -83,7 +83,10 @@ class SocketTransport(CollectiveVerb):
             self._engine.deliver_local(tensor.detach().clone(), tag)
             send.finished = True
         else:
-            on_host = _pinned_copy(tensor) if tensor.is_cuda else tensor
+            on_host = tensor
+            if tensor.is_cuda:
+                on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                on_host.copy_(tensor)
             send = Send(self._flow, to, tensor, pack_header(tensor, tag), byte_view(on_host))
             self._engine.send(send)
             self.traffic.bytes_sent += header_bytes(tensor.dim()) + tensor.nbytes
@@ -192,11 +195,6 @@ class FlowTask(Generic[T]):
             raise self._error
         (result,) = self._results
         return result
-
-
-def _pinned_copy(tensor: Tensor) -> Tensor:
-    """Copy a CUDA tensor's elements to page-locked host memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def connect_mesh(

@@ -22,6 +22,7 @@ from typing import Any
 
 from orchestra.engines.events import Failure, Pulse
 from orchestra.engines.failure_detector import Limits
+from orchestra.engines.processes.system import keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
 
@@ -246,6 +247,10 @@ class Control:
     def phase(self, name: str) -> None:
         self._pulse = replace(self._pulse, phase=name)
         self._beat()
+        if name == "training":
+            # What set-up frees, such as a whole model of which this rank trains a stage, goes back
+            # to the system; what steps free is kept for the next.
+            keep_freed_memory()
 
     def expendable(self, yes: bool) -> None:
         self._pulse = replace(self._pulse, expendable=yes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -182,39 +182,36 @@ def _alone() -> Runtime:
     return Runtime(0, 1, transport, TimedCompute(), _Unwatched(), begin_streams)
 
 
-class _RankThread:
-    """Runs this process's rank in a thread; the user's script works with its runtime."""
+class _RankThread(threading.Thread):
+    """Runs this process's rank; the user's script works with its `runtime`."""
 
     def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
+        super().__init__(name="orchestra", daemon=True)
+        self._join = functools.partial(
+            join, self._program, None, launched,
+            patience=patience, host=host, advice=ADVICE,
+            threads=torch.get_num_threads(),  # the user's, which stays
+            on_event=print_notice, on_cause=self._cause_came,
+        )  # fmt: skip
         self._first_of_node = launched.local_rank == 0
         self._told = False
-        self._threads = torch.get_num_threads()  # the user's, which stays
-        self._runtimes: queue.SimpleQueue[Runtime | BaseException] = queue.SimpleQueue()
+        self._begun: Future[Runtime] = Future()
         self._over = threading.Event()
         self._error: BaseException | None = None
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(launched, patience, host), name="orchestra", daemon=True
-        )
-        self._thread.start()
-        first = self._runtimes.get()
-        if isinstance(first, BaseException):
-            raise first
-        self.runtime = first
+        self.start()
+        self.runtime = self._begun.result()
 
-    def _run(self, launched: Launched, patience: float, host: str | None) -> None:
+    def run(self) -> None:
         try:
-            join(
-                self._program, None, launched,
-                patience=patience, host=host, threads=self._threads, advice=ADVICE,
-                on_event=print_notice, on_cause=self._cause_came,
-            )  # fmt: skip
+            self._join()
         except BaseException as error:
             self.failure = error
-            self._runtimes.put(error)
+            if not self._begun.done():
+                self._begun.set_exception(error)
 
     def _program(self, runtime: Runtime, _: None) -> None:
-        self._runtimes.put(runtime)
+        self._begun.set_result(runtime)
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -237,7 +234,7 @@ class _RankThread:
         """The script is over, well or with `error`; returns when the run is."""
         self._error = error
         self._over.set()
-        self._thread.join()
+        self.join()
 
 
 class _Process:
@@ -271,7 +268,7 @@ class _Process:
         """The runtime of the next loop, whose messages no other loop sees."""
         return intercepted(self._runtime, Channel(next(self._channels)))
 
-    @cached_property
+    @functools.cached_property
     def beside(self) -> Runtime:
         """The runtime of what is sent beside all loops."""
         return self.channel()

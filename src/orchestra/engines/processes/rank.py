@@ -30,7 +30,7 @@ from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
 from orchestra.engines.processes.environment import Launched, numeric, towards
-from orchestra.engines.processes.system import handling, keep_freed_memory, kernel, machine
+from orchestra.engines.processes.system import handling, kernel, machine
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
@@ -38,7 +38,6 @@ from orchestra.transports.handshake import TLS, address_of, from_environment, li
 from orchestra.transports.native import Native
 from orchestra.transports.sockets import connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
-from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
 
@@ -107,16 +106,6 @@ class Watched(Interceptor):
             return Signs(self._completed, peers, "in a native collective")
         what = f"to {waiting.kind}" if waiting.kind in ("send", "receive") else "in a collective"
         return Signs(self._completed, peers, f"{what}, tag {waiting.tag}")
-
-
-class MemoryKeeper(PassingReporter):
-    """Keeps freed memory once training begins; what set-up frees, such as a whole model of which
-    this rank trains a stage, goes back to the system."""
-
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        if name == "training":
-            keep_freed_memory()
 
 
 def run_rank(
@@ -206,7 +195,7 @@ def _run(
         spec.ranks,
         transport,
         compute,
-        MemoryKeeper(control),
+        control,
         seed,
         local_rank=spec.local_rank,
         clock=machine(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
@@ -53,14 +53,13 @@ def train_run(
             threads=run.training.threads,
             on_event=display.on_event,
         )
-    return _record(run, outcome, folder)
+    return _record(run, outcome.results, outcome, folder)
 
 
 def has_validation(task: str) -> bool:
-    """True if the task has validation data; a rank finds out, so that torch stays out of here.
+    """Whether the task has validation data; a rank finds out, so that torch stays out of here.
 
-    Raises:
-        InputError: the task cannot be made.
+    Raises `InputError` for a task that cannot be made.
     """
     outcome = launch(_has_validation, task, 1)
     if outcome.stopped:
@@ -117,8 +116,21 @@ def take_part(
         )
     if completed is not None or not first:
         return completed
-    reports = tuple(from_plain(RankReport | None, report) for report in outcome.results)
-    return _record(run, replace(outcome, results=reports), folder)
+    reports = [from_plain(RankReport | None, report) for report in outcome.results]
+    return _record(run, reports, outcome, folder)
+
+
+def _record(
+    run: Run, reports: Sequence[RankReport | None], outcome: Outcome, folder: Path
+) -> RunRecord:
+    return record_of(
+        run,
+        [report for report in reports if report is not None],
+        folder,
+        outcome.setup,
+        left_out=outcome.left_out,
+        notices=outcome.notices,
+    )
 
 
 def program_unless_completed(
@@ -133,13 +145,6 @@ def program_unless_completed(
     known = torch.tensor([float(completed)])
     broadcast(runtime.transport, known, 0, Group(tuple(range(runtime.ranks))), Tag.COMPLETED)
     return None if bool(known) else to_plain(program(runtime, (run, folder)))
-
-
-def _record(run: Run, outcome: Outcome, folder: Path) -> RunRecord:
-    reports = [cast("RankReport", result) for result in outcome.results if result is not None]
-    return record_of(
-        run, reports, folder, outcome.setup, left_out=outcome.left_out, notices=outcome.notices
-    )
 
 
 def lacking(run: Run) -> str | None:
