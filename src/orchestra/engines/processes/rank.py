@@ -120,9 +120,7 @@ def run_rank(
     Args:
         load: gives the program and its argument; its errors count as the program's.
         make_store: where the ranks of a process group of torch.distributed find each other.
-        on_orphaned: called with the reason, from another thread, before this process leaves
-            because the watcher is gone.
-        on_cause: called with the first cause, from another thread, when the run ends by it.
+        on_orphaned, on_cause: see `Control`.
 
     Raises:
         RunFailed: with the first cause, wherever it lies.
@@ -224,7 +222,7 @@ def join(
     host: str | None = None,
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
-    first_is_gone: Callable[[str], None] | None = None,
+    on_orphaned: Callable[[str], None] | None = None,
     on_cause: Callable[[str], None] | None = None,
     advice: str = "",
 ) -> Outcome:
@@ -234,12 +232,10 @@ def join(
     program returns has to be plain data that JSON carries; nothing that arrives is unpickled.
 
     Args:
+        patience, threads, on_event: see `launch`; only rank 0 has events.
         host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
             the interface that reaches the master.
-        patience: see `launch`, as `threads` and `on_event`, which matters on rank 0.
-        first_is_gone: called with the reason, from another thread, before this process leaves
-            because rank 0 is gone.
-        on_cause: called with the first cause, from another thread, when the run ends by it.
+        on_orphaned, on_cause: see `Control`; rank 0 is the one that may be gone.
         advice: what a user can do about a rank that is taken for hung.
 
     Returns:
@@ -277,7 +273,7 @@ def join(
         native = PrefixStore("native", store)
         try:
             result = run_rank(
-                spec, lambda: (program, argument), lambda: native, first_is_gone, on_cause
+                spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause
             )
         except RunFailed as failed:
             if watcher is None:

@@ -112,7 +112,7 @@ def take_part(
             patience=run.training.patience,
             threads=run.training.threads,
             on_event=display.on_event,
-            first_is_gone=first_is_gone,
+            on_orphaned=first_is_gone,
         )
     if completed is not None or not first:
         return completed

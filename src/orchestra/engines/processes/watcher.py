@@ -157,8 +157,7 @@ class Watcher:
 
     def server_lost(self, error: Exception) -> str:
         """Why the run failed where the fork server did not start a rank, but gave `error`."""
-        server = self._server
-        status = None if server is None else exit_status(server, within=1.0)
+        status = None if self._server is None else exit_status(self._server, within=1.0)
         how = f"does not answer: {error}" if status is None else describe_exit(status)
         return self.detector.cause or f"{SERVER} {how}"
 
