@@ -127,7 +127,7 @@ def test_an_exception_is_the_cause_with_its_traceback() -> None:
     assert story.cause == "rank 1 on host failed: ValueError: bad sample 17\nTraceback ..."
 
 
-def test_an_echo_waits_for_the_death_behind_it() -> None:
+def test_a_consequence_waits_for_the_death_behind_it() -> None:
     story = Story()
     assert story.tell(Failed(0, lost(2))) == []
     assert story.pass_time(1) == []
@@ -135,7 +135,7 @@ def test_an_echo_waits_for_the_death_behind_it() -> None:
     assert story.cause == "rank 2 on host was killed by SIGKILL"
 
 
-def test_an_echo_waits_for_the_exception_behind_it() -> None:
+def test_a_consequence_waits_for_the_exception_behind_it() -> None:
     story = Story()
     story.tell(Failed(0, Failure("RunAborted", "a collective failed", aborted=True)))
     story.tell(Failed(1, lost(2)))
@@ -143,7 +143,7 @@ def test_an_echo_waits_for_the_exception_behind_it() -> None:
     assert story.cause == "rank 2 on host failed: ValueError: bad sample"
 
 
-def test_an_echo_without_a_cause_is_the_cause() -> None:
+def test_a_consequence_without_a_cause_is_the_cause() -> None:
     story = Story()
     story.tell(Failed(0, lost(2)))
     story.tell(Exited(0, 1))
@@ -446,8 +446,11 @@ def test_a_rank_that_has_not_joined_is_the_cause_and_no_innocent_one() -> None:
 def test_patience_begins_when_the_last_rank_has_joined() -> None:
     detector = FailureDetector(2, LIMITS, start=0.0, children=True)
     detector.observe(0.0, Joined(0, "host"))
-    now = 250.0
-    detector.tick(now)
+    now = 0.0
+    while now < 250.0:
+        now += 0.25
+        detector.observe(now, Beat(0, Pulse(phase="set-up")))
+        assert detector.tick(now) == []
     detector.observe(now, Joined(1, "host"))
     while not (done := detector.tick(now)):
         now += 0.25
