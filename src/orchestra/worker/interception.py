@@ -196,6 +196,8 @@ class InterceptedTransport(CollectiveVerb):
         return handle
 
     def collective(self, call: CollectiveCall) -> Task[int]:
+        if not (self.chain.interceptors or self._foreground or self._background):
+            return self.inner.collective(call)  # nobody looks: the engine does as it likes
         operation = Operation(
             "collective" if call.schedule else "native",
             tag=call.tag,
@@ -212,6 +214,10 @@ class InterceptedTransport(CollectiveVerb):
             if isinstance(executing, InterceptedHandle):
                 operation.flow = executing.operation.flow
         return begun
+
+    def end_background(self) -> None:
+        super().end_background()
+        self.inner.end_background()
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         return self.inner.execute(call, over or self)

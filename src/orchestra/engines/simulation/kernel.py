@@ -152,6 +152,12 @@ class Kernel(Events):
         self.call_at(self._now, self.resume, flow)
         return flow
 
+    def add_thread(self, rank: int, count: int = 1) -> None:
+        """So many threads more of `rank` compute now and then, without a flow."""
+        self.flows_of[rank] += count
+        self.started_of[rank] += max(count, 0)
+        self.changes += 1
+
     def resume(self, flow: Flow) -> None:
         """From an event: the turn of a parked `flow` comes next, once its rank is not held."""
         if flow.rank in self._held:

@@ -36,11 +36,17 @@ if TYPE_CHECKING:
 class Contribution:
     """What a rank brings to a collective; see `Transport.collective`."""
 
+    placed: PlacedPlan
     vector: Tensor
-    schedule: Schedule
-    ranks: Ranks
     tag: int
     edges: Sequence[int] | None
+
+    @property
+    def needs_no_values(self) -> bool:
+        """Whether what each rank gets is known without messages, once all have begun."""
+        schedule = self.placed.plan.schedule
+        summed = schedule.all_reduce or (schedule.joint and self.vector.is_meta)
+        return summed and self.placed.plan.is_joint
 
 
 class Member:
@@ -109,17 +115,17 @@ class Collective:
     def __init__(
         self,
         kernel: Kernel,
-        placed: PlacedPlan,
-        tag: int,
+        given: Contribution,
         *,
         ahead: bool,
         before: Collective | None,
     ) -> None:
-        self.placed = placed
+        self.placed = placed = given.placed
         self.usage: Usage | None = None
         self.missing = len(placed.ranks)
         self._kernel = kernel
-        self._tag = tag
+        self._tag = given.tag
+        self._shapes = given.vector.is_meta
         self._ahead = ahead
         self._before = before  # of the same ranks, not quite over
         if before is not None:
@@ -142,19 +148,22 @@ class Collective:
         return member is not None and member.done
 
     def join(
-        self, index: int, given: Contribution, processor: Processor, then: Callable[[], None]
+        self,
+        index: int,
+        given: Contribution,
+        processor: Processor,
+        then: Callable[[], None],
+        arrived: float,
     ) -> Member:
-        """The rank at place `index` takes part from now on."""
+        """The rank at place `index` takes part from the time `arrived` on, now or later."""
         vector, plan = given.vector, self.placed.plan
-        assert (vector.numel(), vector.itemsize) == (plan.length, plan.itemsize), (
-            f"tag {self._tag}: an all-reduce of unlike vectors"
-        )
+        assert given.placed is self.placed, f"tag {self._tag}: an all-reduce of unlike vectors"
         before = self._before
         if before is not None and before.is_ahead and not before.is_through(index):
             self.enter_world()  # another flow of its is still in the last one, and sends, too
-        member = Member(self, index, processor, then, self._kernel.now())
+        member = Member(self, index, processor, then, arrived)
         self._members[index] = member
-        if not vector.is_meta:
+        if not self._shapes:
             self._vectors[index] = vector
             if not self.missing:
                 vectors = [self._vectors[place] for place in sorted(self._vectors)]
@@ -164,7 +173,7 @@ class Collective:
             self._evaluate()
         elif self._messages is not None:
             participant = Participant(self._messages, index, processor, self._through)
-            self._kernel.at(self._kernel.now(), participant.go_on)
+            self._kernel.at(arrived, participant.go_on)
         return member
 
     def waits(self, index: int) -> tuple[Ranks, str]:
@@ -179,11 +188,9 @@ class Collective:
         collectives = [self]
         if self._before is not None and self._before.is_ahead:
             collectives.insert(0, self._before)
+        now = self._kernel.now()
         arrivals = [m.arrived for each in collectives for m in each._members.values()]
-        if not arrivals:
-            self._ahead, self._messages = False, Messages(self.placed, Scene(self._kernel))
-            return
-        scene = Scene(Events(min(arrivals)), replays=True)
+        scene = Scene(Events(min([now, *arrivals])), replays=True)
         fluid = Fluid(scene.events)
         participants = [each for one in collectives for each in one._replay(scene, fluid)]
         streams = dict.fromkeys(s for each in collectives for s in each.placed.streams.values())
@@ -202,7 +209,10 @@ class Collective:
         participants = []
         for index, member in self._members.items():
             participant = Participant(messages, index, member.processor, self._through)
-            scene.events.at(member.arrived, participant.go_on)
+            if member.arrived > self._kernel.now():
+                self._kernel.at(member.arrived, participant.go_on)
+            else:
+                scene.events.at(member.arrived, participant.go_on)
             participants.append(participant)
         return participants
 
@@ -258,38 +268,59 @@ class Rendezvous:
         self.faults = faults
         self._kernel = kernel
         self._crowded = crowded
-        self._open: dict[tuple[Net, int, Ranks], Collective | _ByMessages] = {}
+        self._open: dict[tuple[int, int], Collective | _ByMessages] = {}
         self._plans: dict[object, PlacedPlan] = {}
+        self._groups: dict[tuple[Net, Ranks], int] = {}
         self._claims: dict[Resource, Collective] = {}
+
+    def placed(
+        self,
+        net: Net,
+        schedule: Schedule,
+        ranks: Ranks,
+        vector: Tensor,
+        edges: Sequence[int] | None,
+    ) -> PlacedPlan:
+        """The messages of a collective; the same object for equal ones."""
+        length, itemsize = vector.numel(), vector.itemsize
+        cuts = None if edges is None else tuple(edges)
+        key = net, schedule, ranks, length, cuts, itemsize
+        if key not in self._plans:
+            plan = Plan(schedule, length, cuts, itemsize)
+            group = self._groups.setdefault((net, ranks), len(self._groups))
+            self._plans[key] = PlacedPlan(net, ranks, plan, group)
+        return self._plans[key]
 
     def join(
         self,
-        net: Net,
         given: Contribution,
         rank: int,
         processor: Processor,
         then: Callable[[], None],
         *,
         message_by_message: bool = False,
+        arrived: float | None = None,
     ) -> Member | None:
-        """Let `rank` take part; None: message by message, as the first to come has asked for, or
-        because ranks may be through, and come again, before all have begun.
+        """Let `rank` take part from now on, or from the time `arrived` on.
+
+        None: message by message, as the first to come has asked for, or because ranks may be
+        through, and come again, before all have begun.
         """
-        placed = self._placed(net, given)
-        if not (given.schedule.all_reduce or placed.plan.is_joint):
+        placed = given.placed
+        if not placed.plan.is_joint:
             return None
-        key = net, given.tag, given.ranks
+        key = placed.group, given.tag
         entry = self._open.get(key)
         if entry is None:
-            by_messages = _ByMessages(len(given.ranks))
-            entry = by_messages if message_by_message else self._begin(placed, given.tag)
+            entry = _ByMessages(len(placed.ranks)) if message_by_message else self._begin(given)
             self._open[key] = entry
         entry.missing -= 1
         if not entry.missing:
             del self._open[key]
         if isinstance(entry, _ByMessages):
             return None
-        return entry.join(placed.place[rank], given, processor, then)
+        arrived = self._kernel.now() if arrived is None else arrived
+        return entry.join(placed.place[rank], given, processor, then, arrived)
 
     def disturb(self, links: Iterable[Resource]) -> None:
         """A message is about to cross `links`."""
@@ -302,11 +333,11 @@ class Rendezvous:
     def flow_began(self, rank: int) -> None:
         """A further flow of `rank` computes from now on."""
         for claim in dict.fromkeys(self._claims.values()):
-            ranks = claim.placed.ranks
-            if claim.is_ahead and rank in claim.placed.place and self._crowded(ranks):
+            if claim.is_ahead and rank in claim.placed.place and self._crowded((rank,)):
                 claim.enter_world()
 
-    def _begin(self, placed: PlacedPlan, tag: int) -> Collective:
+    def _begin(self, given: Contribution) -> Collective:
+        placed = given.placed
         ahead = placed.meets_none and not self.faults and not self._crowded(placed.ranks)
         ahead = ahead and not any(map(attrgetter("activities"), placed.links))
         before = None
@@ -315,20 +346,10 @@ class Rendezvous:
                 before = claim
                 ahead = ahead and placed.may_follow(claim.placed)
         before = before if ahead else None
-        collective = Collective(self._kernel, placed, tag, ahead=ahead, before=before)
+        collective = Collective(self._kernel, given, ahead=ahead, before=before)
         if ahead:
             self._claims.update(dict.fromkeys(placed.links, collective))
         return collective
-
-    def _placed(self, net: Net, given: Contribution) -> PlacedPlan:
-        vector, edges = given.vector, given.edges
-        length, itemsize = vector.numel(), vector.itemsize
-        cuts = None if edges is None else tuple(edges)
-        key = net, given.schedule, given.ranks, length, cuts, itemsize
-        if key not in self._plans:
-            plan = Plan(given.schedule, length, cuts, itemsize)
-            self._plans[key] = PlacedPlan(net, given.ranks, plan)
-        return self._plans[key]
 
 
 @dataclass

@@ -122,6 +122,7 @@ class PlacedPlan:
     """The messages of `plan` between `ranks`, on the links of `net`.
 
     Attributes:
+        group: a number for the same ranks on the same net.
         place: of each rank among `ranks`.
         streams: of each pair of places.
         sent: by place, the bytes that the rank there sends to each other rank.
@@ -130,8 +131,9 @@ class PlacedPlan:
         meets_none: whether the messages can be evaluated over arrays.
     """
 
-    def __init__(self, net: Net, ranks: Ranks, plan: Plan) -> None:
+    def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
         self.net = net
+        self.group = group
         self.ranks = ranks
         self.plan = plan
         self.place = {rank: place for place, rank in enumerate(ranks)}

@@ -8,24 +8,34 @@ Which message meets which receive is decided by the mailbox that real processes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from orchestra.cluster.costs import Overhead
+from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
 from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
+from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
+from orchestra.schedules import Schedule
 from orchestra.transports import matching
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Mailbox, Operation
-from orchestra.transports.protocol import CollectiveCall, HandOver, Task, Traffic, Transport
+from orchestra.transports.protocol import (
+    CollectiveCall,
+    Group,
+    HandOver,
+    Task,
+    Traffic,
+    Transport,
+)
 from orchestra.worker.interception import InterceptedTransport
 
 T = TypeVar("T")
@@ -34,7 +44,7 @@ T = TypeVar("T")
 class Backend(Protocol):
     """What stands for torch.distributed."""
 
-    def start_all_reduce(self, tensor: Tensor) -> Task[int]: ...
+    def all_reduce(self, tensor: Tensor) -> Task[int]: ...
 
 
 class Net:
@@ -59,6 +69,7 @@ class Net:
         self.rendezvous = rendezvous
         self.ports: list[Port] = []
         self.streams: dict[tuple[int, int], Stream] = {}
+        self._placed: dict[tuple[int, ...], tuple[PlacedPlan, object]] = {}
         self._route = route
         self._delay = delay
 
@@ -69,6 +80,24 @@ class Net:
             delay = None if self._delay is None else partial(self._delay, source, target)
             self.streams[key] = Stream(self, self._route(source, target), target, delay)
         return self.streams[key]
+
+    def placed(
+        self, schedule: Schedule, group: Group, vector: Tensor, edges: Sequence[int] | None
+    ) -> PlacedPlan:
+        """The messages of a collective.
+
+        Ranks begin the same ones again and again: these are known by the identity of what is given,
+        since equality takes time over a thousand ranks.
+        """
+        asked = schedule, group.ranks, vector, edges
+        key = tuple(map(id, asked))
+        known = self._placed.get(key)
+        if known is None:
+            if len(self._placed) > MOST_KNOWN:
+                self._placed.clear()
+            placed = self.rendezvous.placed(self, schedule, group.ranks, vector, edges)
+            known = self._placed[key] = placed, asked  # which lives as long as its identity counts
+        return known[0]
 
 
 class Port:
@@ -92,6 +121,10 @@ class Port:
         self._cold = False
         self._asleep: dict[Flow, Callable[[], bool]] = {}
         net.ports.append(self)
+
+    def transport(self) -> SimulatedTransport:
+        """For one more flow."""
+        return SimulatedTransport(self)
 
     def chill(self) -> None:
         """A step begins, after which the caches of the rank hold nothing of what messages need."""
@@ -169,6 +202,7 @@ class SimulatedTransport(CollectiveVerb):
         self._port = port
         self._kernel = port.net.kernel
         self._flow = matching.Flow(port.rank, self)
+        self._queue: BackgroundQueue | None = None
 
     @property
     def rank(self) -> int:
@@ -240,6 +274,40 @@ class SimulatedTransport(CollectiveVerb):
             own.add_(each)
         self._spend(self._port.net.overhead.add * (own.nbytes * len(arrived)))
 
+    def collective(self, call: CollectiveCall) -> Task[int]:
+        """Begin this rank's part in a collective; see `Transport.collective`."""
+        no_flow = self._background is None and not self._port.net.rendezvous.faults
+        if call.background and call.schedule is not None and no_flow:
+            given = self._contribution(call.schedule, call)
+            if given.needs_no_values:
+                return self._begin_queued(given)
+        return super().collective(call)
+
+    def _contribution(self, schedule: Schedule, call: CollectiveCall) -> Contribution:
+        placed = self._port.net.placed(schedule, call.group, call.vector, call.edges)
+        return Contribution(placed, call.vector, call.tag, call.edges)
+
+    def _begin_queued(self, given: Contribution) -> Queued:
+        port, local = self._port, self._port.net.overhead.local
+        seconds = 0.0 if local is None else local.at(SIGNAL_BYTES)
+        if self._queue is None:
+            self._kernel.catch_up()
+            self._queue = BackgroundQueue(port, port, self.traffic, seconds)
+            self._kernel.add_thread(self.rank)
+            port.net.rendezvous.flow_began(self.rank)
+        self._spend(seconds)
+        return self._queue.begin(given)
+
+    def end_background(self) -> None:
+        """End the background flow, or what stands for it; see `Transport.end_background`."""
+        super().end_background()
+        if self._queue is not None:
+            local = self._port.net.overhead.local
+            self._spend(0.0 if local is None else local.at(SIGNAL_BYTES))
+            self._kernel.catch_up()
+            self._kernel.add_thread(self.rank, -1)
+            self._queue = None
+
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Without messages where all ranks meet; with a vector of no elements there are none."""
         schedule, vector = call.schedule, call.vector
@@ -254,7 +322,7 @@ class SimulatedTransport(CollectiveVerb):
         self._spend(port.warm_up() + port.net.overhead.collective)
         moves_values = not (schedule.all_reduce or vector.is_meta)
         member = self._join(
-            Contribution(vector, schedule, call.group.ranks, call.tag, call.edges),
+            self._contribution(schedule, call),
             call.visible or moves_values or port.net.rendezvous.faults,
         )
         if member is None:
@@ -272,7 +340,7 @@ class SimulatedTransport(CollectiveVerb):
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Begin what stands for the all-reduce of torch.distributed."""
-        return self._port.native().start_all_reduce(vector)
+        return self._port.native().all_reduce(vector)
 
     def new_hand_over(self) -> HandOver:
         """Make what two flows of this rank wait on."""
@@ -285,7 +353,6 @@ class SimulatedTransport(CollectiveVerb):
 
         def join() -> None:
             member = port.net.rendezvous.join(
-                port.net,
                 given,
                 self.rank,
                 flow.processor,
@@ -391,6 +458,8 @@ class SimulatedTransport(CollectiveVerb):
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         return (others if whom is None else (whom,)), verb + tag
 
+
+MOST_KNOWN = 10_000
 
 SIGNAL_BYTES = 8
 """What a flow tells another one of its rank: a number."""
