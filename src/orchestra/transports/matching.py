@@ -33,7 +33,7 @@ class Progress(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Flow:
     """One thread of communication of a rank."""
 

@@ -261,19 +261,22 @@ class ProgressEngine:
         return operation.finished or self._failure is not None
 
     def lost(self) -> frozenset[int]:
-        """The ranks that went without a farewell."""
+        """The ranks known to be gone without a farewell."""
         with self._lock:
             return frozenset(self._mailbox.lost)
 
     def disconnect(self, rank: int, reason: str) -> None:
-        """Treat `rank` as lost."""
+        """Treat `rank` as lost, as the end of its stream would."""
         with self._lock:
             if rank in self._streams:
                 self._drop(self._streams[rank], reason, lost=True)
             self._announce()
 
     def abort(self, error: Exception) -> None:
-        """Let every operation, pending or to come, raise `error`; the first call counts."""
+        """Let every operation of every flow, pending or to come, raise `error`.
+
+        The first call counts.
+        """
         with self._lock:
             self._fail(error)
 
@@ -296,7 +299,10 @@ class ProgressEngine:
             self._release()
 
     def acknowledged_bytes(self) -> int:
-        """Bytes that the kernels of the connected ranks have confirmed (Linux)."""
+        """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
+
+        Linux only, and before `close`: a check on `Traffic.bytes_sent`.
+        """
         with self._lock:
             return sum(stream.acknowledged_bytes() for stream in self._streams.values())
 

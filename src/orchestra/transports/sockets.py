@@ -30,7 +30,7 @@ STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
 
-class SocketTransport(CollectiveVerb):
+class SocketTransport(Flow, CollectiveVerb):
     """Messages of tensors over TCP, for one flow of one rank.
 
     Args:
@@ -40,6 +40,8 @@ class SocketTransport(CollectiveVerb):
 
     Attributes:
         native: begins the all-reduce of torch.distributed, where there is one.
+        traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
+        lost, disconnect, abort, acknowledged_bytes: see `ProgressEngine`; from any thread.
     """
 
     def __init__(
@@ -48,25 +50,15 @@ class SocketTransport(CollectiveVerb):
         on_flow_start: Callable[[], None] = lambda: None,
         flows: list[Flow] | None = None,
     ) -> None:
+        super().__init__(engine.rank, engine)
+        self.size = engine.size
         self.native: Callable[[Tensor], Task[int]] | None = None
+        self.lost, self.disconnect, self.abort = engine.lost, engine.disconnect, engine.abort
+        self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
         self._on_flow_start = on_flow_start
-        self._flow = Flow(engine.rank, engine)
         self._flows = [] if flows is None else flows
-        self._flows.append(self._flow)
-
-    @property
-    def rank(self) -> int:
-        return self._engine.rank
-
-    @property
-    def size(self) -> int:
-        return self._engine.size
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counters of this flow alone; hello, farewell and what TLS adds are not in them."""
-        return self._flow.traffic
+        self._flows.append(self)
 
     @property
     def bytes_sent(self) -> int:
@@ -79,7 +71,7 @@ class SocketTransport(CollectiveVerb):
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
         started = time.perf_counter()
         if to == self.rank:
-            send = Send(self._flow, to, tensor, b"", memoryview(b""))
+            send = Send(self, to, tensor, b"", memoryview(b""))
             self._engine.deliver_local(tensor.detach().clone(), tag)
             send.finished = True
         else:
@@ -87,7 +79,7 @@ class SocketTransport(CollectiveVerb):
             if tensor.is_cuda:
                 on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 on_host.copy_(tensor)
-            send = Send(self._flow, to, tensor, pack_header(tensor, tag), byte_view(on_host))
+            send = Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host))
             self._engine.send(send)
             self.traffic.bytes_sent += header_bytes(tensor.dim()) + tensor.nbytes
         self.traffic.messages_sent += 1
@@ -102,7 +94,7 @@ class SocketTransport(CollectiveVerb):
         """
         assert into is None or into.is_contiguous(), "only contiguous tensors can be received into"
         assert source is None or 0 <= source < self.size, f"no rank {source} among {self.size}"
-        receive = Receive(self._flow, source, tag, into)
+        receive = Receive(self, source, tag, into)
         self._engine.post(receive)
         return receive
 
@@ -136,31 +128,12 @@ class SocketTransport(CollectiveVerb):
 
         return FlowTask(run, self.traffic)
 
-    def lost(self) -> frozenset[int]:
-        """The ranks known to be gone without a farewell."""
-        return self._engine.lost()
-
-    def disconnect(self, rank: int, reason: str) -> None:
-        """Treat `rank` as lost, as the end of its stream would. From any thread."""
-        self._engine.disconnect(rank, reason)
-
-    def abort(self, error: Exception) -> None:
-        """Every operation of every flow, pending or to come, raises `error`. From any thread."""
-        self._engine.abort(error)
-
     def close(self, timeout: float = 5.0) -> None:
         """Flush what is queued, within `timeout` seconds; say farewell; close every stream.
 
         After `abort` nothing is flushed or said, and the others see this rank as lost.
         """
-        self._engine.close(self._flow, timeout)
-
-    def acknowledged_bytes(self) -> int:
-        """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
-
-        Linux only, and before `close`: a check on `traffic.bytes_sent`.
-        """
-        return self._engine.acknowledged_bytes()
+        self._engine.close(self, timeout)
 
 
 class FlowTask(Generic[T]):

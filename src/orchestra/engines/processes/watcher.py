@@ -83,6 +83,9 @@ class Watcher:
         children: the ranks are child processes, each given to `adopt` once started.
         tls: encrypts the control connections.
         on_event: called from the thread with each event, and each notice.
+
+    Attributes:
+        address: where the ranks reach the watcher.
     """
 
     def __init__(
@@ -112,9 +115,10 @@ class Watcher:
         self._server_runs_at = math.inf  # when it was last seen to
         self._machine = machine()
         self._selector = selectors.DefaultSelector()
-        self._listener = listen(host)
+        listener = listen(host)
+        self.address = address_of(listener)
         self._reception = Reception(
-            self._selector, self._listener, WATCHER, token.encode(), tls,
+            self._selector, listener, WATCHER, token.encode(), tls,
             missing=set(range(ranks)), spare=STRANGERS,
             welcome=self._welcome, refused=self._refuse,
         )  # fmt: skip
@@ -122,11 +126,6 @@ class Watcher:
         self._started_at = time.monotonic()
         self.detector = FailureDetector(ranks, limits, start=self._started_at, children=children)
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Where the ranks reach the watcher."""
-        return address_of(self._listener)
 
     # From other threads
 
