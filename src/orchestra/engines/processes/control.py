@@ -18,13 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import Failure, Pulse
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.system import keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
+
+if TYPE_CHECKING:
+    from orchestra.transports.sockets import SocketTransport
 
 BEAT_SECONDS = 0.5
 GONE = "rank 0, which watches over the run, is gone"
@@ -83,10 +86,10 @@ class Frames:
         self._connection = connection
         self._buffer = bytearray()
 
-    def read(self, most: int = _CHUNK) -> bool:
-        """Read `most` bytes of what has arrived; False at the end of the connection."""
+    def read(self) -> bool:
+        """Read a part of what has arrived; False at the end of the connection."""
         try:
-            data = self._connection.recv(most)
+            data = self._connection.recv(_CHUNK)
         except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
         except OSError:
@@ -153,7 +156,7 @@ class Control:
         self._changed = threading.Condition()
         self._roster: Message | None = None
         self._cause: str | None = None
-        self._dismissed = self._stop = self._attached = self._failing = False
+        self._dismissed = self._stop = self._failing = False
         self._leave_at = math.inf
         self._heard_at = time.monotonic()
         self._parent = os.getppid()
@@ -161,8 +164,7 @@ class Control:
         self._activity = 0
         self._last_news: Hashable = None
         self._probe: Callable[[], Signs] = lambda: Signs(None)
-        self._on_abort: Callable[[RunAborted], None] = lambda _: None
-        self._on_disconnect: Callable[[int, str], None] = lambda *_: None
+        self._transport: SocketTransport | None = None
         self._thread = threading.Thread(target=self._beat_and_obey, name="control", daemon=True)
 
     # The way into the run
@@ -184,18 +186,12 @@ class Control:
         addresses = [(host, port) for host, port in self._roster["addresses"]]
         return addresses, self._roster["threads"][self._spec.rank]
 
-    def attach(
-        self,
-        probe: Callable[[], Signs],
-        on_abort: Callable[[RunAborted], None],
-        on_disconnect: Callable[[int, str], None],
-    ) -> None:
+    def attach(self, transport: SocketTransport, probe: Callable[[], Signs]) -> None:
         """This rank is connected: from now on orders reach its transport."""
         with self._changed:
-            self._probe, self._on_abort, self._on_disconnect = probe, on_abort, on_disconnect
-            self._attached = True
+            self._probe, self._transport = probe, transport
             if self._cause is not None:
-                on_abort(RunAborted(self._cause))
+                transport.abort(RunAborted(self._cause))
         self._send({"kind": "connected"})
 
     def connecting(self, to: tuple[int, ...]) -> None:
@@ -314,8 +310,8 @@ class Control:
                     self._dismissed = True
                 case "stop":
                     self._stop = True
-                case "disconnect":
-                    self._on_disconnect(order["rank"], order["reason"])
+                case "disconnect" if self._transport is not None:
+                    self._transport.disconnect(order["rank"], order["reason"])
                 case "abort":
                     self._abort(order["cause"])
             self._changed.notify_all()
@@ -324,12 +320,13 @@ class Control:
         """End the program: by an error in its transport, or with the process where it is stuck."""
         self._cause = cause
         self._on_cause(cause)
-        self._on_abort(RunAborted(cause.split("\n", 1)[0]))
+        if self._transport is not None:
+            self._transport.abort(RunAborted(cause.split("\n", 1)[0]))
         limits = self._spec.limits
         seconds = limits.unwinding
         if not self._spec.local and self._spec.rank == 0:
             seconds += limits.leaving  # the watcher sees the others off first
-        elif not self._attached and not self._failing:
+        elif self._transport is None and not self._failing:
             seconds = 0.0  # nothing to save, and connecting cannot be interrupted
         self._leave_at = time.monotonic() + seconds
 

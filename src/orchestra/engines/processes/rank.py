@@ -187,7 +187,7 @@ def _run(
         moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
         return Signs((signs.progress, compute.calls, moved), signs.waits_for, signs.what)
 
-    control.attach(probe, transport.abort, transport.disconnect)
+    control.attach(transport, probe)
     runtime = Runtime(
         spec.rank,
         spec.ranks,
