@@ -13,8 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from orchestra.engines.run import train_run
-from orchestra.engines.run_record import failed_record
+from orchestra.engines.run import failed_record, train_run
 from orchestra.errors import RunFailed
 from orchestra.experiments import Experiment, finished
 from orchestra.experiments.experiment import alone

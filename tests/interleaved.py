@@ -21,8 +21,7 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import Header, byte_view
-from orchestra.transports.matching import Incoming, Mailbox
-from orchestra.transports.operations import Flow, Operation, Receive, Send
+from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
 from orchestra.transports.protocol import Traffic
 
 DEADLINE_SECONDS = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests import rank_programs
 
 from orchestra.engines.processes.environment import detect
-from orchestra.engines.processes.join import join
+from orchestra.engines.processes.rank import join
 from orchestra.errors import OrchestraError
 
 

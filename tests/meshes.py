@@ -19,10 +19,9 @@ from torch import Tensor
 
 from orchestra.errors import RunAborted
 from orchestra.transports.framing import DTYPES
-from orchestra.transports.handshake import TLS
-from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.handshake import TLS, address_of, listen
 from orchestra.transports.protocol import Transport
-from orchestra.transports.sockets import SocketTransport
+from orchestra.transports.sockets import SocketTransport, connect_mesh
 
 T = TypeVar("T")
 TOKEN = b"the run's token"
@@ -51,10 +50,10 @@ def in_threads(functions: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def connect(
-    size: int, tls: TLS | None = None, on_flow_start: Callable[[], None] | None = None
+    size: int, tls: TLS | None = None, on_flow_start: Callable[[], None] = lambda: None
 ) -> list[SocketTransport]:
-    listeners = [Listener() for _ in range(size)]
-    addresses = [listener.address for listener in listeners]
+    listeners = [listen() for _ in range(size)]
+    addresses = [address_of(listener) for listener in listeners]
 
     def join(rank: int) -> SocketTransport:
         return connect_mesh(

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 from tests.waiting import wait_until
+from torch import Tensor
 
+from orchestra.collectives import Group
 from orchestra.engines.processes import Outcome, launch
+from orchestra.engines.processes.display import print_notice
+from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads
 
@@ -63,14 +67,18 @@ def pass_round(runtime: Runtime, _: None) -> float:
     return float(total)
 
 
+def all_reduce_natively(runtime: Runtime, vector: Tensor) -> Task[int]:
+    everyone = Group(tuple(range(runtime.ranks)))
+    return runtime.transport.collective(CollectiveCall(None, vector, everyone, TAG))
+
+
 def collect_natively(runtime: Runtime, _: None) -> list[list[float]]:
-    assert runtime.native is not None
-    native = runtime.native()
-    total = native.all_reduce(torch.full((3,), float(runtime.rank)))
-    started = native.start_all_reduce(torch.ones(2))
-    told = native.broadcast(torch.full((2,), float(runtime.rank)), root=1)
-    native.barrier()
-    return [total.tolist(), started.wait().tolist(), told.tolist()]
+    vectors = [torch.full((3,), float(runtime.rank)), torch.ones(2)]
+    begun = [all_reduce_natively(runtime, vector) for vector in vectors]
+    for each in begun:
+        each.wait()
+        assert each.done()
+    return [vector.tolist() for vector in vectors]
 
 
 def arrive(runtime: Runtime, folder: Path) -> None:
@@ -91,11 +99,10 @@ def wait_for_last(runtime: Runtime, folder: Path) -> None:
 
 def wait_natively_for_last(runtime: Runtime, folder: Path) -> None:
     arrive(runtime, folder)
-    assert runtime.native is not None
-    runtime.native().barrier()
+    all_reduce_natively(runtime, torch.ones(1)).wait()
     if runtime.rank == runtime.ranks - 1:
         signal.pause()
-    runtime.native().barrier()
+    all_reduce_natively(runtime, torch.ones(1)).wait()
 
 
 def send_half(runtime: Runtime, folder: Path) -> None:
@@ -117,11 +124,10 @@ def fail_in_one(runtime: Runtime, failing: int) -> None:
 
 
 def fail_after_native(runtime: Runtime, failing: int) -> None:
-    assert runtime.native is not None
-    runtime.native().barrier()
+    all_reduce_natively(runtime, torch.ones(1)).wait()
     if runtime.rank == failing:
         raise ValueError("bad sample 17")
-    runtime.native().barrier()
+    all_reduce_natively(runtime, torch.ones(1)).wait()
 
 
 def leave_without_result(runtime: Runtime, status: int) -> None:
@@ -267,7 +273,7 @@ if __name__ == "__main__":
     from orchestra.errors import RunFailed
 
     try:
-        print(launch(getattr(programs, name), Path(place), int(count), quiet=False))
+        print(launch(getattr(programs, name), Path(place), int(count), on_event=print_notice))
     except RunFailed as failed:
         print(f"failed: {failed}")
         sys.exit(1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from orchestra.collectives import Group, all_reduce, broadcast, execute, gather_objects
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.schedules import broadcast as broadcast_schedule
-from orchestra.transports import executor
+from orchestra.transports import collective
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Traffic, Transport
 from orchestra.worker.runtime import Runtime
@@ -116,7 +116,7 @@ def test_bytes_and_buffers_are_those_of_the_schedule(name: str, ranks: int) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_long_pieces_travel_in_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, by more messages and with no larger buffer."""
-    monkeypatch.setattr(executor, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(collective, "SEGMENT_BYTES", 64)
     group, schedule, length = Group((0, 1, 2)), schedule_of(name, 3), 403
 
     def program(runtime: Runtime) -> tuple[bytes, int, Traffic]:
@@ -142,7 +142,7 @@ def test_what_leaves_is_what_was_there_before_the_round(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Partners of the butterfly add to what they send: more of it than a connection holds."""
-    monkeypatch.setattr(executor, "SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr(collective, "SEGMENT_BYTES", 1 << 20)
     group, length = Group(tuple(range(ranks))), 8_000_000
 
     def program(runtime: Runtime) -> Tensor:

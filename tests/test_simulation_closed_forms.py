@@ -26,7 +26,7 @@ from orchestra.strategies.pipeline import Pipeline
 from orchestra.tasks import Task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
-from orchestra.transports import executor
+from orchestra.transports import collective
 from orchestra.worker.reporters import SilentReporter
 
 ALPHA, BETA = 0.5, 1 / 125e6
@@ -45,7 +45,7 @@ UPDATE = EACH * ELEMENTS
 @pytest.fixture(autouse=True)
 def _whole_messages() -> Iterator[None]:
     """A run of pieces leaves as one message, however long."""
-    with mock.patch.object(executor, "SEGMENT_BYTES", 1 << 40):
+    with mock.patch.object(collective, "SEGMENT_BYTES", 1 << 40):
         yield
 
 

@@ -24,9 +24,9 @@ from orchestra.engines.simulation.rendezvous import Collective
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
-from orchestra.transports import executor
+from orchestra.transports import collective
 from orchestra.transports.framing import header_bytes
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import Runtime, Work
 
@@ -60,8 +60,8 @@ class MessageByMessage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def collective(self, *arguments: Any) -> Any:
-        return self.inner.collective(*arguments, visible=True)
+    def collective(self, call: CollectiveCall) -> Task[int]:
+        return self.inner.collective(replace(call, visible=True))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def together(ranks: int, rounds: int) -> list[list[float]]:
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 17])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_agrees(name: str, ranks: int) -> None:
-    with mock.patch.object(executor, "SEGMENT_BYTES", 256):
+    with mock.patch.object(collective, "SEGMENT_BYTES", 256):
         check(Trial(name, ranks, 40 * ranks + 3, staggered(ranks)))
 
 
@@ -224,7 +224,7 @@ def trials(draw: st.DrawFn) -> Trial:
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(trials())
 def test_any_trial_agrees(trial: Trial) -> None:
-    with mock.patch.object(executor, "SEGMENT_BYTES", 1024):
+    with mock.patch.object(collective, "SEGMENT_BYTES", 1024):
         check(trial)
 
 
@@ -504,13 +504,16 @@ def test_golden_ring() -> None:
 
 def test_native_is_a_ring_beside_the_main_flow() -> None:
     def program(runtime: Runtime) -> tuple[float, float, list[float], int]:
-        assert runtime.native is not None
-        native, length = runtime.native(), 40_000
-        vectors = [torch.full((length,), float(runtime.rank + k)) for k in range(2)]
-        works = [native.start_all_reduce(vector) for vector in vectors]
+        vectors = [torch.full((40_000,), float(runtime.rank + k)) for k in range(2)]
+        group, transport = Group(tuple(range(runtime.ranks))), runtime.transport
+        works = [
+            transport.collective(CollectiveCall(None, vector, group, TAG)) for vector in vectors
+        ]
         runtime.compute.run(Work("gradient", cast(int, 1e-3)), lambda: None)
         computed = runtime.transport.now()
-        results = [float(work.wait().mean()) for work in works]
+        for work in works:
+            work.wait()
+        results = [float(vector.mean()) for vector in vectors]
         return computed, runtime.transport.now(), results, runtime.transport.bytes_sent
 
     outcome = run_ranks(4, program)
@@ -521,23 +524,6 @@ def test_native_is_a_ring_beside_the_main_flow() -> None:
         assert ended == pytest.approx(2 * one, rel=1e-6)
         assert results == [6.0, 10.0]
         assert sent == 0  # a formula stands for them
-
-
-def test_native_broadcast_and_barrier() -> None:
-    def program(runtime: Runtime) -> tuple[list[float], float, int]:
-        assert runtime.native is not None
-        runtime.compute.run(Work("gradient", runtime.rank + 1), lambda: None)
-        runtime.native().barrier()
-        together = runtime.transport.now()
-        values = runtime.native().broadcast(torch.full((3,), runtime.rank), 1).tolist()
-        return values, together, runtime.transport.bytes_sent
-
-    outcome = run_ranks(3, program)
-    assert outcome.failure is None, outcome.failure
-    for values, together, sent in outcome.results:
-        assert values == [1.0] * 3
-        assert together >= 3
-        assert sent == 0
 
 
 # The timeline

@@ -17,9 +17,9 @@ import torch
 from tests.meshes import TOKEN, mesh, until, vanish
 
 from orchestra.errors import PeerLost, RunAborted
-from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.protocol import Transport
-from orchestra.transports.sockets import SocketTransport
+from orchestra.transports.sockets import SocketTransport, connect_mesh
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -170,8 +170,8 @@ def test_abort_ends_every_operation_of_every_flow() -> None:
 
 def rank_process(rank: int, pipe: Connection) -> None:
     """Joins the mesh, says what `pipe` orders, and stays."""
-    listener = Listener()
-    pipe.send(listener.address)
+    listener = listen()
+    pipe.send(address_of(listener))
     transport = connect_mesh(rank, pipe.recv(), listener, TOKEN, timeout=60)
     for order in iter(pipe.recv, "leave"):
         if order == "small":
@@ -205,7 +205,7 @@ class Peer:
 def peers(count: int) -> Iterator[tuple[SocketTransport, list[Peer]]]:
     """Rank 0 in this process, the others in processes of their own."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(Listener())
+        listener = stack.enter_context(listen())
         others = []
         for rank in range(1, count + 1):
             ours, theirs = SPAWN.Pipe()
@@ -215,7 +215,7 @@ def peers(count: int) -> Iterator[tuple[SocketTransport, list[Peer]]]:
             stack.callback(process.kill)
             theirs.close()
             others.append(Peer(process, stack.enter_context(ours)))
-        addresses = [listener.address, *(peer.pipe.recv() for peer in others)]
+        addresses = [address_of(listener), *(peer.pipe.recv() for peer in others)]
         for peer in others:
             peer.pipe.send(addresses)
         transport = connect_mesh(0, addresses, listener, TOKEN, timeout=60)

@@ -26,23 +26,22 @@ from tests.meshes import (
 )
 from tests.waiting import wait_until
 
+from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec
 from orchestra.engines.processes.watcher import Watcher
-from orchestra.engines.verdicts import Limits
 from orchestra.errors import InputError, PeerLost, RunFailed
-from orchestra.transports import streams
+from orchestra.transports import progress
 from orchestra.transports.framing import pack_header
-from orchestra.transports.handshake import MAGIC, TLS, hello
+from orchestra.transports.handshake import MAGIC, TLS, address_of, hello, listen
 from orchestra.transports.matching import Mailbox
-from orchestra.transports.mesh import STRANGERS, Listener, connect_mesh
-from orchestra.transports.sockets import SocketTransport
+from orchestra.transports.sockets import STRANGERS, SocketTransport, connect_mesh
 
 # --- set-up ----------------------------------------------------------------------------------
 
 
 def test_a_stranger_never_takes_a_ranks_place() -> None:
-    listeners = [Listener(), Listener()]
-    addresses = [listener.address for listener in listeners]
+    listeners = [listen(), listen()]
+    addresses = [address_of(listener) for listener in listeners]
     silent = socket.create_connection(addresses[0])
     silent.sendall(MAGIC[:3])
     noisy = socket.create_connection(addresses[0])
@@ -53,7 +52,7 @@ def test_a_stranger_never_takes_a_ranks_place() -> None:
     )
     accepting.start()
     with pytest.raises(PeerLost, match="rank 0 is gone: it could not be reached"):
-        connect_mesh(1, addresses, Listener(), b"a wrong token", timeout=60)
+        connect_mesh(1, addresses, listen(), b"a wrong token", timeout=60)
     one = connect_mesh(1, addresses, listeners[1], TOKEN, timeout=60)
     accepting.join(60)
     (zero,) = results
@@ -66,8 +65,8 @@ def test_a_stranger_never_takes_a_ranks_place() -> None:
 
 
 def test_more_strangers_than_there_may_be_push_out_the_oldest() -> None:
-    listeners = [Listener(), Listener()]
-    addresses = [listener.address for listener in listeners]
+    listeners = [listen(), listen()]
+    addresses = [address_of(listener) for listener in listeners]
     with contextlib.ExitStack() as stack:
         accepting = threading.Thread(
             target=lambda: connect_mesh(0, addresses, listeners[0], TOKEN, timeout=60).close()
@@ -84,15 +83,16 @@ def test_more_strangers_than_there_may_be_push_out_the_oldest() -> None:
 
 
 def test_a_rank_that_is_there_keeps_its_place() -> None:
-    listener = Listener()
+    listener = listen()
+    address = address_of(listener)
     accepting = threading.Thread(
-        target=lambda: connect_mesh(0, [listener.address] * 3, listener, TOKEN, timeout=60).close()
+        target=lambda: connect_mesh(0, [address] * 3, listener, TOKEN, timeout=60).close()
     )
     accepting.start()
     with contextlib.ExitStack() as stack:
         answers = []
         for claimed in (1, 1, 7, 2):
-            connection = socket.create_connection(listener.address, timeout=60)
+            connection = socket.create_connection(address, timeout=60)
             stack.enter_context(connection)
             connection.sendall(hello(claimed, 0, TOKEN))
             answers.append(connection.recv(len(hello(0, 1, TOKEN))))  # more may follow
@@ -102,22 +102,22 @@ def test_a_rank_that_is_there_keeps_its_place() -> None:
 
 
 def test_set_up_names_the_rank_that_is_missing() -> None:
-    gone = Listener()
+    gone = listen()
     gone.close()
-    with Listener() as listener:
-        addresses = [("127.0.0.1", 1), listener.address, ("127.0.0.1", 1)]
+    with listen() as listener:
+        addresses = [("127.0.0.1", 1), address_of(listener), ("127.0.0.1", 1)]
         with pytest.raises(PeerLost, match=r"rank 0 .* could not be reached at 127\.0\.0\.1:1"):
             connect_mesh(1, addresses, listener, TOKEN, timeout=5)
-    with Listener() as listener:
+    with listen() as listener:
         with pytest.raises(PeerLost, match=r"rank 1 .* did not connect in time \(nor did 2\)"):
-            connect_mesh(0, [listener.address] * 3, listener, TOKEN, timeout=0.05)
-        assert listener.socket.fileno() == -1  # no open port remains
+            connect_mesh(0, [address_of(listener)] * 3, listener, TOKEN, timeout=0.05)
+        assert listener.fileno() == -1  # no open port remains
 
 
 def test_a_rank_that_connects_tells_whom_it_waits_for() -> None:
     """Else a rank that hangs before it connects would hang like those that wait for it."""
-    listeners = [Listener(), Listener(), Listener()]
-    addresses = [listener.address for listener in listeners]
+    listeners = [listen(), listen(), listen()]
+    addresses = [address_of(listener) for listener in listeners]
     told: dict[int, list[tuple[int, ...]]] = {0: [], 1: [], 2: []}
 
     def connect(rank: int) -> None:
@@ -138,7 +138,7 @@ def test_a_rank_that_connects_tells_whom_it_waits_for() -> None:
 
 def test_an_address_of_another_machine_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"cannot listen on '192\.0\.2\.1'"):
-        Listener("192.0.2.1")
+        listen("192.0.2.1")
 
 
 # --- TLS -------------------------------------------------------------------------------------
@@ -167,20 +167,23 @@ def test_tls_leaves_no_decrypted_message_where_no_selector_sees_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One record holds the end of a message, where a turn of reading ends, and the next one."""
-    monkeypatch.setattr(streams, "CALL_BYTES", 45_000)
+    monkeypatch.setattr(progress, "CALL_BYTES", 45_000)
     tls = make_tls(tmp_path)
     first, second = torch.ones(46_000, dtype=torch.uint8), torch.ones(900, dtype=torch.uint8)
     wire = b"".join(pack_header(t, 0) + t.numpy().tobytes() for t in (first, second))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         server, client = in_threads(
-            [lambda: tls.wrap(ours, server_side=True), lambda: tls.wrap(theirs, server_side=False)]
+            [
+                lambda: tls.context(server_side=True).wrap_socket(ours, server_side=True),
+                lambda: tls.context(server_side=False).wrap_socket(theirs),
+            ]
         )
         with server, client:
             for start in range(0, len(wire), 10_000):
                 client.sendall(wire[start : start + 10_000])
             mailbox = Mailbox(0)
-            stream = streams.Stream(server, 1, mailbox)
+            stream = progress.Stream(server, 1, mailbox)
             assert stream.read() == len(wire)  # in one turn
 
 
@@ -189,8 +192,8 @@ def test_tls_refuses_who_shows_no_certificate_of_the_authority(
     tmp_path: Path, stranger: str
 ) -> None:
     tls = make_tls(tmp_path)
-    listeners = [Listener(), Listener()]
-    addresses = [listener.address for listener in listeners]
+    listeners = [listen(), listen()]
+    addresses = [address_of(listener) for listener in listeners]
     results: list[SocketTransport] = []
     accepting = threading.Thread(
         target=lambda: results.append(
@@ -212,7 +215,7 @@ def test_tls_refuses_who_shows_no_certificate_of_the_authority(
     }
     lost = f"rank 0 is gone: it could not be reached.*{told[stranger]}"
     with pytest.raises(PeerLost, match=lost):
-        connect_mesh(1, addresses, Listener(), TOKEN, tls=shown[stranger], timeout=60)
+        connect_mesh(1, addresses, listen(), TOKEN, tls=shown[stranger], timeout=60)
     one = connect_mesh(1, addresses, listeners[1], TOKEN, tls=tls, timeout=60)
     accepting.join(60)
     results[0].close()
@@ -258,10 +261,10 @@ def test_a_certificate_that_is_refused_is_named_on_both_sides(tmp_path: Path) ->
         spec = RankSpec(0, 1, 0, watcher.address, "127.0.0.1", "s", Limits(), tls=theirs)
         with pytest.raises(RunFailed, match=there):
             Control(spec)
-        notices = watcher.verdicts.notices
+        notices = watcher.detector.notices
         wait_until(lambda: bool(notices), "the watcher says so")  # noqa: B023
         assert notices[0].startswith(f"a connection from 127.0.0.1 was refused: {here}"), notices
-        assert (len(notices), watcher.verdicts.cause) == (1, None)
+        assert (len(notices), watcher.detector.cause) == (1, None)
         watcher.abandon()
 
 

@@ -1,4 +1,4 @@
-"""The watcher's verdicts in virtual time: no process, no socket, no clock."""
+"""What the watcher decides, in virtual time: no process, no socket, no clock."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from orchestra.engines.events import (
     Notice,
     Pulse,
     Stop,
+    follow_waits,
     stuck,
-    tell,
 )
+from orchestra.engines.failure_detector import FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, pack
-from orchestra.engines.verdicts import Limits, Verdicts
 
 LIMITS = Limits(patience=60.0)
 
@@ -42,7 +42,7 @@ class Story:
 
     def __init__(self, ranks: int = 3, *, children: bool = True, step: int = 1) -> None:
         self.now = 0.0
-        self.verdicts = Verdicts(ranks, LIMITS, start=0.0, children=children)
+        self.detector = FailureDetector(ranks, LIMITS, start=0.0, children=children)
         self.pulses = {rank: Pulse(step=step, phase="training") for rank in range(ranks)}
         self.silent: set[int] = set()
         self.held: set[int] = set()
@@ -52,7 +52,7 @@ class Story:
         self.beat()
 
     def tell(self, event: Event) -> list[Instruction]:
-        instructions = self.verdicts.observe(self.now, event)
+        instructions = self.detector.observe(self.now, event)
         self.done += instructions
         return instructions
 
@@ -72,8 +72,8 @@ class Story:
             for rank in busy:
                 self.change(rank, activity=self.pulses[rank].activity + 1)
             self.beat()
-            held = [rank for rank in self.verdicts.suspects(self.now) if rank in self.held]
-            self.done += self.verdicts.tick(self.now, held)
+            held = [rank for rank in self.detector.suspects(self.now) if rank in self.held]
+            self.done += self.detector.tick(self.now, held)
         return self.done[before:]
 
     def die(self, rank: int, status: int = -signal.SIGKILL) -> None:
@@ -83,8 +83,8 @@ class Story:
 
     @property
     def cause(self) -> str:
-        assert self.verdicts.cause is not None, "the run goes on"
-        return self.verdicts.cause
+        assert self.detector.cause is not None, "the run goes on"
+        return self.detector.cause
 
 
 def lost(rank: int) -> Failure:
@@ -127,7 +127,7 @@ def test_an_exception_is_the_cause_with_its_traceback() -> None:
     assert story.cause == "rank 1 on host failed: ValueError: bad sample 17\nTraceback ..."
 
 
-def test_an_echo_waits_for_the_death_behind_it() -> None:
+def test_a_consequence_waits_for_the_death_behind_it() -> None:
     story = Story()
     assert story.tell(Failed(0, lost(2))) == []
     assert story.pass_time(1) == []
@@ -135,7 +135,7 @@ def test_an_echo_waits_for_the_death_behind_it() -> None:
     assert story.cause == "rank 2 on host was killed by SIGKILL"
 
 
-def test_an_echo_waits_for_the_exception_behind_it() -> None:
+def test_a_consequence_waits_for_the_exception_behind_it() -> None:
     story = Story()
     story.tell(Failed(0, Failure("RunAborted", "a collective failed", aborted=True)))
     story.tell(Failed(1, lost(2)))
@@ -143,7 +143,7 @@ def test_an_echo_waits_for_the_exception_behind_it() -> None:
     assert story.cause == "rank 2 on host failed: ValueError: bad sample"
 
 
-def test_an_echo_without_a_cause_is_the_cause() -> None:
+def test_a_consequence_without_a_cause_is_the_cause() -> None:
     story = Story()
     story.tell(Failed(0, lost(2)))
     story.tell(Exited(0, 1))
@@ -195,9 +195,9 @@ def test_an_expendable_rank_that_dies_is_left_out() -> None:
     story.tell(Exited(0, 0))
     story.tell(Finished(1))
     story.tell(Exited(1, 0))
-    assert story.verdicts.over
-    assert story.verdicts.cause is None
-    assert story.verdicts.left_out == {2: how}
+    assert story.detector.over
+    assert story.detector.cause is None
+    assert story.detector.left_out == {2: how}
 
 
 def test_an_exception_ends_the_run_also_in_an_expendable_rank() -> None:
@@ -269,7 +269,7 @@ def test_stopped_ranks_alone_do_not_hold_up_the_end() -> None:
     story.tell(Finished(1))
     story.tell(Exited(1, 0))
     assert Kill(2) in story.pass_time(1, busy=(0,))
-    assert story.verdicts.left_out == {2: "was still stopped at the end"}
+    assert story.detector.left_out == {2: "was still stopped at the end"}
 
 
 @pytest.mark.parametrize(("step", "patience"), [(1, 60), (0, 180)])
@@ -327,8 +327,8 @@ def test_a_stopped_rank_that_holds_up_all_others_is_left_out() -> None:
     notice = Notice("rank 2 on host is stopped; going on without it")
     assert story.pass_time(59) == [notice]
     assert Kill(2) in story.pass_time(3)
-    assert story.verdicts.left_out == {2: "is stopped, and all others wait for it"}
-    assert story.verdicts.cause is None
+    assert story.detector.left_out == {2: "is stopped, and all others wait for it"}
+    assert story.detector.cause is None
 
 
 def test_a_rank_that_leaves_may_wait_for_the_others() -> None:
@@ -345,7 +345,7 @@ def test_nobody_is_late_while_the_watcher_was_stopped() -> None:
     story = Story()
     story.pass_time(30)
     story.now += 1000
-    assert story.verdicts.tick(story.now) == []
+    assert story.detector.tick(story.now) == []
     assert story.pass_time(25) == []
 
 
@@ -353,7 +353,7 @@ def test_a_first_ctrl_c_asks_and_a_second_ends() -> None:
     story = Story(ranks=2)
     first = story.tell(Interrupted())
     assert first[0] == Stop()
-    assert story.verdicts.stopped
+    assert story.detector.stopped
     assert story.tell(Interrupted()) == [Abort("interrupted"), Kill(0), Kill(1)]
 
 
@@ -362,10 +362,10 @@ def test_ranks_that_do_not_leave_are_killed() -> None:
     story.die(1)
     assert story.pass_time(4.5) == []
     assert story.pass_time(1) == [Kill(0), Kill(2)]
-    assert not story.verdicts.over
+    assert not story.detector.over
     story.die(0)
     story.die(2)
-    assert story.verdicts.over
+    assert story.detector.over
 
 
 def test_a_rank_that_stays_after_its_result_is_killed() -> None:
@@ -375,17 +375,17 @@ def test_a_rank_that_stays_after_its_result_is_killed() -> None:
     story.tell(Disconnected(0))
     assert Kill(0) in story.pass_time(6, busy=(1, 2))
     story.tell(Exited(0, -signal.SIGKILL))
-    assert story.verdicts.cause is None
+    assert story.detector.cause is None
 
 
 def test_ranks_that_never_join_are_named() -> None:
-    verdicts = Verdicts(3, LIMITS, start=0.0, children=True)
-    verdicts.observe(0.0, Joined(1, "host"))
+    detector = FailureDetector(3, LIMITS, start=0.0, children=True)
+    detector.observe(0.0, Joined(1, "host"))
     for now in range(1, 299):
-        assert verdicts.tick(now) == []
-        verdicts.observe(float(now), Beat(1, Pulse(activity=now)))
-    verdicts.tick(300.0)
-    assert verdicts.cause == "rank 0, rank 2 did not join within 300 s"
+        assert detector.tick(now) == []
+        detector.observe(float(now), Beat(1, Pulse(activity=now)))
+    detector.tick(300.0)
+    assert detector.cause == "rank 0, rank 2 did not join within 300 s"
 
 
 def test_stuck_finds_the_ranks_that_nobody_releases() -> None:
@@ -393,7 +393,7 @@ def test_stuck_finds_the_ranks_that_nobody_releases() -> None:
     assert stuck({0: (1,), 1: (0,), 2: (3,)}, everyone) == {0: (1,), 1: (0,)}
     assert stuck({0: (1, 4), 1: (0,)}, everyone) == {}
     assert stuck({0: (1,), 1: (2,)}, {0, 1}) == {0: (1,), 1: (2,)}
-    assert tell({3: (3,)}, {}, {}) == "rank 3 waits for rank 3"
+    assert follow_waits({3: (3,)}, {}, {}) == "rank 3 waits for rank 3"
 
 
 def test_frames_arrive_whole_however_they_are_cut() -> None:
@@ -428,30 +428,33 @@ def test_messages_are_json() -> None:
 
 def test_a_rank_that_has_not_joined_is_the_cause_and_no_innocent_one() -> None:
     """Whatever the patience: all others can only wait for it, and for its connections."""
-    verdicts = Verdicts(3, replace(LIMITS, patience=10.0), start=0.0, children=True)
-    notice = verdicts.refused("a connection was refused")
+    detector = FailureDetector(3, replace(LIMITS, patience=10.0), start=0.0, children=True)
+    notice = detector.refused("a connection was refused")
     assert notice == [Notice("a connection was refused")]
-    assert verdicts.refused("a connection was refused") == []
+    assert detector.refused("a connection was refused") == []
     now = 0.0
     for rank in (0, 2):
-        verdicts.observe(now, Joined(rank, "host"))
-    while not (done := verdicts.tick(now)):
+        detector.observe(now, Joined(rank, "host"))
+    while not (done := detector.tick(now)):
         now += 0.25
         for rank in (0, 2):
-            verdicts.observe(now, Beat(rank, Pulse(phase="set-up")))
+            detector.observe(now, Beat(rank, Pulse(phase="set-up")))
     assert now == LIMITS.joining
     assert done == [Abort("rank 1 did not join within 300 s; a connection was refused")]
 
 
 def test_patience_begins_when_the_last_rank_has_joined() -> None:
-    verdicts = Verdicts(2, LIMITS, start=0.0, children=True)
-    verdicts.observe(0.0, Joined(0, "host"))
-    now = 250.0
-    verdicts.tick(now)
-    verdicts.observe(now, Joined(1, "host"))
-    while not (done := verdicts.tick(now)):
+    detector = FailureDetector(2, LIMITS, start=0.0, children=True)
+    detector.observe(0.0, Joined(0, "host"))
+    now = 0.0
+    while now < 250.0:
+        now += 0.25
+        detector.observe(now, Beat(0, Pulse(phase="set-up")))
+        assert detector.tick(now) == []
+    detector.observe(now, Joined(1, "host"))
+    while not (done := detector.tick(now)):
         now += 0.25
         for rank in (0, 1):
-            verdicts.observe(now, Beat(rank, Pulse(phase="set-up")))
+            detector.observe(now, Beat(rank, Pulse(phase="set-up")))
     assert now > 250.0 + 3 * LIMITS.patience
     assert "rank 0 on host hangs" in str(done[0])

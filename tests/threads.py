@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from orchestra.transports.mesh import Listener, connect_mesh
-from orchestra.transports.sockets import SocketTransport
+from orchestra.transports.handshake import address_of, listen
+from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import InterceptedReporter
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime, Work
@@ -69,8 +69,8 @@ def run_ranks(ranks: int, program: Callable[[Runtime], Any], timeout: float = 60
     That one ends the others, as the watcher of a run does: a rank beside whose worker a server has
     given up waits for itself.
     """
-    listeners = [Listener() for _ in range(ranks)]
-    addresses = [listener.address for listener in listeners]
+    listeners = [listen() for _ in range(ranks)]
+    addresses = [address_of(listener) for listener in listeners]
     token = secrets.token_bytes(16)
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []

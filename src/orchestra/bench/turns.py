@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from orchestra.engines.events import Beat, Event, Notice
-from orchestra.engines.processes.launch import Outcome
+from orchestra.engines.processes import Outcome
 from orchestra.worker.runtime import Runtime
 
 T = TypeVar("T")

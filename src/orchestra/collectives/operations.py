@@ -12,7 +12,7 @@ from torch import Tensor
 
 from orchestra.schedules import ALL_REDUCE, Schedule
 from orchestra.schedules import broadcast as broadcast_schedule
-from orchestra.transports.protocol import Group, Transport
+from orchestra.transports.protocol import CollectiveCall, Group, Transport
 from orchestra.transports.tags import Tag
 
 
@@ -43,7 +43,7 @@ def execute(
     edges: Sequence[int] | None = None,
 ) -> int:
     """Begin `Transport.collective` and wait for it: the bytes of buffer used beside `vector`."""
-    return transport.collective(schedule, vector, group, tag, edges).wait()
+    return transport.collective(CollectiveCall(schedule, vector, group, tag, edges)).wait()
 
 
 def gather_objects(transport: Transport, value: Any, group: Group, root: int) -> Sequence[Any]:

@@ -103,7 +103,8 @@ class ServerLost:
     how: str
 
 
-Event = Joined | Beat | Finished | Failed | Disconnected | Exited | Interrupted | ServerLost
+EventOfRank = Joined | Beat | Finished | Failed | Disconnected | Exited
+Event = EventOfRank | Interrupted | ServerLost
 
 # Instructions -------------------------------------------------------------------------------
 
@@ -147,9 +148,9 @@ Instruction = Abort | Disconnect | Kill | Stop | Notice
 
 def describe(error: BaseException) -> Failure:
     """`error` for the watcher, with the loss or the end of the run that it may be due to."""
-    behind = error
-    while not isinstance(behind, PeerLost | RunAborted) and _reason(behind) is not None:
-        behind = _reason(behind) or behind
+    behind, reason = error, _reason(error)
+    while reason is not None and not isinstance(behind, PeerLost | RunAborted):
+        behind, reason = reason, _reason(reason)
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = traceback.format_exception(type(error), error, frames)
     clear = isinstance(error, RunFailed)  # its message says all
@@ -200,7 +201,7 @@ def stuck(
             del blocked[rank]
 
 
-def tell(
+def follow_waits(
     blocked: Mapping[int, tuple[int, ...]], whats: Mapping[int, str], states: Mapping[int, str]
 ) -> str:
     """Follow the waits from the first blocked rank, until they repeat or lead to nobody alive."""

@@ -1,16 +1,23 @@
-"""One run, on the engine that its settings name. Imports without torch."""
+"""One run, on the engine that its settings name, and its record. Imports without torch."""
 
 from __future__ import annotations
 
+import importlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from orchestra.engines.processes import training as processes
-from orchestra.engines.processes.display import Progress
-from orchestra.engines.simulation import training as simulation
-from orchestra.records.record import RunRecord
-from orchestra.trainer.settings import Run
+from orchestra.data.plan import apportion
+from orchestra.errors import InputError, RunFailed
+from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
+from orchestra.records.report import RankReport
+from orchestra.records.trace import write_trace
+from orchestra.strategies.base import Roles, Strategy
+from orchestra.trainer.settings import Run, target_times
 
-ENGINES = {"processes": processes.train_run, "simulation": simulation.train_run}
+if TYPE_CHECKING:
+    from orchestra.engines.processes.display import Progress
 
 
 def train_run(
@@ -24,4 +31,89 @@ def train_run(
         InputError: the strategy cannot run on that many ranks, or not on this engine.
         RunFailed: names the first cause; what was measured until then stays in `folder`.
     """
-    return ENGINES[run.training.engine](run, folder, quiet=quiet, progress=progress)
+    engine = importlib.import_module(f"orchestra.engines.{run.training.engine}.training")
+    record: RunRecord = engine.train_run(run, folder, quiet=quiet, progress=progress)
+    return record
+
+
+def roles_of(run: Run) -> Roles:
+    """The roles in which the ranks of `run` begin.
+
+    Raises:
+        InputError: the strategy cannot run on that many ranks.
+    """
+    assert isinstance(run.strategy, Strategy)
+    return run.strategy.roles(run.training.ranks)
+
+
+def write_environment(folder: Path) -> None:
+    """Write down where a run takes place, into its `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "environment.json", json.dumps(environment(), indent=2) + "\n")
+
+
+def record_of(
+    run: Run,
+    reports: Sequence[RankReport],
+    folder: Path,
+    launch: Mapping[str, float],
+    *,
+    left_out: Mapping[int, str],
+    **about: Any,
+) -> RunRecord:
+    """The record of a run that ended well, from the ranks that were there at the end; its curve
+    and its timeline go into `folder`. `launch` are the seconds before their programs began: the
+    import that the first launch of a command waits for is among them, but is no set-up."""
+    # The longest set-up is the one that the others waited for.
+    longest = max((report.setup for report in reports), key=lambda setup: sum(setup.values()))
+    setup = {**launch, **longest}
+    chief = next(report.chief for report in reports if report.chief is not None)
+    record = combine(
+        reports,
+        **_identity(run, folder),
+        setup_seconds=sum(setup.values()) - setup.get("import", 0.0),
+        setup=setup,
+        left_out={str(rank): reason for rank, reason in left_out.items()},
+        **_batches(run, reports[0].shares),
+        **target_times(chief.curve, run.training.target),
+        **about,
+    )
+    write_curve(folder, chief.curve)
+    write_trace(folder, reports)
+    return record
+
+
+def _batches(run: Run, measured: tuple[float, ...]) -> dict[str, Any]:
+    """The samples of each worker in a full step at the start, and the weights behind them."""
+    roles, training = roles_of(run), run.training
+    shares = training.weighted(roles.shares, measured or None)
+    counts = apportion(training.global_batch(roles.shares), shares)
+    batches = [count for count, share in zip(counts, shares, strict=True) if share]
+    return {"worker_batches": batches, "shares": measured}
+
+
+def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
+    """The record of a run that failed."""
+    return RunRecord(status="failed", failure=str(failure), **_identity(run, folder))
+
+
+def _identity(run: Run, folder: Path) -> dict[str, Any]:
+    roles = roles_of(run)
+    return {
+        "name": run.name,
+        "strategy": repr(run.strategy),
+        "engine": run.training.engine,
+        "cluster": run.training.cluster if run.training.engine == "simulation" else None,
+        "ranks": run.training.ranks,
+        "workers": len(roles.workers),
+        "servers": len(roles.servers),
+        "seed": run.seed,
+        "global_batch": run.training.global_batch(roles.shares),
+        "distributed": run.strategy.distributed,
+        "switches": run.strategy.switches,
+        "synchronous": run.strategy.synchronous,
+        "steps_together": run.steps_together,
+        "work": run.training.work if run.strategy.self_paced and len(roles.workers) > 1 else None,
+        "judged_on": run.judged_on,
+        "folder": folder,
+    }

@@ -13,7 +13,7 @@ from orchestra.collectives import Group, all_reduce
 from orchestra.errors import InputError
 from orchestra.exchange.average import Begin, Bucket
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
-from orchestra.transports.protocol import Task, Transport
+from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -35,9 +35,8 @@ class Collective:
         background: bool = False,
     ) -> Task[int]:
         """Begin this rank's part; see `Transport.collective`."""
-        return transport.collective(
-            self.schedule, vector, self.group, tag, edges, background=background
-        )
+        call = CollectiveCall(self.schedule, vector, self.group, tag, edges, background)
+        return transport.collective(call)
 
     def sum_on(self, transport: Transport) -> Begin:
         """What begins the sum of a bucket, over `transport`."""
@@ -53,14 +52,14 @@ class NativeSum:
     """torch.distributed's own all-reduce under way on `worker`."""
 
     worker: Worker
-    work: Task[Tensor]
+    work: Task[int]
 
     def wait(self) -> int:
-        """Block until it is done; what buffer it uses is not known."""
+        """Block until it is done: the bytes of buffer used, as far as they are known."""
         started = self.worker.transport.now()
-        self.work.wait()
+        buffer = self.work.wait()
         self.worker.measures.native_seconds += self.worker.transport.now() - started
-        return 0
+        return buffer
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -68,13 +67,19 @@ class NativeSum:
 
 
 def native_sum(worker: Worker) -> Begin:
-    """What begins the sum of a bucket by torch.distributed's own all-reduce."""
+    """Collective: what begins the sum of a bucket by torch.distributed's own all-reduce."""
+
+    def all_reduce(vector: Tensor) -> Task[int]:
+        call = CollectiveCall(None, vector, worker.everyone, Tag.NATIVE)
+        return worker.transport.collective(call)
 
     def begin(bucket: Bucket, *, background: bool) -> Sequence[Task[int]]:
         ranks = len(worker.workers)
         worker.measures.native_bytes += 2 * (ranks - 1) * bucket.values.nbytes // ranks
-        return [NativeSum(worker, worker.native.start_all_reduce(bucket.values))]
+        return [NativeSum(worker, all_reduce(bucket.values))]
 
+    # The process group is made now, not inside the first step.
+    all_reduce(torch.zeros(1, device=worker.parameters.device)).wait()
     return begin
 
 

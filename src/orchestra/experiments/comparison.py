@@ -16,8 +16,7 @@ from typing import Any
 from orchestra.cluster.presets import load_cluster
 from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
-from orchestra.engines.run import train_run
-from orchestra.engines.run_record import failed_record
+from orchestra.engines.run import failed_record, train_run
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.experiment import (
     Experiment,

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from orchestra.engines.run_record import failed_record
+from orchestra.engines.run import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import to_yaml

@@ -163,7 +163,6 @@ class AllReduce(Strategy[AllReduceState]):
         exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
         if self.algorithm == "native":
-            worker.native.barrier()  # the group is made now, not inside the first step
             average = exchange.GradientAverage(worker, exchange.native_sum(worker))
             return AllReduceState(worker.local_optimizer(), average)
         collective = exchange.make_collective(

@@ -1,39 +1,199 @@
-"""The default of `Transport.collective`: schedules over messages, in this flow or behind it.
+"""`Transport.collective`: collectives in this flow, behind it, or by torch.distributed.
 
-A flow that begins collectives has two queues. Those of the foreground are executed by the flow
-itself, when it waits for one of them; those of the background by one more flow, which is made for
-the first of them.
+`steps` states what a rank does in a schedule and in which order, in numbers alone. `execute` does
+it over a transport, blocking; the simulation does the same steps by events, without a flow for each
+rank. A flow that begins collectives has two queues (`CollectiveVerb`). Those of the foreground are
+executed by the flow itself, when it waits for one of them; those of the background by one more
+flow, which is made for the first of them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from orchestra.schedules import Schedule
-from orchestra.transports.executor import execute
-from orchestra.transports.protocol import Group, Task, Traffic, Transport
+from orchestra.errors import InputError
+from orchestra.schedules import REDUCE, Schedule
+from orchestra.transports.protocol import CollectiveCall, Handle, HandOver, Task, Traffic, Transport
 
-Execute = Callable[[Transport], int]
-"""Executes one collective over the transport of a flow; the bytes of buffer used."""
+SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
 
 
-class HandOver(Protocol):
-    """How two flows of a rank tell each other of what has changed; the engine's."""
+@dataclass(frozen=True)
+class Part:
+    """What one rank does in one round; pieces go from the first to before the end."""
 
-    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
-        """Block until `so`, which counts as waiting in `traffic`."""
-        ...
+    sends: Sequence[tuple[int, int, int]]  # (target, first, end)
+    receives: Sequence[tuple[int, int, int, int]]  # (source, first, end, operation)
 
-    def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        """Make `change`, and let whoever waits look again."""
-        ...
+
+@functools.lru_cache(maxsize=256)
+def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
+    """The rounds of `schedule` as one rank sees them."""
+    parts = []
+    for transfers in schedule.rounds():
+        sends = transfers[transfers[:, 0] == index][:, [1, 2, 3]]
+        receives = transfers[transfers[:, 1] == index][:, [0, 2, 3, 4]]
+        if len(sends) or len(receives):
+            parts.append(
+                Part(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
+            )
+    return tuple(parts)
+
+
+class Verb(Enum):
+    """What a rank does next."""
+
+    SEND = auto()  # begin to send elements
+    POST = auto()  # begin to receive elements
+    TAKE = auto()  # wait for a message that was posted
+    FREE = auto()  # wait until a message that was sent may be changed
+    ADD = auto()  # a message that was taken to the rank's own elements
+    NEXT = auto()  # the round is over
+
+
+class Step(NamedTuple):
+    """One verb, about a message of the elements [first, end) to or from `peer`.
+
+    `number` counts the messages that the rank sends (SEND, FREE), or those that it receives
+    (POST, TAKE, ADD). `scratch` names the memory that a message lands in before it is added; it is
+    negative for one that lands in its place.
+    """
+
+    verb: Verb
+    number: int = -1
+    peer: int = -1
+    first: int = 0
+    end: int = 0
+    scratch: int = -1
+
+
+Span = tuple[int, int]
+
+
+def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator[Step]:
+    """What a rank does in its `parts` of the rounds, with messages of at most `segment` elements.
+
+    All that a round receives is posted, at most two messages a run of pieces, then all is sent,
+    then the messages are taken in the order of the schedule. A message is small enough to be still
+    in the processor's cache when it is added, and while one is added the next is on its way: two
+    of scratch are enough. What leaves is what was there when the round began: it has to be gone
+    before the sum of the same elements. An empty run of pieces makes no message.
+    """
+    sent, posted = itertools.count(), itertools.count()
+    for part in parts:
+        yield from _round(part, edges, segment, sent, posted)
+        yield Step(Verb.NEXT)
+
+
+def _round(
+    part: Part, edges: Sequence[int], segment: int, sent: Iterator[int], posted: Iterator[int]
+) -> Iterator[Step]:
+    arriving = []
+    for run, (source, first, end, operation) in enumerate(part.receives):
+        scratch = 2 * run if operation == REDUCE else -3
+        spans = _cut(edges[first], edges[end], segment)
+        arriving.append(
+            [Step(Verb.POST, -1, source, *span, scratch + k % 2) for k, span in enumerate(spans)]
+        )
+    for messages in arriving:
+        for place in range(min(2, len(messages))):
+            yield _numbered(messages, place, posted)
+    leaving: dict[Span, list[list[Step]]] = {}
+    for target, first, end in part.sends:
+        spans = _cut(edges[first], edges[end], segment)
+        sending = [Step(Verb.SEND, next(sent), target, *span) for span in spans]
+        yield from sending
+        leaving.setdefault((first, end), []).append(sending)
+    for (_, first, end, _), messages in zip(part.receives, arriving, strict=True):
+        for place, message in enumerate(messages):  # which are numbered when they are posted
+            yield message._replace(verb=Verb.TAKE)
+            if message.scratch >= 0:
+                for sending in leaving.get((first, end), ()):
+                    yield sending[place]._replace(verb=Verb.FREE)
+                yield message._replace(verb=Verb.ADD)
+            if place + 2 < len(messages):
+                yield _numbered(messages, place + 2, posted)
+    for sending in itertools.chain(*leaving.values()):
+        for step in sending:
+            yield step._replace(verb=Verb.FREE)
+
+
+def _numbered(messages: list[Step], place: int, posted: Iterator[int]) -> Step:
+    messages[place] = step = messages[place]._replace(number=next(posted))
+    return step
+
+
+def _cut(first: int, end: int, segment: int) -> list[Span]:
+    if end - first <= segment:
+        return [(first, end)] if end > first else []
+    return [(start, min(start + segment, end)) for start in range(first, end, segment)]
+
+
+def execute(transport: Transport, call: CollectiveCall) -> int:
+    """Take this rank's part in a collective over `transport`; the bytes of buffer used."""
+    schedule, vector, group = call.schedule, call.vector, call.group
+    assert schedule is not None
+    assert vector.dim() == 1
+    assert vector.is_contiguous()
+    index, length = group.index(transport.rank), vector.numel()
+    memory = vector
+    if schedule.slots and len(group) > 1:
+        memory = vector.new_empty(schedule.pieces * length)
+        memory[index * length : (index + 1) * length].copy_(vector)
+    edges = schedule.edges(length) if call.edges is None else call.edges
+    assert edges[-1] == memory.numel()
+    segment = SEGMENT_BYTES // memory.element_size()
+    order = steps(_parts(schedule, index), edges, segment)
+    peak = _exchange(transport, memory, order, group.ranks, call.tag)
+    if memory is vector:
+        return peak
+    slots = memory.view(schedule.pieces, length)
+    vector.copy_(slots[0])
+    transport.add(vector, *slots[1:])
+    return memory.nbytes
+
+
+def _exchange(
+    transport: Transport, memory: Tensor, order: Iterable[Step], ranks: Sequence[int], tag: int
+) -> int:
+    """Carry out all rounds on `memory`; the most bytes of scratch that one needed."""
+    peak = 0
+    sends: dict[int, Handle] = {}
+    receives: dict[int, Handle] = {}
+    scratch: dict[int, Tensor] = {}
+    for verb, number, peer, first, end, place in order:
+        if verb is Verb.SEND:
+            sends[number] = transport.send(memory[first:end], ranks[peer], tag)
+        elif verb is Verb.POST:
+            into = memory[first:end]
+            if place >= 0:
+                if place not in scratch:
+                    scratch[place] = torch.empty_like(into)
+                into = scratch[place][: end - first]
+            receives[number] = transport.receive(ranks[peer], tag, into)
+        elif verb is Verb.TAKE:
+            receives[number].wait()
+        elif verb is Verb.ADD:
+            transport.add(memory[first:end], scratch[place][: end - first])
+        elif verb is Verb.FREE:
+            sends[number].wait()
+        else:
+            peak = max(peak, sum(each.nbytes for each in scratch.values()))
+            sends.clear()
+            receives.clear()
+            scratch.clear()
+    return peak
 
 
 class ThreadHandOver:
@@ -55,175 +215,140 @@ class ThreadHandOver:
 
 
 class Begun:
-    """A collective that was begun, and that `queue` executes."""
+    """A collective that was begun; `finish` blocks until it was executed.
 
-    def __init__(self, queue: Foreground | Background, execute: Execute) -> None:
-        self.execute = execute
+    Attributes:
+        flow: the background flow that executes it.
+    """
+
+    def __init__(
+        self,
+        call: CollectiveCall,
+        finish: Callable[[Begun], None],
+        flow: Task[None] | None = None,
+    ) -> None:
+        self.flow = flow
         self.finished = False
-        self.buffer_bytes = 0
         self.error: BaseException | None = None
-        self._queue = queue
+        self._call = call
+        self._finish = finish
+        self._buffer_bytes = 0
 
     def wait(self) -> int:
         """Block until it is done: the bytes of buffer used. Raises what it raised."""
         if not self.finished:
-            self._queue.finish(self)
+            self._finish(self)
         if self.error is not None:
             raise self.error
-        return self.buffer_bytes
+        return self._buffer_bytes
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
         return self.finished
 
-    @property
-    def flow(self) -> Task[None] | None:
-        """The background flow that executes it."""
-        return self._queue.flow
-
-    def end(self, buffer_bytes: int = 0, error: BaseException | None = None) -> None:
-        """It is done, or has failed."""
-        self.buffer_bytes, self.error, self.finished = buffer_bytes, error, True
-
-
-class Foreground:
-    """Collectives that make progress only while `over`, the flow that began them, waits."""
-
-    flow = None
-
-    def __init__(self, over: Transport) -> None:
-        self._over = over
-        self._waiting: deque[Begun] = deque()
-
-    def begin(self, execute: Execute) -> Begun:
-        """One more, behind the others."""
-        begun = Begun(self, execute)
-        self._waiting.append(begun)
-        return begun
-
-    def finish(self, last: Begun) -> None:
-        """Execute all up to `last`."""
-        while not last.finished:
-            begun = self._waiting.popleft()
-            try:
-                begun.end(begun.execute(self._over))
-            except BaseException as error:
-                begun.end(error=error)
-                raise
+    def execute(self, transport: Transport) -> None:
+        """Carry it out, or note what it raised; it counts as finished once that is said."""
+        try:
+            self._buffer_bytes = transport.execute(self._call)
+        except BaseException as error:
+            self.error = error
 
 
 class Background:
-    """Collectives that a flow behind `over` executes, one after the other."""
+    """Collectives that a flow behind `owner` executes, one after the other."""
 
-    def __init__(self, over: Transport, hand_over: HandOver) -> None:
-        self._over = over
-        self._hand_over = hand_over
+    def __init__(self, owner: Transport) -> None:
+        self._owner = owner
+        self._hand_over = owner.new_hand_over()
         self._waiting: deque[Begun] = deque()
         self._ended = False
         self._error: BaseException | None = None
-        self.flow: Task[None] | None = None
+        self._flow: Task[None] | None = None
 
-    def begin(self, execute: Execute) -> Begun:
+    def begin(self, call: CollectiveCall) -> Begun:
         """One more, behind the others; the first of them makes the flow."""
-        if self.flow is None:
+        if self._flow is None:
             self._ended = False
-            self.flow = self._over.spawn(self.sum_in_background)
-        begun = Begun(self, execute)
-        self._hand_over.tell(lambda: self._waiting.append(begun), self._over.traffic)
+            self._flow = self._owner.spawn(self.sum_in_background)
+        begun = Begun(call, self._finish, self._flow)
+        self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
         return begun
-
-    def finish(self, begun: Begun) -> None:
-        """Wait until the flow has executed it, or has failed before."""
-        self._hand_over.wait_until(
-            lambda: begun.finished or self._error is not None, self._over.traffic
-        )
-        if not begun.finished:
-            begun.end(error=self._error)
 
     def end(self) -> None:
         """Let the flow end once all is done; whatever failed has been raised by `wait`."""
-        if self.flow is not None:
-            self._hand_over.tell(self._end, self._over.traffic)
-            self.flow.wait()
-            self.flow = None
+        if self._flow is not None:
+            self._hand_over.tell(lambda: setattr(self, "_ended", True), self._owner.traffic)
+            self._flow.wait()
+            self._flow = None
 
-    def _end(self) -> None:
-        self._ended = True
-
-    def _is_told(self) -> bool:
-        return bool(self._waiting) or self._ended
+    def _finish(self, begun: Begun) -> None:
+        """Wait until the flow has executed it, or has failed before."""
+        self._hand_over.wait_until(
+            lambda: begun.finished or self._error is not None, self._owner.traffic
+        )
+        if not begun.finished:
+            begun.error = self._error
 
     def sum_in_background(self, transport: Transport) -> None:
         """The flow, on its `transport`."""
         traffic = transport.traffic
         while self._error is None:
-            self._hand_over.wait_until(self._is_told, traffic)
+            self._hand_over.wait_until(lambda: bool(self._waiting) or self._ended, traffic)
             if not self._waiting:
                 return
             begun = self._waiting[0]
             before = traffic.seconds_communicating
-            try:
-                end = functools.partial(begun.end, begun.execute(transport))
-            except BaseException as error:
-                self._error = error
-                end = functools.partial(begun.end, error=error)
-            self._over.traffic.seconds_in_background += traffic.seconds_communicating - before
+            begun.execute(transport)
+            self._error = begun.error
+            self._owner.traffic.seconds_in_background += traffic.seconds_communicating - before
             self._waiting.popleft()
-            self._hand_over.tell(end, traffic)
+            self._hand_over.tell(functools.partial(setattr, begun, "finished", True), traffic)
 
 
 class CollectiveVerb:
-    """`Transport.collective` for a transport of messages.
+    """`Transport.collective` for every transport.
 
-    Queues belong to whatever the messages are sent over, since an interceptor's background flow is
-    intercepted, too.
+    An interceptor's transport has queues of its own, so that the flow behind them is intercepted.
     """
 
-    _foreground: dict[Transport, Foreground] | None = None
-    _background: dict[Transport, Background] | None = None
+    _foreground: deque[Begun] | None = None
+    _background: Background | None = None
 
-    def collective(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None = None,
-        *,
-        background: bool = False,
-        via: Transport | None = None,
-        visible: bool = False,
-    ) -> Task[int]:
-        """Begin this rank's part in `schedule`; see `Transport.collective`."""
-        over: Transport = via or self  # type: ignore[assignment]
-        call = functools.partial(self._execute, schedule, vector, group, tag, edges, visible)
-        if self._foreground is None or self._background is None:
-            self._foreground, self._background = {}, {}
-        if not background:
-            if over not in self._foreground:
-                self._foreground[over] = Foreground(over)
-            return self._foreground[over].begin(call)
-        if over not in self._background:
-            self._background[over] = Background(over, self._new_hand_over())
-        return self._background[over].begin(call)
+    def collective(self, call: CollectiveCall) -> Task[int]:
+        """Begin this rank's part in a collective; see `Transport.collective`."""
+        this: Transport = self  # type: ignore[assignment]
+        if call.schedule is None:
+            return this.native_all_reduce(call.vector)
+        if call.background:
+            self._background = self._background or Background(this)
+            return self._background.begin(call)
+        self._foreground = deque() if self._foreground is None else self._foreground
+        begun = Begun(call, self._execute_up_to)
+        self._foreground.append(begun)
+        return begun
 
-    def end_background(self, via: Transport | None = None) -> None:
-        """End the background flow, if there is one; see `Transport.end_background`."""
-        over: Transport = via or self  # type: ignore[assignment]
-        if self._background and over in self._background:
-            self._background[over].end()
+    def _execute_up_to(self, last: Begun) -> None:
+        assert self._foreground is not None
+        while not last.finished:
+            begun = self._foreground.popleft()
+            begun.execute(self)  # type: ignore[arg-type]
+            begun.finished = True
+            if begun.error is not None:
+                raise begun.error
 
-    def _execute(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None,
-        visible: bool,
-        flow: Transport,
-    ) -> int:
-        return execute(flow, schedule, vector, group, tag, edges)
+    def end_background(self) -> None:
+        """End the background flow, if there is one."""
+        if self._background is not None:
+            self._background.end()
 
-    def _new_hand_over(self) -> HandOver:
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        """Carry out `call` now, message by message; see `Transport.execute`."""
+        return execute(over or self, call)  # type: ignore[arg-type]
+
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        """Refuse: only some transports have a backend."""
+        raise InputError("this engine has no native collectives: name a schedule instead")
+
+    def new_hand_over(self) -> HandOver:
+        """Make what two threads wait on."""
         return ThreadHandOver()

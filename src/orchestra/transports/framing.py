@@ -46,7 +46,7 @@ class MalformedFrame(ConnectionError):
 
 
 class Header(NamedTuple):
-    """The description of a message, which arrives before its first element."""
+    """What arrives of a message before its first element."""
 
     kind: int
     dtype: torch.dtype

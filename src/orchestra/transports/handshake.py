@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import selectors
 import socket
 import ssl
@@ -58,28 +59,6 @@ class TLS:
             ) from error
         return context
 
-    def wrap(self, connection: socket.socket, *, server_side: bool) -> ssl.SSLSocket:
-        """Shake hands on a connected blocking socket, within the socket's own time-out.
-
-        Raises `ssl.SSLError` where the other end is not of the run.
-        """
-        return self.context(server_side=server_side).wrap_socket(
-            connection, server_side=server_side
-        )
-
-
-def wrap_accepted(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """The server's side of TLS on an accepted socket that does not block; no hands are shaken yet.
-
-    Raises OSError, with the socket closed, where the other end has gone again.
-    """
-    try:
-        connection.getpeername()  # where this fails, wrap_socket would leave its socket open
-        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-    except OSError:
-        connection.close()
-        raise
-
 
 def in_words(error: OSError) -> str:
     """Why a connection failed, in words; of certificates, which end refused which."""
@@ -111,21 +90,27 @@ def from_environment(environ: Mapping[str, str]) -> TLS | None:
     return TLS(*(Path(environ[name]) for name in names))
 
 
+def listen(host: str = "127.0.0.1") -> socket.socket:
+    """Listen on a free port of `host`; raises `InputError` where that is no address of this one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=128)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen on {host!r}: {error}; name an address of this machine"
+        ) from error
+
+
+def address_of(listener: socket.socket) -> tuple[str, int]:
+    """Host and port."""
+    host, port = listener.getsockname()[:2]
+    return str(host), int(port)
+
+
 def hello(sender: int, receiver: int, token: bytes) -> bytes:
     """The first bytes of `sender`, [HELLO_BYTES]; they prove to `receiver` that it belongs."""
     proof = hmac.digest(token, b"%d to %d" % (sender, receiver), "sha256")
     return _HELLO.pack(MAGIC, VERSION, sender) + proof
-
-
-def sender_of(said: bytes) -> int:
-    """The rank that a hello claims to be from."""
-    _, _, sender = _HELLO.unpack_from(said)
-    return int(sender)
-
-
-def proves(said: bytes, sender: int, receiver: int, token: bytes) -> bool:
-    """True if `said` is the hello of `sender` to `receiver`."""
-    return hmac.compare_digest(said, hello(sender, receiver, token))
 
 
 def connect(
@@ -145,28 +130,25 @@ def connect(
     try:
         connection = socket.create_connection(address, timeout=remaining(deadline))
         if tls is not None:
-            connection = tls.wrap(connection, server_side=False)
+            connection = tls.context(server_side=False).wrap_socket(connection)
         # Where our certificate was refused, the other end has closed, and its reason is to be read.
         with contextlib.suppress(OSError):
             connection.sendall(hello(sender, receiver, token))
-        if not proves(_read_hello(connection, deadline), receiver, sender, token):
+        answer = b""
+        while len(answer) < HELLO_BYTES:
+            connection.settimeout(remaining(deadline))
+            piece = connection.recv(HELLO_BYTES - len(answer))
+            if not piece:
+                raise ConnectionError("it closed the connection in the hello")
+            answer += piece
+        if not hmac.compare_digest(answer, hello(receiver, sender, token)):
             raise ConnectionError("what listens there is not of this run")
     except OSError as error:
         if connection is not None:
             connection.close()
         raise ConnectionError(in_words(error)) from error
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
-
-
-def _read_hello(connection: socket.socket, deadline: float) -> bytes:
-    answer = b""
-    while len(answer) < HELLO_BYTES:
-        connection.settimeout(remaining(deadline))
-        piece = connection.recv(HELLO_BYTES - len(answer))
-        if not piece:
-            raise ConnectionError("it closed the connection in the hello")
-        answer += piece
-    return answer
 
 
 def remaining(deadline: float) -> float:
@@ -177,15 +159,15 @@ def remaining(deadline: float) -> float:
     return seconds
 
 
+@dataclass(eq=False)
 class _Arrival:
     """An accepted connection that has yet to prove that it comes from a rank of the run."""
 
-    def __init__(self, connection: socket.socket, host: str) -> None:
-        self.connection = connection
-        self.host = host
-        self.since = time.monotonic()
-        self.hello = b""
-        self._shaken = False
+    connection: socket.socket
+    host: str
+    since: float
+    hello: bytes = b""
+    shaken: bool = False
 
     def advance(self) -> int:
         """Read what is there; the selector's event to wait for, or 0 once the hello is complete.
@@ -193,9 +175,9 @@ class _Arrival:
         Raises OSError where the other end went or does not speak TLS as it should.
         """
         try:
-            if isinstance(self.connection, ssl.SSLSocket) and not self._shaken:
+            if isinstance(self.connection, ssl.SSLSocket) and not self.shaken:
                 self.connection.do_handshake()
-                self._shaken = True
+                self.shaken = True
             while len(self.hello) < HELLO_BYTES:
                 piece = self.connection.recv(HELLO_BYTES - len(self.hello))
                 if not piece:
@@ -215,11 +197,12 @@ class Reception:
 
     Args:
         receiver: the rank of this end, or `WATCHER`.
-        context: TLS of this end; None where there is none.
-        wanted: says of a rank whether its connection is taken.
-        most: the number of connections that may be without proof; one more pushes out the oldest.
+        tls: of this end, where given.
+        missing: the ranks whose connections are taken; one that is handed over is removed.
+        spare: connections that may be without proof beside those of the missing ranks; one more
+            pushes out the oldest.
         welcome: called with a rank and its non-blocking connection, after both hellos.
-        refused: called with the host and the error of a connection that failed in TLS.
+        refused: called with the host, and with why a connection failed in TLS.
     """
 
     def __init__(
@@ -228,19 +211,19 @@ class Reception:
         listener: socket.socket,
         receiver: int,
         token: bytes,
-        context: ssl.SSLContext | None,
+        tls: TLS | None,
         *,
-        wanted: Callable[[int], bool],
-        most: Callable[[], int],
+        missing: set[int],
+        spare: int,
         welcome: Callable[[int, socket.socket], None],
-        refused: Callable[[str, ssl.SSLError], None],
+        refused: Callable[[str, str], None],
     ) -> None:
         self._selector = selector
         self._listener = listener
         self._receiver = receiver
         self._token = token
-        self._context = context
-        self._wanted, self._most = wanted, most
+        self._context = None if tls is None else tls.context(server_side=True)
+        self._missing, self._spare = missing, spare
         self._welcome, self._refused = welcome, refused
         self._arrivals: dict[_Arrival, None] = {}  # the oldest first
         listener.setblocking(False)
@@ -251,27 +234,29 @@ class Reception:
         for arrival in list(self._arrivals):
             self._advance(arrival)
 
-    def drop_since(self, limit: float) -> None:
-        """Close those without proof that came before `limit`, in seconds of `time.monotonic`."""
-        for arrival in [arrival for arrival in self._arrivals if arrival.since < limit]:
-            self._drop(arrival)
-
-    def close(self) -> None:
-        """Close all connections that are without proof."""
-        for arrival in list(self._arrivals):
+    def drop(self, before: float = math.inf) -> None:
+        """Close those without proof that came `before`, in seconds of `time.monotonic`."""
+        for arrival in [arrival for arrival in self._arrivals if arrival.since < before]:
             self._drop(arrival)
 
     def _accept(self) -> None:
-        if len(self._arrivals) >= self._most():
+        if len(self._arrivals) >= self._spare + len(self._missing):
             self._drop(next(iter(self._arrivals)))
         try:
             connection, (host, *_) = self._listener.accept()
-            connection.setblocking(False)  # it may be slow
-            if self._context is not None:
-                connection = wrap_accepted(connection, self._context)
         except OSError:
             return  # it went again
-        arrival = _Arrival(connection, host)
+        try:
+            connection.setblocking(False)  # it may be slow
+            connection.getpeername()  # where this fails, wrap_socket would leave its socket open
+            if self._context is not None:
+                connection = self._context.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+        except OSError:
+            connection.close()
+            return
+        arrival = _Arrival(connection, host, time.monotonic())
         self._arrivals[arrival] = None
         self._watch(arrival, selectors.EVENT_READ)
 
@@ -284,16 +269,16 @@ class Reception:
         try:
             events = arrival.advance()
             if not events:
-                peer = sender_of(arrival.hello)
-                if not proves(arrival.hello, peer, self._receiver, self._token):
-                    raise ConnectionError("not of this run")
-                if not self._wanted(peer):
-                    raise ConnectionError("not expected")
+                _, _, peer = _HELLO.unpack_from(arrival.hello)
+                proof = hello(peer, self._receiver, self._token)
+                if not hmac.compare_digest(arrival.hello, proof) or peer not in self._missing:
+                    raise ConnectionError("not of this run, or not expected")
                 # It fits into the empty buffer of a new connection.
                 arrival.connection.send(hello(self._receiver, peer, self._token))
+                arrival.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             if isinstance(error, ssl.SSLError):
-                self._refused(arrival.host, error)
+                self._refused(arrival.host, in_words(error))
             self._drop(arrival)
             return
         self._selector.unregister(arrival.connection)
@@ -301,6 +286,7 @@ class Reception:
             self._watch(arrival, events)
         else:
             del self._arrivals[arrival]
+            self._missing.remove(peer)
             self._welcome(peer, arrival.connection)
 
     def _drop(self, arrival: _Arrival) -> None:

@@ -1,23 +1,156 @@
-"""Which message belongs to which receive: pure bookkeeping, without input or output.
+"""Sends and receives under way, and which message belongs to which receive.
 
-Messages of one (source, tag) meet its receives in order. A message takes the receive that was
-posted first among those for its source and those for any source. A message that nobody asked for
-yet waits in memory of its own.
+Pure bookkeeping, without input or output. Messages of one (source, tag) meet its receives in order.
+A message takes the receive that was posted first among those for its source and those for any
+source. A message that nobody asked for yet waits in memory of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import Header, byte_view
-from orchestra.transports.operations import Receive
+from orchestra.transports.protocol import Traffic
 
 LEFT = "it has left"
+
+
+class Progress(Protocol):
+    """Whoever moves the bytes."""
+
+    def wait(self, operation: Operation) -> None:
+        """Return once `operation` is finished; raise where the whole transport has failed."""
+        ...
+
+    def test(self, operation: Operation) -> bool:
+        """True if `wait` would return or raise at once."""
+        ...
+
+
+@dataclass(eq=False)
+class Flow:
+    """One thread of communication of a rank."""
+
+    rank: int
+    progress: Progress
+    traffic: Traffic = field(default_factory=Traffic)
+    reported: set[int] = field(default_factory=set)
+    """Lost ranks that a receive from any source of this flow has already raised."""
+
+
+class Operation:
+    """A send or a receive.
+
+    `finished` is set last, so that it may be read without a lock. `awaited`: a flow is blocked
+    for this one, so that its end is worth waking somebody.
+    """
+
+    __slots__ = ("awaited", "error", "finished", "flow")
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.finished = False
+        self.awaited = False
+        self.error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Finish with `error`, which `wait` raises."""
+        self.error = error
+        self.finished = True
+
+    def done(self) -> bool:
+        """True if `wait` would return or raise at once."""
+        return self.flow.progress.test(self)
+
+    def _finish(self) -> None:
+        self.flow.progress.wait(self)
+        if self.error is not None:
+            raise self.error
+
+
+class Send(Operation):
+    """Bytes on their way to one rank."""
+
+    __slots__ = ("header", "payload", "tensor", "to")
+
+    def __init__(
+        self, flow: Flow, to: int, tensor: Tensor, header: bytes, payload: memoryview
+    ) -> None:
+        super().__init__(flow)
+        self.to = to
+        self.tensor = tensor
+        self.header = memoryview(header)
+        self.payload = payload
+
+    @property
+    def source(self) -> int:
+        """The sending rank."""
+        return self.flow.rank
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes have been handed to the kernel."""
+        in_header = min(count, len(self.header))
+        self.header = self.header[in_header:]
+        self.payload = self.payload[count - in_header :]
+
+    def wait(self) -> Tensor:
+        """The tensor that was sent, free to be changed again."""
+        self._finish()
+        return self.tensor
+
+
+class Receive(Operation):
+    """A posted receive; `landed` is the memory that the message is read into.
+
+    `frame_bytes` are those of the message with its header, from when it begins to arrive; 0 for one
+    from the rank itself. `began_at` is when that was, if it was posted before and time is virtual.
+    """
+
+    __slots__ = (
+        "began_at",
+        "frame_bytes",
+        "into",
+        "landed",
+        "requested",
+        "sender",
+        "sequence",
+        "tag",
+    )
+
+    def __init__(self, flow: Flow, requested: int | None, tag: int, into: Tensor | None) -> None:
+        super().__init__(flow)
+        self.requested = requested
+        self.tag = tag
+        self.into = into
+        self.sequence = 0
+        self.sender = requested
+        self.landed: Tensor | None = None
+        self.frame_bytes = 0
+        self.began_at = 0.0
+
+    @property
+    def source(self) -> int:
+        """The rank that sent; known for a receive from any source once it is done."""
+        assert self.sender is not None, "the source of a receive from any is known once done"
+        return self.sender
+
+    def wait(self) -> Tensor:
+        """The received tensor: `into` where it was given."""
+        self._finish()
+        landed = self.landed
+        assert landed is not None
+        if self.into is None:
+            return landed
+        if landed is not self.into:
+            self.into.detach().view(-1).copy_(landed.view(-1))
+            self.landed = self.into
+        return self.into
 
 
 class Incoming:
@@ -65,8 +198,12 @@ class Mailbox:
         if message is not None:
             self._attach(message, receive)
             return
-        for rank in self._departed(receive):
-            self._fail_lost(receive, rank)
+        if receive.requested is None:
+            departed = self.lost - receive.flow.reported
+        else:
+            departed = {receive.requested} & self.gone.keys()
+        if departed:
+            self._fail_lost(receive, min(departed))
             return
         self._sequence += 1
         receive.sequence = self._sequence
@@ -78,18 +215,23 @@ class Mailbox:
         With `content`, what will be in it is known, and given away.
         """
         receive = self._claim(source, header.tag)
-        if receive is not None and not self._fits(receive, source, header):
-            if content is not None:
-                return Incoming(source, header, content, None, come=True)
-            return Incoming(source, header, _empty(header), None)
-        into = None if receive is None else receive.into
-        landing = content if into is None and content is not None else _landing(receive, header)
-        message = Incoming(source, header, landing, receive, come=content is not None)
-        if receive is None:
+        fits = receive is None or self._fits(receive, source, header)
+        taker = receive if fits else None
+        into = None if taker is None else taker.into
+        landing = content
+        if landing is None or into is not None:
+            # The receiver's own memory wherever possible.
+            on_gpu = into is not None and into.is_cuda
+            if into is not None and not on_gpu:
+                landing = into
+            else:
+                landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=on_gpu)
+        message = Incoming(source, header, landing, taker, come=content is not None)
+        if taker is not None:
+            taker.sender = source
+            taker.frame_bytes = message.frame_bytes
+        elif fits:
             self._unexpected.setdefault(header.tag, []).append(message)
-        else:
-            receive.sender = source
-            receive.frame_bytes = message.frame_bytes
         return message
 
     def complete(self, message: Incoming) -> None:
@@ -101,10 +243,10 @@ class Mailbox:
     def deliver_local(self, tensor: Tensor, tag: int) -> None:
         """A message from this rank to itself; `tensor` is given away."""
         header = Header(0, tensor.dtype, tuple(tensor.shape), tag, tensor.nbytes)
-        receive = self._claim(self.rank, tag)
         message = Incoming(self.rank, header, tensor, None, come=True)
         message.frame_bytes = 0
         message.complete = True
+        receive = self._claim(self.rank, tag)
         if receive is None:
             self._unexpected.setdefault(tag, []).append(message)
         else:
@@ -117,36 +259,21 @@ class Mailbox:
         self.gone[rank] = reason
         if lost:
             self.lost.add(rank)
-        if partial is not None:
-            self._discard(partial)
+        if partial is not None and partial.receive is not None:
+            self._fail_lost(partial.receive, rank)
+        elif partial is not None:
+            queue = self._unexpected.get(partial.header.tag, [])
+            if partial in queue:  # not so where no receive could take it
+                queue.remove(partial)
         for key in [key for key in self._posted if key[0] == rank]:
             for receive in self._posted.pop(key):
                 self._fail_lost(receive, rank)
-        if lost:
-            self._report_to_flows(rank)
-
-    def _report_to_flows(self, rank: int) -> None:
-        """The oldest receive from any source of each flow learns that `rank` is lost."""
-        waiting = [r for key, queue in self._posted.items() if key[0] is None for r in queue]
-        for receive in sorted(waiting, key=lambda receive: receive.sequence):
-            if rank not in receive.flow.reported:
-                self._remove_posted(receive)
-                self._fail_lost(receive, rank)
-
-    def _discard(self, partial: Incoming) -> None:
-        if partial.receive is not None:
-            self._fail_lost(partial.receive, partial.source)
-            return
-        queue = self._unexpected.get(partial.header.tag, [])
-        if partial in queue:  # not so where no receive could take it
-            queue.remove(partial)
-
-    def _departed(self, receive: Receive) -> Iterator[int]:
-        """The ranks whose absence `receive` has to raise."""
-        if receive.requested is None:
-            yield from sorted(self.lost - receive.flow.reported)
-        elif receive.requested in self.gone:
-            yield receive.requested
+        if lost:  # which the oldest receive from any source of each flow learns
+            waiting = [r for key, queue in self._posted.items() if key[0] is None for r in queue]
+            for receive in sorted(waiting, key=lambda receive: receive.sequence):
+                if rank not in receive.flow.reported:
+                    self._remove_posted(receive)
+                    self._fail_lost(receive, rank)
 
     def _fail_lost(self, receive: Receive, rank: int) -> None:
         if receive.requested is None:
@@ -220,14 +347,3 @@ class Mailbox:
         )
         self._fail(receive, mistake)
         return False
-
-
-def _empty(header: Header, *, pinned: bool = False) -> Tensor:
-    return torch.empty(header.shape, dtype=header.dtype, pin_memory=pinned)
-
-
-def _landing(receive: Receive | None, header: Header) -> Tensor:
-    """The host memory that a message is read into: the receiver's own wherever possible."""
-    if receive is None or receive.into is None:
-        return _empty(header)
-    return _empty(header, pinned=True) if receive.into.is_cuda else receive.into

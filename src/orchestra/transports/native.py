@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
+"""The all-reduce of torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
 
 The process groups are made directly from a store, and not through torch.distributed's default
 group: that one stays free for the user's own program.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,33 +24,21 @@ from orchestra.errors import RunAborted
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, Work
 
-T = TypeVar("T")
-
-
-class Group(Protocol):
-    """What torch's backends have in common, as far as it is needed here."""
-
-    def allreduce(self, tensors: list[Tensor]) -> Work: ...
-
-    def broadcast(self, tensors: list[Tensor], options: Any) -> Work: ...
-
-    def barrier(self) -> Work: ...
-
-    def shutdown(self) -> None: ...
-
 
 @dataclass
 class NativeWork:
-    """A collective under way on `tensor`."""
+    """An all-reduce of `tensor` under way."""
 
-    native: Native
     work: Work
     tensor: Tensor
 
-    def wait(self) -> Tensor:
-        """Block until complete; the tensor, in place. Raises `RunAborted` if it failed."""
-        self.native._attempt(self.work.wait)
-        return self.tensor
+    def wait(self) -> int:
+        """Block until complete; what buffer it uses is not known. Raises `RunAborted`."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise RunAborted(f"a native collective failed: {error}") from error
+        return 0
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
@@ -58,7 +46,7 @@ class NativeWork:
 
 
 class Native:
-    """Collectives between all ranks; each is called by every rank in the same order.
+    """All-reduces between all ranks; each is begun by every rank in the same order.
 
     A process group is made when the first tensor of its kind of device comes by. A collective
     that fails, or a group that cannot be made, raises `RunAborted`: the backends do not say which
@@ -83,38 +71,26 @@ class Native:
         device: int,
         timeout: float,
     ) -> None:
-        self.calls = 0
-        self.waiting = False
-        self.rank = rank
-        self.size = size
+        self._rank, self._size = rank, size
         self._make_store = make_store
         self._host = host
         self._device = device
         self._timeout = timedelta(seconds=timeout)
         self._store: Store | None = None
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, Any] = {}  # by the kind of device
+        # gloo's threads must not be the last to hold a work: they need the interpreter to let go
+        # of a tensor, and closing the group holds the interpreter and waits for them.
         self._recent: deque[NativeWork] = deque(maxlen=16)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place of a contiguous `tensor`."""
-        return self.start_all_reduce(tensor).wait()
-
-    def start_all_reduce(self, tensor: Tensor) -> NativeWork:
+    def all_reduce(self, tensor: Tensor) -> NativeWork:
         """Begin to replace a contiguous `tensor` by its sum over all ranks."""
-        group = self._group(tensor.device)
-        return self._kept(self._attempt(lambda: group.allreduce([tensor])), tensor)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        """Replace a contiguous `tensor` by that of rank `root`."""
-        group = self._group(tensor.device)
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        return self._kept(self._attempt(lambda: group.broadcast([tensor], options)), tensor).wait()
-
-    def barrier(self) -> None:
-        """Block until every rank is here."""
-        group = self._group(torch.device("cpu"))
-        self._attempt(lambda: group.barrier().wait())
+        group = self._group(tensor.device.type)
+        try:
+            work = NativeWork(group.allreduce([tensor]), tensor)
+        except RuntimeError as error:
+            raise RunAborted(f"a native collective failed: {error}") from error
+        self._recent.append(work)
+        return work
 
     def close(self) -> None:
         """Disconnect; nothing may be under way."""
@@ -124,57 +100,32 @@ class Native:
         self._recent.clear()
         self._store = None
 
-    def _kept(self, work: Work, tensor: Tensor) -> NativeWork:
-        """Hold on to the last works, so that gloo's threads are not the last to do so.
-
-        They need the interpreter to let go of a tensor; closing the group holds the interpreter
-        and waits for them.
-        """
-        kept = NativeWork(self, work, tensor)
-        self._recent.append(kept)
-        return kept
-
-    def _attempt(self, collective: Callable[[], T]) -> T:
-        self.waiting = True
-        try:
-            return collective()
-        except RuntimeError as error:
-            raise RunAborted(f"a native collective failed: {error}") from error
-        finally:
-            self.waiting = False
-            self.calls += 1
-
-    def _group(self, device: torch.device) -> Group:
-        if device.type not in self._groups:
-            make = self._nccl if device.type == "cuda" else self._gloo
-            self.waiting = True
+    def _group(self, device: str) -> Any:
+        if device not in self._groups:
+            make = self._nccl if device == "cuda" else self._gloo
             try:
                 if self._store is None:
                     self._store = self._make_store()
-                self._groups[device.type] = make(PrefixStore(device.type, self._store))
+                self._groups[device] = make(PrefixStore(device, self._store))
             except RuntimeError as error:
                 raise RunAborted(
-                    f"torch.distributed could not connect the ranks for tensors on {device.type}: "
+                    f"torch.distributed could not connect the ranks for tensors on {device}: "
                     f"{error}"
                 ) from error
-            finally:
-                self.waiting = False
-        return self._groups[device.type]
+        return self._groups[device]
 
-    def _gloo(self, store: Store) -> Group:
+    def _gloo(self, store: Store) -> Any:
         backend: Any = dist.ProcessGroupGloo
         options = backend._Options()
         options._devices = [backend.create_device(hostname=self._host)]
         options._timeout = self._timeout
-        group: Group = backend(store, self.rank, self.size, options)
-        return group
+        return backend(store, self._rank, self._size, options)
 
-    def _nccl(self, store: Store) -> Group:
+    def _nccl(self, store: Store) -> Any:
         if ip_address(self._host).is_loopback:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(self._device)
         backend: Any = dist.ProcessGroupNCCL
         options = backend.Options()
         options._timeout = self._timeout
-        group: Group = backend(store, self.rank, self.size, options)
-        return group
+        return backend(store, self._rank, self._size, options)

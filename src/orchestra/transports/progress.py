@@ -1,4 +1,4 @@
-"""The progress engine of a rank: whoever waits moves the bytes of everybody.
+"""The byte streams of a rank, and what moves them: whoever waits moves the bytes of everybody.
 
 There is no thread of its own. Of the flows that wait, one leads: it blocks in the selector and
 serves every stream. The others sleep on a condition until their operation is finished or the lead
@@ -7,21 +7,173 @@ is free. One lock guards all state and is held except while blocked.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
+import ssl
+import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 
 import torch
 
 from orchestra.errors import PeerLost
-from orchestra.transports.framing import pack_farewell
-from orchestra.transports.matching import LEFT, Mailbox
-from orchestra.transports.operations import Flow, Operation, Receive, Send
-from orchestra.transports.streams import Stream, StreamEnded
+from orchestra.transports.framing import FAREWELL, pack_farewell, unpack_header
+from orchestra.transports.matching import LEFT, Flow, Incoming, Mailbox, Operation, Receive, Send
+
+# Bytes in one call of the kernel: enough to hide its cost, few enough that both directions and
+# all streams take turns.
+CALL_BYTES = 1 << 20
+# What is read ahead of a header: small messages then need one call each.
+INBOX_BYTES = 1 << 16
+TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
+
+_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class StreamEnded(ConnectionError):
+    """The other end closed the connection."""
+
+
+class Stream:
+    """Frames to and from `rank`: out of a queue, and into a mailbox; one TCP connection.
+
+    The caller holds the lock and watches the socket.
+    """
+
+    def __init__(self, connection: socket.socket, rank: int, mailbox: Mailbox) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.rank = rank
+        self.events = 0
+        """The selector's events for this stream."""
+        self.backlog: deque[Send] = deque()
+        self.incoming: Incoming | None = None
+        self.farewell = False
+        """The other end has said that it leaves."""
+        self.encrypted = isinstance(connection, ssl.SSLSocket)
+        self.read_wants_write = False
+        self._mailbox = mailbox
+        self._position = 0  # bytes of `incoming` that are in place
+        self._inbox = memoryview(bytearray(INBOX_BYTES))
+        self._filled = 0
+
+    def write(self) -> bool:
+        """Hand over what the kernel takes; whether a send was finished that a flow waits for.
+
+        Raises OSError where the connection is broken; what had arrived before is then read.
+        """
+        news = False
+        while self.backlog:
+            send = self.backlog[0]
+            count = self._transmit(send)
+            if count == 0:
+                break
+            send.advance(count)
+            if not send.header and not send.payload:
+                self.backlog.popleft()
+                send.finished = True
+                news = news or send.awaited
+        return news
+
+    def _transmit(self, send: Send) -> int:
+        """Bytes taken by the kernel; 0: no room now."""
+        try:
+            if not self.encrypted:
+                return self.connection.sendmsg((send.header, send.payload[:CALL_BYTES]))
+            return self.connection.send(send.header or send.payload[:CALL_BYTES])
+        except _NOT_NOW:
+            return 0
+        except OSError:
+            with contextlib.suppress(OSError):  # what arrived whole before still counts
+                while self.read():
+                    pass
+            raise
+
+    def read(self) -> int:
+        """Move what has arrived into its messages, a few calls' worth at most; bytes moved.
+
+        Raises `StreamEnded` at the end of the stream, another OSError where it is broken.
+        """
+        moved = 0
+        while moved < CALL_BYTES or self._pending():
+            if self.incoming is None:
+                place = self._inbox[self._filled :]
+            else:
+                place = self.incoming.view[self._position : self._position + CALL_BYTES]
+            count = self._receive(place)
+            if count < 0:
+                break
+            if count == 0:
+                raise StreamEnded("its connection closed")
+            moved += count
+            if self.incoming is None:
+                self._filled += count
+                self._parse()
+            else:
+                self._position += count
+                self._complete_if_full(self.incoming)
+            if count < len(place) and not self.encrypted:
+                break
+        return moved
+
+    def _pending(self) -> bool:
+        """Decrypted bytes lie where no selector sees them."""
+        return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
+
+    def _receive(self, place: memoryview) -> int:
+        """Bytes read; 0: end of the stream; -1: nothing there now."""
+        try:
+            count = self.connection.recv_into(place)
+        except ssl.SSLWantWriteError:
+            self.read_wants_write = True
+            return -1
+        except _NOT_NOW:
+            return -1
+        self.read_wants_write = False
+        return count
+
+    def _parse(self) -> None:
+        """Turn the bytes of the inbox into messages; the rest moves to its front."""
+        start = 0
+        while self.incoming is None:
+            header = unpack_header(self._inbox[start : self._filled])
+            if header is None:
+                break
+            start += header.frame_bytes - header.payload_bytes
+            if header.kind == FAREWELL:
+                self.farewell = True
+                continue
+            message = self.incoming = self._mailbox.begin(self.rank, header)
+            count = min(header.payload_bytes, self._filled - start)
+            message.view[:count] = self._inbox[start : start + count]
+            start += count
+            self._position = count
+            self._complete_if_full(message)
+        rest = self._filled - start
+        self._inbox[:rest] = bytes(self._inbox[start : self._filled])
+        self._filled = rest
+
+    def _complete_if_full(self, message: Incoming) -> None:
+        if self._position == message.header.payload_bytes:
+            self.incoming = None
+            self._mailbox.complete(message)
+
+    def close(self) -> None:
+        """Give the socket back; what the kernel has taken is still delivered."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+        self.connection.close()
+
+    def acknowledged_bytes(self) -> int:
+        """Bytes that the other end's kernel has confirmed, hello included (Linux)."""
+        info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        (count,) = struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)
+        return int(count)
 
 
 class ProgressEngine:
@@ -103,25 +255,28 @@ class ProgressEngine:
             started = time.perf_counter()
             with self._lock:
                 if not self._leading and not self._closed:
-                    self._lead(0)
+                    self._advance(0)
                     self._hand_over()
             operation.flow.traffic.seconds_communicating += time.perf_counter() - started
         return operation.finished or self._failure is not None
 
     def lost(self) -> frozenset[int]:
-        """The ranks that went without a farewell."""
+        """The ranks known to be gone without a farewell."""
         with self._lock:
             return frozenset(self._mailbox.lost)
 
     def disconnect(self, rank: int, reason: str) -> None:
-        """Treat `rank` as lost."""
+        """Treat `rank` as lost, as the end of its stream would."""
         with self._lock:
             if rank in self._streams:
                 self._drop(self._streams[rank], reason, lost=True)
             self._announce()
 
     def abort(self, error: Exception) -> None:
-        """Let every operation, pending or to come, raise `error`; the first call counts."""
+        """Let every operation of every flow, pending or to come, raise `error`.
+
+        The first call counts.
+        """
         with self._lock:
             self._fail(error)
 
@@ -138,13 +293,16 @@ class ProgressEngine:
                 self._say_farewell(flow, time.perf_counter() + timeout)
             self._fail(AssertionError(f"rank {self.rank} uses its transport after closing it"))
             while self._leading:
-                self._follow(None)
+                self._advance(None)
             for stream in self._streams.values():
                 stream.close()
             self._release()
 
     def acknowledged_bytes(self) -> int:
-        """Bytes that the kernels of the connected ranks have confirmed (Linux)."""
+        """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
+
+        Linux only, and before `close`: a check on `Traffic.bytes_sent`.
+        """
         with self._lock:
             return sum(stream.acknowledged_bytes() for stream in self._streams.values())
 
@@ -186,22 +344,17 @@ class ProgressEngine:
         self._announce()
 
     def _advance(self, timeout: float | None) -> float:
-        """One turn of leading or following; the seconds blocked."""
-        return self._follow(timeout) if self._leading else self._lead(timeout)
-
-    def _follow(self, timeout: float | None) -> float:
+        """Lead or follow for one turn; the seconds blocked."""
         started = time.perf_counter()
-        self._followers += 1
-        try:
-            self._changed.wait(timeout)
-        finally:
-            self._followers -= 1
-        return time.perf_counter() - started
-
-    def _lead(self, timeout: float | None) -> float:
+        if self._leading:
+            self._followers += 1
+            try:
+                self._changed.wait(timeout)
+            finally:
+                self._followers -= 1
+            return time.perf_counter() - started
         self._leading = True
         self._lock.release()
-        started = time.perf_counter()
         try:
             ready = self._selector.select(timeout)
         finally:
@@ -254,17 +407,14 @@ class ProgressEngine:
         if stream.farewell:
             self._drop(stream, LEFT, lost=False)
         elif stream.rank in self._streams:
-            self._watch(stream)
-
-    def _watch(self, stream: Stream) -> None:
-        events = selectors.EVENT_READ
-        if stream.wants_write:
-            events |= selectors.EVENT_WRITE
-        if events != stream.events:
-            stream.events = events
-            self._selector.modify(stream.connection, events, stream)
-            if self._leading:
-                self._wake()  # not every selector sees the change while it blocks
+            events = selectors.EVENT_READ
+            if stream.backlog or stream.read_wants_write:
+                events |= selectors.EVENT_WRITE
+            if events != stream.events:
+                stream.events = events
+                self._selector.modify(stream.connection, events, stream)
+                if self._leading:
+                    self._wake()  # not every selector sees the change while it blocks
 
     def _drop(self, stream: Stream, reason: str, *, lost: bool) -> None:
         del self._streams[stream.rank]

@@ -41,28 +41,15 @@ class Traffic:
 
     def add(self, more: Traffic) -> None:
         """Count `more`, too."""
-        self.bytes_sent += more.bytes_sent
-        self.bytes_received += more.bytes_received
-        self.messages_sent += more.messages_sent
-        self.messages_received += more.messages_received
-        self.seconds_waiting += more.seconds_waiting
-        self.seconds_communicating += more.seconds_communicating
-        self.seconds_in_background += more.seconds_in_background
+        for name, value in vars(more).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
-class Handle(Protocol):
-    """A send or a receive under way."""
+class Task(Protocol[T_co]):
+    """Something under way: a background flow, a collective, or a message."""
 
-    @property
-    def source(self) -> int:
-        """The rank that sends; known for receives from any source once `done`."""
-        ...
-
-    def wait(self) -> Tensor:
-        """Block until complete; the received tensor (or the sent one, free to be changed again).
-
-        Raises `PeerLost` if the other end is gone, `RunAborted` if the watcher ended the run.
-        """
+    def wait(self) -> T_co:
+        """Block until it ends; its result. Raises what it raised."""
         ...
 
     def done(self) -> bool:
@@ -70,14 +57,17 @@ class Handle(Protocol):
         ...
 
 
-class Task(Protocol[T_co]):
-    """A background flow started by `spawn`, or a collective under way."""
+class Handle(Task[Tensor], Protocol):
+    """A send or a receive under way.
 
-    def wait(self) -> T_co:
-        """Block until it ends; its result. Raises what it raised."""
+    `wait` returns the received tensor (or the sent one, free to be changed again). It raises
+    `PeerLost` if the other end is gone, `RunAborted` if the watcher ended the run.
+    """
+
+    @property
+    def source(self) -> int:
+        """The rank that sends; known for receives from any source once `done`."""
         ...
-
-    def done(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -92,6 +82,44 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One rank's part in a collective on a flat, contiguous `vector`, in its place.
+
+    Attributes:
+        schedule: who sends which pieces to whom, in rounds. None: the all-reduce of the backend,
+            torch.distributed (gloo or NCCL), among all ranks of the run.
+        vector: shape [elements]; nobody else touches it until `wait` has returned.
+        group: the ranks that take part, all of which begin it.
+        tag: of its messages.
+        edges: where the pieces begin, and the number of elements, the same on all ranks; None:
+            pieces as equal as can be.
+        background: whether it goes on while this flow does something else.
+        visible: whether somebody wants to see its messages, and an engine that can do without
+            them should not.
+    """
+
+    schedule: Schedule | None
+    vector: Tensor
+    group: Group
+    tag: int
+    edges: Sequence[int] | None = None
+    background: bool = False
+    visible: bool = False
+
+
+class HandOver(Protocol):
+    """How two flows of a rank tell each other of what has changed; the engine's."""
+
+    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
+        """Block until `so`, which counts as waiting in `traffic`."""
+        ...
+
+    def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
+        """Make `change`, and let whoever waits look again."""
+        ...
 
 
 class Transport(Protocol):
@@ -130,42 +158,35 @@ class Transport(Protocol):
         """
         ...
 
-    def collective(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None = None,
-        *,
-        background: bool = False,
-        via: Transport | None = None,
-        visible: bool = False,
-    ) -> Task[int]:
-        """Begin this rank's part in `schedule` on a flat, contiguous `vector`, in its place.
+    def collective(self, call: CollectiveCall) -> Task[int]:
+        """Begin this rank's part in a collective; `wait` ends it.
 
-        `wait` ends it, and returns the bytes of buffer used beside `vector`. Several may be under
-        way; they are executed in the order in which this flow began them. Without `background`
-        they make progress inside `wait` only; with it a background flow executes them, one for
-        all, which `end_background` ends.
+        `wait` returns the bytes of buffer used beside the vector. Several may be under way; they
+        are executed in the order in which this flow began them. Those that are not
+        in the `background` make progress inside `wait` only; for the others there is one
+        background flow, which `end_background` ends.
 
-        Args:
-            schedule: who sends which pieces to whom, in rounds.
-            vector: shape [elements]; nobody else touches it until `wait` has returned.
-            group: the ranks that take part, all of which begin it.
-            tag: of its messages.
-            edges: where the pieces begin, and the number of elements, the same on all ranks; None:
-                pieces as equal as can be.
-            background: whether it goes on while this flow does something else.
-            via: what its messages are sent over, where it is made of messages: an interceptor that
-                looks at them. None: this transport.
-            visible: whether somebody wants to see its messages, and an engine that can do without
-                them should not.
+        Raises `InputError` where the engine has no backend, and `call` asks for its all-reduce.
         """
         ...
 
-    def end_background(self, via: Transport | None = None) -> None:
-        """End the background flow behind `collective`, if there is one; `via` as it was there."""
+    def end_background(self) -> None:
+        """End the background flow behind `collective`, if there is one."""
+        ...
+
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        """Carry out `call` now: the bytes of buffer used. For those that implement `collective`.
+
+        `over`: an interceptor of this transport, which takes its messages. None: this transport.
+        """
+        ...
+
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        """Begin the all-reduce of the backend. For those that implement `collective`."""
+        ...
+
+    def new_hand_over(self) -> HandOver:
+        """Make what a flow and one behind it wait on. For those that implement `collective`."""
         ...
 
     def add(self, own: Tensor, *arrived: Tensor) -> None:
@@ -182,24 +203,4 @@ class Transport(Protocol):
 
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone."""
-        ...
-
-
-class Collectives(Protocol):
-    """What a backend does between all ranks at once; each rank calls the same, in one order."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place of a contiguous `tensor`."""
-        ...
-
-    def start_all_reduce(self, tensor: Tensor) -> Task[Tensor]:
-        """Begin to replace a contiguous `tensor` by its sum over all ranks."""
-        ...
-
-    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        """Replace a contiguous `tensor` by that of rank `root`."""
-        ...
-
-    def barrier(self) -> None:
-        """Block until every rank is here."""
         ...

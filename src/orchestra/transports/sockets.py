@@ -1,22 +1,16 @@
-"""The transport between CPU ranks of real processes: one TCP stream a pair of ranks.
+"""The socket transport: tensors on the byte streams between all ranks, and how it is set up.
 
-`mesh.connect_mesh` makes one. How the parts divide the work:
-
-    sockets      the transport of a flow, and background flows
-    progress     whoever waits moves the bytes of everybody
-    streams      one connection: frames out, frames in
-    matching     which message belongs to which receive
-    operations   the handles
-    framing      tensors on a byte stream
-
-CUDA tensors are staged through pinned host memory at both ends.
+Every rank connects to those below it and accepts the others. CUDA tensors are staged through pinned
+host memory at both ends.
 """
 
 from __future__ import annotations
 
+import selectors
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -25,43 +19,46 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
-from orchestra.transports.operations import Flow, Receive, Send
+from orchestra.transports.handshake import TLS, Reception, connect, remaining
+from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import Traffic, Transport
+from orchestra.transports.protocol import Task, Traffic, Transport
 
 T = TypeVar("T")
 
+STRANGERS = 64
+"""Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
-class SocketTransport(CollectiveVerb):
+
+class SocketTransport(Flow, CollectiveVerb):
     """Messages of tensors over TCP, for one flow of one rank.
 
-    `on_flow_start` is called first in the thread of each background flow.
+    Args:
+        engine: moves the bytes of all flows of this rank.
+        on_flow_start: called first in the thread of each background flow.
+        flows: those of this rank, of which this is one more.
+
+    Attributes:
+        native: begins the all-reduce of torch.distributed, where there is one.
+        traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
+        lost, disconnect, abort, acknowledged_bytes: see `ProgressEngine`; from any thread.
     """
 
     def __init__(
         self,
         engine: ProgressEngine,
-        on_flow_start: Callable[[], None] | None = None,
+        on_flow_start: Callable[[], None] = lambda: None,
         flows: list[Flow] | None = None,
     ) -> None:
+        super().__init__(engine.rank, engine)
+        self.size = engine.size
+        self.native: Callable[[Tensor], Task[int]] | None = None
+        self.lost, self.disconnect, self.abort = engine.lost, engine.disconnect, engine.abort
+        self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
         self._on_flow_start = on_flow_start
-        self._flow = Flow(engine.rank, engine)
         self._flows = [] if flows is None else flows
-        self._flows.append(self._flow)
-
-    @property
-    def rank(self) -> int:
-        return self._engine.rank
-
-    @property
-    def size(self) -> int:
-        return self._engine.size
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counters of this flow alone; hello, farewell and what TLS adds are not in them."""
-        return self._flow.traffic
+        self._flows.append(self)
 
     @property
     def bytes_sent(self) -> int:
@@ -74,12 +71,15 @@ class SocketTransport(CollectiveVerb):
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
         started = time.perf_counter()
         if to == self.rank:
-            send = Send(self._flow, to, tensor, b"", memoryview(b""))
+            send = Send(self, to, tensor, b"", memoryview(b""))
             self._engine.deliver_local(tensor.detach().clone(), tag)
             send.finished = True
         else:
-            on_host = _pinned_copy(tensor) if tensor.is_cuda else tensor
-            send = Send(self._flow, to, tensor, pack_header(tensor, tag), byte_view(on_host))
+            on_host = tensor
+            if tensor.is_cuda:
+                on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                on_host.copy_(tensor)
+            send = Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host))
             self._engine.send(send)
             self.traffic.bytes_sent += header_bytes(tensor.dim()) + tensor.nbytes
         self.traffic.messages_sent += 1
@@ -94,7 +94,7 @@ class SocketTransport(CollectiveVerb):
         """
         assert into is None or into.is_contiguous(), "only contiguous tensors can be received into"
         assert source is None or 0 <= source < self.size, f"no rank {source} among {self.size}"
-        receive = Receive(self._flow, source, tag, into)
+        receive = Receive(self, source, tag, into)
         self._engine.post(receive)
         return receive
 
@@ -107,73 +107,53 @@ class SocketTransport(CollectiveVerb):
         """Seconds of a monotonic clock."""
         return time.perf_counter()
 
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        """Begin the all-reduce of torch.distributed."""
+        return super().native_all_reduce(vector) if self.native is None else self.native(vector)
+
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
         """Run `function` in a daemon thread, with a flow of its own on the same streams."""
         child = SocketTransport(self._engine, self._on_flow_start, self._flows)
-        return FlowTask(child, function, self._on_flow_start, self.traffic)
+        child.native = self.native
 
-    def lost(self) -> frozenset[int]:
-        """The ranks known to be gone without a farewell."""
-        return self._engine.lost()
+        def run() -> T:
+            self._on_flow_start()
+            try:
+                return function(child)
+            except PeerLost:
+                raise
+            except Exception as error:
+                self.abort(error)  # others may wait for this flow, and nobody yet for its end
+                raise
 
-    def disconnect(self, rank: int, reason: str) -> None:
-        """Treat `rank` as lost, as the end of its stream would. From any thread."""
-        self._engine.disconnect(rank, reason)
-
-    def abort(self, error: Exception) -> None:
-        """Every operation of every flow, pending or to come, raises `error`. From any thread."""
-        self._engine.abort(error)
+        return FlowTask(run, self.traffic)
 
     def close(self, timeout: float = 5.0) -> None:
         """Flush what is queued, within `timeout` seconds; say farewell; close every stream.
 
         After `abort` nothing is flushed or said, and the others see this rank as lost.
         """
-        self._engine.close(self._flow, timeout)
-
-    def acknowledged_bytes(self) -> int:
-        """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
-
-        Linux only, and before `close`: a check on `traffic.bytes_sent`.
-        """
-        return self._engine.acknowledged_bytes()
+        self._engine.close(self, timeout)
 
 
 class FlowTask(Generic[T]):
     """A background flow; what it returned or raised is kept for `wait`."""
 
-    def __init__(
-        self,
-        transport: SocketTransport,
-        function: Callable[[Transport], T],
-        on_start: Callable[[], None] | None,
-        spawner: Traffic,
-    ) -> None:
+    def __init__(self, function: Callable[[], T], spawner: Traffic) -> None:
         self._spawner = spawner
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(transport, function, on_start), daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
         self._thread.start()
 
-    def _run(
-        self,
-        transport: SocketTransport,
-        function: Callable[[Transport], T],
-        on_start: Callable[[], None] | None,
-    ) -> None:
+    def _run(self, function: Callable[[], T]) -> None:
         try:
-            if on_start is not None:
-                on_start()
-            self._results.append(function(transport))
+            self._results.append(function())
         except BaseException as error:
             self._error = error
-            if isinstance(error, Exception) and not isinstance(error, PeerLost):
-                transport.abort(error)  # others may wait for this flow, and nobody yet for its end
 
     def done(self) -> bool:
-        """True if the flow has ended."""
+        """Whether the flow has ended."""
         return not self._thread.is_alive()
 
     def wait(self) -> T:
@@ -190,6 +170,80 @@ class FlowTask(Generic[T]):
         return result
 
 
-def _pinned_copy(tensor: Tensor) -> Tensor:
-    """A CUDA tensor's elements in page-locked host memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+def connect_mesh(
+    rank: int,
+    addresses: Sequence[tuple[str, int]],
+    listener: socket.socket,
+    token: bytes,
+    *,
+    tls: TLS | None = None,
+    timeout: float,
+    on_flow_start: Callable[[], None] = lambda: None,
+    on_wait: Callable[[tuple[int, ...]], None] = lambda ranks: None,
+) -> SocketTransport:
+    """Connect `rank` with every other one; `addresses[r]` is where rank r listens.
+
+    `listener` is closed when this returns or raises. Connections that do not prove that they
+    belong to the run within `timeout` seconds, or claim a rank that is there already, are dropped.
+    `on_wait` is called with the ranks that this one waits for, whenever they change.
+    Raises `PeerLost` that names the first rank that could not be reached, or did not come.
+    """
+    deadline = time.perf_counter() + timeout
+    connections: dict[int, socket.socket] = {}
+    try:
+        with listener:
+            for peer in range(rank):
+                on_wait((peer,))
+                try:
+                    connections[peer] = connect(
+                        addresses[peer], rank, peer, token, tls=tls, deadline=deadline
+                    )
+                except ConnectionError as error:
+                    where = "{}:{}".format(*addresses[peer])
+                    raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
+            missing = set(range(rank + 1, len(addresses)))
+            _accept(rank, listener, token, tls, missing, connections, on_wait, deadline)
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
+    return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
+
+
+def _accept(
+    rank: int,
+    listener: socket.socket,
+    token: bytes,
+    tls: TLS | None,
+    missing: set[int],
+    connections: dict[int, socket.socket],
+    on_wait: Callable[[tuple[int, ...]], None],
+    deadline: float,
+) -> None:
+    """Accept connections until all of `missing` are among `connections`.
+
+    Raises `PeerLost` with the lowest missing rank when the time is up.
+    """
+    refused: list[str] = []
+
+    def welcome(peer: int, connection: socket.socket) -> None:
+        connections[peer] = connection
+        on_wait(tuple(sorted(missing)))
+
+    with selectors.DefaultSelector() as selector:
+        reception = Reception(
+            selector, listener, rank, token, tls, missing=missing, spare=STRANGERS,
+            welcome=welcome, refused=lambda _, why: refused.append(why),
+        )  # fmt: skip
+        try:
+            on_wait(tuple(sorted(missing)))
+            while missing:
+                for key, _ in selector.select(remaining(deadline)):
+                    key.data()
+        except TimeoutError:
+            first, *rest = sorted(missing)
+            others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
+            why = "".join(f"; a connection was refused: {reason}" for reason in refused[-1:])
+            raise PeerLost(first, f"it did not connect in time{others}{why}") from None
+        finally:
+            reception.drop()

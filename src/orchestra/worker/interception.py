@@ -16,9 +16,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from orchestra.schedules import Schedule
-from orchestra.transports.collective import Begun
-from orchestra.transports.protocol import Collectives, Group, Handle, Task, Traffic, Transport
+from orchestra.transports.collective import Begun, CollectiveVerb
+from orchestra.transports.protocol import (
+    CollectiveCall,
+    Handle,
+    HandOver,
+    Task,
+    Traffic,
+    Transport,
+)
 from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Compute, Runtime, Work
 
@@ -152,7 +158,7 @@ class Chain:
         self._of_thread.flow = flow
 
 
-class InterceptedTransport:
+class InterceptedTransport(CollectiveVerb):
     """The transport `inner` of `flow`, behind the interceptors of `chain`."""
 
     def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
@@ -189,42 +195,44 @@ class InterceptedTransport:
         )
         return handle
 
-    def collective(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None = None,
-        *,
-        background: bool = False,
-        via: Transport | None = None,
-        visible: bool = False,
-    ) -> Task[int]:
+    def collective(self, call: CollectiveCall) -> Task[int]:
+        if not (self.chain.interceptors or self._foreground or self._background):
+            return self.inner.collective(call)  # nobody looks: the engine does as it likes
         operation = Operation(
-            "collective", tag=tag, size=vector.nbytes, ranks=len(group), visible=visible
+            "collective" if call.schedule else "native",
+            tag=call.tag,
+            size=call.vector.nbytes,
+            ranks=len(call.group),
+            visible=call.visible,
         )
+        begin = super().collective
         begun: Task[int] = self._begun(
-            operation,
-            lambda: self.inner.collective(
-                schedule, vector, group, tag, edges,
-                background=background, via=via or self, visible=operation.visible,
-            ),
-        )  # fmt: skip
+            operation, lambda: begin(replace(call, visible=operation.visible))
+        )
         if isinstance(operation.begun, Begun):
             executing = operation.begun.flow
             if isinstance(executing, InterceptedHandle):
                 operation.flow = executing.operation.flow
         return begun
 
-    def end_background(self, via: Transport | None = None) -> None:
-        self.inner.end_background(via or self)
+    def end_background(self) -> None:
+        super().end_background()
+        self.inner.end_background()
 
-    def executed(
-        self, schedule: Schedule, vector: Tensor, tag: int, start: float, moving: float
-    ) -> None:
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        return self.inner.execute(call, over or self)
+
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        return self.inner.native_all_reduce(vector)
+
+    def new_hand_over(self) -> HandOver:
+        return self.inner.new_hand_over()
+
+    def executed(self, call: CollectiveCall, start: float, moving: float) -> None:
         """From the engine: see `Interceptor.executed`."""
-        operation = Operation("collective", tag=tag, size=vector.nbytes, label=schedule.name)
+        assert call.schedule is not None
+        label = call.schedule.name
+        operation = Operation("collective", tag=call.tag, size=call.vector.nbytes, label=label)
         for interceptor in self.chain.interceptors:
             interceptor.executed(self.flow, operation, start, moving)
 
@@ -282,29 +290,6 @@ class InterceptedHandle:
 
 
 @dataclass
-class InterceptedCollectives:
-    """The collectives of torch.distributed, behind the interceptors of `chain`."""
-
-    inner: Collectives
-    chain: Chain
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self.start_all_reduce(tensor).wait()
-
-    def start_all_reduce(self, tensor: Tensor) -> Task[Tensor]:
-        operation, flow = Operation("native", size=tensor.nbytes), self.chain.flow
-        proceed = functools.partial(self.inner.start_all_reduce, tensor)
-        operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
-        return InterceptedHandle(operation.begun, self.chain, flow, operation)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        return self.inner.broadcast(tensor, root)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-
-@dataclass
 class InterceptedCompute:
     """The compute of a rank, behind the interceptors of `chain`."""
 
@@ -359,11 +344,9 @@ def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:
     if isinstance(reporter, InterceptedReporter):
         reporter = reporter.inner
     chain = Chain((*interceptors, *inner))
-    native = runtime.native
     return replace(
         runtime,
         transport=InterceptedTransport(transport, chain, chain.main),
         compute=InterceptedCompute(compute, chain),
         reporter=InterceptedReporter(reporter, chain),
-        native=None if native is None else lambda: InterceptedCollectives(native(), chain),
     )

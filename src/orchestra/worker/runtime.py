@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from orchestra.transports.protocol import Collectives, Transport
+from orchestra.transports.protocol import Transport
 
 T = TypeVar("T")
 
@@ -90,7 +90,6 @@ class Runtime:
     reporter: Reporter
     seed: Callable[[int], None]  # the global random streams of this rank begin anew
     local_rank: int = 0  # index of this rank among those of its host: which GPU is its own
-    native: Callable[[], Collectives] | None = None  # torch.distributed's own
     clock: str = ""  # ranks with the same one read the same clock
     share: Callable[[Callable[[], Any]], Any] = lambda make: make()  # one for all ranks here
     warms_up: bool = True  # whether the first step costs more than the others

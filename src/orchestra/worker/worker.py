@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from orchestra.collectives import Group
-from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.optimizers.state import Moments, install_moments
 from orchestra.schedules.work_queue import WorkQueue
-from orchestra.transports.protocol import Collectives, Transport
+from orchestra.transports.protocol import Transport
 from orchestra.worker.batches import Batch, batch_samples, split_batch
 from orchestra.worker.gradients import Gradients
 from orchestra.worker.layout import FlatModel
@@ -174,13 +173,6 @@ class Worker(FlatModel):
     def own_loop(self) -> bool:
         """Whether a loop of the user's own drives this worker, with an optimizer of its own."""
         return self._own_optimizer is not None
-
-    @property
-    def native(self) -> Collectives:
-        """torch.distributed's own collectives."""
-        if self.runtime.native is None:
-            raise InputError("this engine has no native collectives: name a schedule instead")
-        return self.runtime.native()
 
     def make_queue(self, shares: tuple[float, ...]) -> WorkQueue | None:
         """A queue of what is left of the data, for ranks with these shares of a step.

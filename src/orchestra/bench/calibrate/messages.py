@@ -316,7 +316,7 @@ def calibrate_links(
     has the result, and the others None.
     """
     if launched is not None:
-        from orchestra.engines.processes.join import join
+        from orchestra.engines.processes.rank import join
 
         outcome = join(measure_links, size, launched)
         return outcome.results[0] if launched.rank == 0 else None

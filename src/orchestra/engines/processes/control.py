@@ -17,13 +17,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import Failure, Pulse
-from orchestra.engines.verdicts import Limits
+from orchestra.engines.failure_detector import Limits
+from orchestra.engines.processes.system import keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
+
+if TYPE_CHECKING:
+    from orchestra.transports.sockets import SocketTransport
 
 BEAT_SECONDS = 0.5
 GONE = "rank 0, which watches over the run, is gone"
@@ -64,11 +68,6 @@ class RankSpec:
     tls: TLS | None = None
     threads: int | None = None
 
-    @property
-    def holds_watcher(self) -> bool:
-        """The watcher is a thread of this process."""
-        return not self.local and self.rank == 0
-
 
 class BadFrame(Exception):
     """The other end does not speak this protocol."""
@@ -87,10 +86,10 @@ class Frames:
         self._connection = connection
         self._buffer = bytearray()
 
-    def read(self, most: int = _CHUNK) -> bool:
-        """Read `most` bytes of what has arrived; False at the end of the connection."""
+    def read(self) -> bool:
+        """Read a part of what has arrived; False at the end of the connection."""
         try:
-            data = self._connection.recv(most)
+            data = self._connection.recv(_CHUNK)
         except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return True
         except OSError:
@@ -153,24 +152,20 @@ class Control:
         self._on_cause = on_cause or (lambda _: None)
         self._on_orphaned = on_orphaned or (lambda _: None)
         self._connection = _connect(spec)
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._changed = threading.Condition()
         self._roster: Message | None = None
         self._cause: str | None = None
-        self._dismissed = False
-        self._stop = False
-        self._attached = self._failing = False
+        self._dismissed = self._stop = self._failing = False
         self._leave_at = math.inf
         self._heard_at = time.monotonic()
         self._parent = os.getppid()
-        self._pulse: Message = asdict(Pulse())  # changed as a whole: another thread sends it
-        self._waits = Signs(0)
+        self._pulse = Pulse()  # changed as a whole: another thread sends it
         self._activity = 0
         self._last_news: Hashable = None
         self._probe: Callable[[], Signs] = lambda: Signs(None)
-        self._on_abort: Callable[[RunAborted], None] = lambda _: None
-        self._on_disconnect: Callable[[int, str], None] = lambda *_: None
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._transport: SocketTransport | None = None
+        self._thread = threading.Thread(target=self._beat_and_obey, name="control", daemon=True)
 
     # The way into the run
 
@@ -185,26 +180,23 @@ class Control:
 
         Raises `RunAborted` if the run ends before.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._roster is not None or self._cause is not None)
-            if self._roster is None:
-                raise RunAborted(self._cause)
-            addresses = [(host, port) for host, port in self._roster["addresses"]]
-            return addresses, self._roster["threads"][self._spec.rank]
+        self._wait_for(lambda: self._roster is not None)
+        if self._roster is None:
+            raise RunAborted(self._cause)
+        addresses = [(host, port) for host, port in self._roster["addresses"]]
+        return addresses, self._roster["threads"][self._spec.rank]
 
-    def attach(
-        self,
-        probe: Callable[[], Signs],
-        on_abort: Callable[[RunAborted], None],
-        on_disconnect: Callable[[int, str], None],
-    ) -> None:
+    def attach(self, transport: SocketTransport, probe: Callable[[], Signs]) -> None:
         """This rank is connected: from now on orders reach its transport."""
         with self._changed:
-            self._probe, self._on_abort, self._on_disconnect = probe, on_abort, on_disconnect
-            self._attached = True
+            self._probe, self._transport = probe, transport
             if self._cause is not None:
-                on_abort(RunAborted(self._cause))
+                transport.abort(RunAborted(self._cause))
         self._send({"kind": "connected"})
+
+    def connecting(self, to: tuple[int, ...]) -> None:
+        """This rank waits for the ranks `to`, to connect with them."""
+        self._probe = lambda: Signs(to, to, "to connect")
 
     # The way out
 
@@ -214,9 +206,8 @@ class Control:
         Raises `RunFailed` if the run has ended for another rank's failure meanwhile.
         """
         self._send({"kind": "result"}, result)
-        with self._changed:
-            self._changed.wait_for(lambda: self._dismissed or self._cause is not None)
-            cause = self._cause
+        self._wait_for(lambda: self._dismissed)
+        cause = self._cause
         self._close()
         if cause is not None:
             raise RunEnded(cause)
@@ -224,13 +215,16 @@ class Control:
     def fail(self, failure: Failure) -> str:
         """Report why the program ended; the first cause of the run's end."""
         self._failing = True
-        self._send({"kind": "failure", **asdict(failure)})
-        with self._changed:
-            self._changed.wait_for(lambda: self._cause is not None)
-            assert self._cause is not None
-            cause = self._cause
+        self._send({"kind": "failure", "failure": asdict(failure)})
+        self._wait_for(lambda: False)
         self._close()
-        return cause
+        assert self._cause is not None
+        return self._cause
+
+    def _wait_for(self, come: Callable[[], bool]) -> None:
+        """Block until `come`, or until the run ends for a cause."""
+        with self._changed:
+            self._changed.wait_for(lambda: come() or self._cause is not None)
 
     def _close(self) -> None:
         self._dismissed = True
@@ -244,21 +238,18 @@ class Control:
     def progress(
         self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
     ) -> None:
-        progress = {"step": step, "samples": samples, "loss": loss, "fraction": fraction}
-        self._pulse = {**self._pulse, **progress}
+        self._pulse = replace(self._pulse, step=step, samples=samples, loss=loss, fraction=fraction)
 
     def phase(self, name: str) -> None:
-        self._pulse = {**self._pulse, "phase": name}
+        self._pulse = replace(self._pulse, phase=name)
         self._beat()
-
-    def waiting(self, for_ranks: tuple[int, ...], what: str) -> None:
-        """While the rank connects: it waits `for_ranks` (none: for nobody)."""
-        count = self._waits.progress
-        assert isinstance(count, int)
-        self._waits = Signs(count + 1, for_ranks, what)
+        if name == "training":
+            # What set-up frees, such as a whole model of which this rank trains a stage, goes back
+            # to the system; what steps free is kept for the next.
+            keep_freed_memory()
 
     def expendable(self, yes: bool) -> None:
-        self._pulse = {**self._pulse, "expendable": yes}
+        self._pulse = replace(self._pulse, expendable=yes)
         self._beat()
 
     def notice(self, text: str) -> None:
@@ -269,7 +260,7 @@ class Control:
 
     # The thread
 
-    def _run(self) -> None:
+    def _beat_and_obey(self) -> None:
         frames = Frames(self._connection)
         next_beat = time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -279,33 +270,35 @@ class Control:
                 if now >= next_beat:
                     self._beat()
                     next_beat = now + BEAT_SECONDS
-                self._check_parent()
+                if self._spec.supervised and os.getppid() != self._parent:
+                    self._leave("the launcher of this rank is gone")
                 if now >= self._leave_at:
                     self._leave(self._cause or "")
                 timeout = min(next_beat, self._leave_at) - now
                 if not selector.select(max(0.0, timeout)):
                     self._check_watcher()
                 elif not self._take_in(frames):
-                    self._connection_ended()
-                    return
+                    break
+        if not self._dismissed:
+            if self._cause is None:
+                self._on_orphaned(GONE)
+            self._leave(self._cause or GONE)
 
     def _take_in(self, frames: Frames) -> bool:
+        """Obey what has arrived; False at the end of the connection."""
         self._heard_at = time.monotonic()
-        open_still = self._read(frames)
+        if self._spec.tls is None:
+            open_still = frames.read()
+        else:
+            with self._sending:  # two threads must not use one TLS connection at a time
+                self._connection.settimeout(0.0)
+                open_still = frames.read()
+                self._connection.settimeout(None)
         try:
             for message, _ in frames.complete():
                 self._obey(message)
         except BadFrame:
             return False
-        return open_still
-
-    def _read(self, frames: Frames) -> bool:
-        if self._spec.tls is None:
-            return frames.read()
-        with self._sending:  # two threads must not use one TLS connection at a time
-            self._connection.settimeout(0.0)
-            open_still = frames.read()
-            self._connection.settimeout(None)
         return open_still
 
     def _obey(self, order: Message) -> None:
@@ -317,8 +310,8 @@ class Control:
                     self._dismissed = True
                 case "stop":
                     self._stop = True
-                case "disconnect":
-                    self._on_disconnect(order["rank"], order["reason"])
+                case "disconnect" if self._transport is not None:
+                    self._transport.disconnect(order["rank"], order["reason"])
                 case "abort":
                     self._abort(order["cause"])
             self._changed.notify_all()
@@ -327,21 +320,15 @@ class Control:
         """End the program: by an error in its transport, or with the process where it is stuck."""
         self._cause = cause
         self._on_cause(cause)
-        self._on_abort(RunAborted(cause.split("\n", 1)[0]))
+        if self._transport is not None:
+            self._transport.abort(RunAborted(cause.split("\n", 1)[0]))
         limits = self._spec.limits
         seconds = limits.unwinding
-        if self._spec.holds_watcher:
+        if not self._spec.local and self._spec.rank == 0:
             seconds += limits.leaving  # the watcher sees the others off first
-        elif not self._attached and not self._failing:
+        elif self._transport is None and not self._failing:
             seconds = 0.0  # nothing to save, and connecting cannot be interrupted
         self._leave_at = time.monotonic() + seconds
-
-    def _connection_ended(self) -> None:
-        if self._dismissed:
-            return
-        if self._cause is None:
-            self._on_orphaned(GONE)
-        self._leave(self._cause or GONE)
 
     def _check_watcher(self) -> None:
         """A host that loses its power or its network does not close its connections."""
@@ -350,10 +337,6 @@ class Control:
             reason = f"rank 0, which watches over the run, is silent for {patience:g} s"
             self._on_orphaned(reason)
             self._leave(reason)
-
-    def _check_parent(self) -> None:
-        if self._spec.supervised and os.getppid() != self._parent:
-            self._leave("the launcher of this rank is gone")
 
     def _leave(self, reason: str) -> None:
         if not self._spec.local:
@@ -364,30 +347,18 @@ class Control:
 
     def _beat(self) -> None:
         signs = self._probe()
-        waits = self._waits if self._waits.waits_for else signs
-        with self._sending:
+        with self._sending:  # which guards the news, too: any thread of the program may beat
             pulse = self._pulse
-            moved = (pulse["step"], pulse["samples"], pulse["phase"])
-            news = (signs.progress, self._waits.progress, *moved)
+            news = (signs.progress, pulse.step, pulse.samples, pulse.phase)
             self._activity += news != self._last_news
             self._last_news = news
-            self._send_locked(
-                {
-                    "kind": "beat",
-                    **pulse,
-                    "activity": self._activity,
-                    "waits_for": waits.waits_for,
-                    "waits_what": waits.what,
-                }
-            )
+            waits = {"waits_for": signs.waits_for, "waits_what": signs.what}
+            beat = {**asdict(pulse), "activity": self._activity, **waits}
+            self._send({"kind": "beat", "pulse": beat})
 
     def _send(self, message: Message, payload: bytes = b"") -> None:
-        with self._sending:
-            self._send_locked(message, payload)
-
-    def _send_locked(self, message: Message, payload: bytes = b"") -> None:
         # Where the connection has ended the thread finds out, and acts.
-        with contextlib.suppress(OSError):
+        with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(pack(message, payload))
 
 
@@ -405,7 +376,6 @@ def _connect(spec: RankSpec) -> socket.socket:
             "host gives itself an address that others cannot reach, name another for it"
         ) from error
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A data loader's worker must not keep the connection of its dead rank open.
     os.register_at_fork(after_in_child=connection.close)
     return connection

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from orchestra.engines.events import Beat, Event, Interrupted, Notice
+from orchestra.engines.events import Beat, Event, Interrupted, Notice, Pulse
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 
@@ -65,20 +65,19 @@ class Progress:
         """It has ended: `outcome` says how, in one line."""
         self._done += 1
         self._seconds.append(time.monotonic() - self._run_began)
-        line = f"{self._done}/{self._total} {self.what}: {outcome}"
-        if self.live is None:
-            if not self.quiet:
-                print(line, file=sys.stderr, flush=True)
-        elif failed:
-            _print(self.live, line)
+        if failed or self.live is None:
+            self._print(f"{self._done}/{self._total} {self.what}: {outcome}")
         self._show()
 
     def tell(self, text: str) -> None:
         """A notice for the user."""
+        self._print(text if self.live is not None else f"orchestra: {text}")
+
+    def _print(self, line: str) -> None:
         if self.live is not None:
-            _print(self.live, text)
+            self.live.console.print(line, style="yellow", markup=False, highlight=False)
         elif not self.quiet:
-            print(f"orchestra: {text}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def _show(self) -> None:
         if self.live is not None:
@@ -119,6 +118,12 @@ class Lines:
             print(f"orchestra: {what}, {part:.0%}", file=sys.stderr, flush=True)
 
 
+def print_notice(event: Event | Notice) -> None:
+    """Print the notices among what a watcher tells, where nothing else is shown of a run."""
+    if isinstance(event, Notice):
+        print(f"orchestra: {event.text}", file=sys.stderr, flush=True)
+
+
 class Display:
     """A progress line on standard error; silent with `quiet`, or where that is no terminal.
 
@@ -130,9 +135,7 @@ class Display:
         self, run: Run, roles: Roles, *, quiet: bool = False, progress: Progress | None = None
     ) -> None:
         self._name = run.name
-        self._workers = roles.workers
-        self._steps = dict.fromkeys(roles.workers, 0)
-        self._samples = dict.fromkeys(roles.workers, 0)
+        self._pulses = dict.fromkeys(roles.workers, Pulse())  # in training
         self._loss: float | None = None
         self._fraction = 0.0
         self._phase = "set-up"
@@ -161,24 +164,18 @@ class Display:
         elif isinstance(event, Interrupted):
             self._progress.interrupted = True
         elif isinstance(event, Beat) and self._progress.live is not None:
-            self._beat(event)
+            pulse = event.pulse
+            if pulse.phase != "serving":
+                self._phase = pulse.phase
+            if pulse.phase == "training" and event.rank in self._pulses:
+                self._training_since = self._training_since or time.monotonic()
+                self._pulses[event.rank] = pulse
+                self._loss = pulse.loss if pulse.loss is not None else self._loss
+                self._fraction = max(self._fraction, pulse.fraction or 0.0)
             self._progress.live.update(self._task, **_state(self._fraction))
 
-    def _beat(self, beat: Beat) -> None:
-        pulse = beat.pulse
-        if pulse.phase != "serving":
-            self._phase = pulse.phase
-        if pulse.phase != "training" or beat.rank not in self._steps:
-            return
-        if self._training_since is None:
-            self._training_since = time.monotonic()
-        self._steps[beat.rank] = pulse.step
-        self._samples[beat.rank] = pulse.samples
-        self._loss = pulse.loss if pulse.loss is not None else self._loss
-        self._fraction = max(self._fraction, pulse.fraction or 0.0)
-
     def _text(self) -> str:
-        samples = sum(self._samples.values())
+        samples = sum(pulse.samples for pulse in self._pulses.values())
         parts = [] if samples and self._phase == "training" else [self._phase]
         if self._training_since is not None and samples:
             seconds = max(time.monotonic() - self._training_since, 1e-9)
@@ -187,8 +184,9 @@ class Display:
                 parts.append(f"{seconds * (1 / self._fraction - 1):.0f} s left")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
-        leader = max(self._steps.values())
-        behind = [str(rank) for rank, steps in self._steps.items() if steps < BEHIND * leader - 1]
+        steps = {rank: pulse.step for rank, pulse in self._pulses.items()}
+        enough = BEHIND * max(steps.values()) - 1
+        behind = [str(rank) for rank, done in steps.items() if done < enough]
         if behind:
             parts.append(f"behind: rank {', '.join(behind)}")
         return ", ".join(parts)
@@ -223,7 +221,3 @@ def _bars() -> bars.Progress:
 def _state(fraction: float) -> dict[str, Any]:
     """What a bar shows; it moves to and fro while nothing is known."""
     return {"completed": fraction, "total": 1.0 if fraction else None}
-
-
-def _print(live: bars.Progress, text: str) -> None:
-    live.console.print(text, style="yellow", markup=False, highlight=False)

@@ -60,7 +60,8 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torch(_Variables(environ, "the environment"))
     if "PET_NODE_RANK" in environ:
-        return _pytorch_job(_Variables(environ, "PyTorchJob"))
+        variables = _Variables(environ, "PyTorchJob")
+        return _one_a_pod(variables, "PET_NODE_RANK", "PET_NNODES", "PET_")
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _open_mpi(_Variables(environ, "Open MPI"))
     # A batch script has the variables of its job, but only a step has processes with ranks.
@@ -92,24 +93,24 @@ def is_first() -> bool:
     return rank() == 0
 
 
+@dataclass(frozen=True)
 class _Variables:
     """Environment variables that have to be there, and to be whole numbers where they should."""
 
-    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
-        self.environ = environ
-        self.launcher = launcher
+    environ: Mapping[str, str]
+    launcher: str
 
-    def text(self, *names: str, remedy: str = "") -> str:
+    def text(self, *names: str, remedy: str = "start all ranks with one launcher") -> str:
+        """The first of `names` that is set."""
         for name in names:
             if self.environ.get(name):
                 return self.environ[name]
         raise InputError(
-            f"{self.launcher} set some of its variables, but not {' or '.join(names)}"
-            + (f": {remedy}" if remedy else ": start all ranks with one launcher")
+            f"{self.launcher} set some of its variables, but not {' or '.join(names)}: {remedy}"
         )
 
-    def number(self, *names: str, remedy: str = "") -> int:
-        text = self.text(*names, remedy=remedy)
+    def number(self, *names: str, **remedy: str) -> int:
+        text = self.text(*names, **remedy)
         try:
             return int(text)
         except ValueError:
@@ -120,17 +121,18 @@ class _Variables:
 
 
 def _torch(variables: _Variables) -> Launched:
-    """torchrun's variables; without LOCAL_RANK those of a PyTorchJob, one process a pod."""
+    """torchrun's variables; without LOCAL_RANK those of a PyTorchJob."""
     environ = variables.environ
     if "LOCAL_RANK" not in environ:
-        _refuse_several_a_pod(variables)
+        return _one_a_pod(variables, "RANK", "WORLD_SIZE", "")
+    local_rank = variables.default("LOCAL_RANK", 0)
     return Launched(
-        launcher="torchrun" if "LOCAL_RANK" in environ else "PyTorchJob",
+        launcher="torchrun",
         rank=variables.number("RANK"),
         ranks=variables.number("WORLD_SIZE"),
-        local_rank=variables.default("LOCAL_RANK", 0),
+        local_rank=local_rank,
         # Where it is not set, the least that LOCAL_RANK allows.
-        local_ranks=variables.default("LOCAL_WORLD_SIZE", variables.default("LOCAL_RANK", 0) + 1),
+        local_ranks=variables.default("LOCAL_WORLD_SIZE", local_rank + 1),
         address=variables.text("MASTER_ADDR"),
         port=variables.number("MASTER_PORT"),
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -138,27 +140,23 @@ def _torch(variables: _Variables) -> Launched:
     )
 
 
-def _pytorch_job(variables: _Variables) -> Launched:
-    """The variables that configure torchrun in a pod, used without it: one process a pod."""
-    _refuse_several_a_pod(variables)
-    return Launched(
-        launcher="PyTorchJob",
-        rank=variables.number("PET_NODE_RANK"),
-        ranks=variables.number("PET_NNODES"),
-        local_rank=0,
-        local_ranks=1,
-        address=variables.text("PET_MASTER_ADDR", "MASTER_ADDR"),
-        port=variables.number("PET_MASTER_PORT", "MASTER_PORT"),
-    )
-
-
-def _refuse_several_a_pod(variables: _Variables) -> None:
+def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Launched:
+    """A PyTorchJob without torchrun: one process a pod."""
     processes = variables.environ.get("PET_NPROC_PER_NODE") or "1"
     if processes != "1":
         raise InputError(
             f"PET_NPROC_PER_NODE is {processes!r}, and this process was not started by torchrun: "
             "let the job's command begin with torchrun"
         )
+    return Launched(
+        launcher="PyTorchJob",
+        rank=variables.number(rank),
+        ranks=variables.number(ranks),
+        local_rank=0,
+        local_ranks=1,
+        address=variables.text(*dict.fromkeys([f"{prefix}MASTER_ADDR", "MASTER_ADDR"])),
+        port=variables.number(*dict.fromkeys([f"{prefix}MASTER_PORT", "MASTER_PORT"])),
+    )
 
 
 def _open_mpi(variables: _Variables) -> Launched:
@@ -175,14 +173,7 @@ def _open_mpi(variables: _Variables) -> Launched:
 
 
 def _slurm(variables: _Variables) -> Launched:
-    environ = variables.environ
-    if environ.get("MASTER_ADDR"):
-        address = environ["MASTER_ADDR"]
-    else:
-        nodes = variables.text(
-            "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR"
-        )
-        address = first_host(nodes)
+    nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
     local_rank = variables.number("SLURM_LOCALID")
     job = variables.number("SLURM_JOB_ID", "SLURM_JOBID")
     return Launched(
@@ -191,7 +182,7 @@ def _slurm(variables: _Variables) -> Launched:
         ranks=variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
         local_rank=local_rank,
         local_ranks=_slurm_local_ranks(variables, local_rank),
-        address=address,
+        address=variables.environ.get("MASTER_ADDR") or first_host(variables.text(*nodes)),
         port=variables.default("MASTER_PORT", _FIRST_PORT + job % _PORTS),
     )
 

@@ -20,13 +20,12 @@ from multiprocessing import current_process, forkserver, get_context, resource_t
 from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import Event, Notice
+from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
-from orchestra.engines.processes.environment import numeric
 from orchestra.engines.processes.system import die_with_parent, handling, keep_one_arena
-from orchestra.engines.processes.watcher import Watcher
-from orchestra.engines.verdicts import Limits
+from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
-from orchestra.transports.handshake import TLS, from_environment
+from orchestra.transports.handshake import from_environment
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Runtime
@@ -39,29 +38,10 @@ PRELOADED = [
     "orchestra.trainer.program",
 ]
 
+LOOPBACK = "127.0.0.1"
+
 _starting = threading.Lock()
 _is_rank = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A run that ended well.
-
-    Attributes:
-        results: what the program returned, by rank; None for a rank that was left out.
-        left_out: why, for each rank that the run went on without.
-        stopped: the user asked for an orderly stop.
-        notices: messages for the user on the way, one line each.
-        setup: seconds before the program began: `import`, only in the first launch of a process,
-            until the process that all ranks are forked from had imported torch; `processes`, from
-            there until every rank was there; `connections`, until all were connected to each other.
-    """
-
-    results: tuple[Any, ...]
-    left_out: dict[int, str]
-    stopped: bool
-    notices: tuple[str, ...]
-    setup: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -93,7 +73,11 @@ def enter(spec: RankSpec, job: Job) -> None:
     _is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the launcher too, which decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the fork server had it
-    _let_fork_server_end()
+    # The fork server ends when nobody holds this pipe: with the launcher, and takes its ranks with
+    # it. A rank that is stopped would otherwise keep it, and so itself, alive for ever.
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
     die_with_parent()
     os.environ.clear()
     os.environ.update(job.environment)
@@ -110,45 +94,28 @@ def enter(spec: RankSpec, job: Job) -> None:
         sys.exit(1)  # the launcher says why
 
 
-def _let_fork_server_end() -> None:
-    """Give up this process's share in the pipe that keeps the fork server alive.
-
-    The server then ends with the launcher, and takes its ranks with it; otherwise a rank that is
-    stopped would keep it, and so itself, alive for ever.
-    """
-    server: Any = forkserver._forkserver
-    os.close(server._forkserver_alive_fd)
-    server._forkserver_alive_fd = None
-
-
 def launch(
     program: Callable[[Runtime, Any], Any],
     argument: Any,
     ranks: int,
     *,
     patience: float = 60.0,
-    host: str = "127.0.0.1",
-    tls: TLS | None = None,
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
-    quiet: bool = True,
     limit: float | None = None,
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
     Both are pickled by reference: the program is a function of a module. In the main thread,
-    Ctrl-C or SIGTERM asks all ranks for an orderly stop, and a second one ends them.
+    Ctrl-C or SIGTERM asks all ranks for an orderly stop, and a second one ends them. What the ranks
+    and the watcher send to each other is encrypted where the variables `ORCHESTRA_TLS_...` say so.
 
     Args:
         patience: seconds without progress after which a rank counts as hung (three times as long
             before its first step), and without a sign of life as unresponsive.
-        host: the address on which the ranks listen.
-        tls: encrypts what the ranks and the watcher send to each other; by default what the
-            variables `ORCHESTRA_TLS_...` name.
         threads: intra-op threads of each rank; by default `OMP_NUM_THREADS`, or its share of the
             cores.
         on_event: called from another thread with every event and notice.
-        quiet: do not print the notices to standard error.
         limit: seconds after which all ranks are killed, whatever they do; the result of each that
             has delivered none is then None.
 
@@ -166,18 +133,16 @@ def launch(
         raise InputError(f"ranks is {ranks}: a run needs at least one")
     payload = _pickled(program, argument)
     main = _main_module(payload)
-    token = secrets.token_hex(32)
-    limits = Limits(patience=patience)
-    tls = tls or from_environment(os.environ)
-    address = numeric(host)
+    token, limits = secrets.token_hex(32), Limits(patience=patience)
+    tls = from_environment(os.environ)
     watcher = Watcher(
         ranks,
         limits,
-        host=address,
+        host=LOOPBACK,
         token=token,
         children=True,
         tls=tls,
-        on_event=on_event if quiet else printing(on_event),
+        on_event=on_event,
     )
     interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: watcher.interrupt}
     with _store_path() as store_path, handling(interrupts):
@@ -187,46 +152,19 @@ def launch(
         if limit is not None:
             alarm.start()
         try:
-            server: Any = forkserver._forkserver
-            first = server._forkserver_pid is None
             for rank in range(ranks):
                 spec = RankSpec(
-                    rank, ranks, rank, watcher.address, address, token, limits,
+                    rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
                     tls=tls, threads=threads,
                 )  # fmt: skip
                 _start(watcher, spec, job)
-                if first and rank == 0:  # the fork server took it when its imports were done
-                    watcher.imported = watcher.age()
             watcher.join()
         except BaseException:
             watcher.abandon()
             raise
         finally:
             alarm.cancel()
-    return outcome(watcher, range(ranks), pickle.loads)  # from its own children
-
-
-def outcome(watcher: Watcher, ranks: range, read: Callable[[bytes], Any]) -> Outcome:
-    """The outcome of a run whose ranks are gone; `read` decodes the result of a rank.
-
-    Raises what `launch` raises.
-    """
-    verdicts = watcher.verdicts
-    if verdicts.bad_input is not None:
-        raise InputError(verdicts.bad_input)
-    if verdicts.cause is not None:
-        raise RunFailed(verdicts.cause)
-    results, setup = watcher.results, dict(watcher.setup)
-    if watcher.imported and "processes" in setup:
-        setup = {"import": watcher.imported, **setup}
-        setup["processes"] -= watcher.imported
-    return Outcome(
-        results=tuple(read(results[r]) if r in results else None for r in ranks),
-        left_out=verdicts.left_out,
-        stopped=verdicts.stopped,
-        notices=tuple(verdicts.notices),
-        setup=setup,
-    )
+    return watcher.outcome(pickle.loads)  # of its own children
 
 
 def _pickled(program: Callable[..., Any], argument: Any) -> bytes:
@@ -257,33 +195,26 @@ def _main_module(payload: bytes) -> dict[str, str]:
 
 def _start(watcher: Watcher, spec: RankSpec, job: Job) -> None:
     context = get_context("forkserver")
+    server: Any = forkserver._forkserver
     with _starting, _without_main():
         context.set_forkserver_preload(PRELOADED)
-        with _sigint_blocked():
-            if sys.platform == "linux":
-                _start_fork_server()
-            else:
-                forkserver.ensure_running()
-        server: Any = forkserver._forkserver
+        is_first = server._forkserver_pid is None
+        resource_tracker.ensure_running()  # it would lift the block of the signal as it starts
+        # A terminal sends a Ctrl-C to all. What starts here never sees it; this process does later.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            _start_fork_server()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         watcher.rely_on(server._forkserver_pid)
         process: Any = context.Process(target=enter, args=(spec, job), name=f"rank {spec.rank}")
         try:
             process.start()
         except (EOFError, OSError) as error:
             raise RunFailed(watcher.server_lost(error)) from None
+        if is_first:  # the fork server took the process when its imports were done
+            watcher.imported = watcher.age()
     watcher.adopt(spec.rank, process)
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Processes started inside never see a Ctrl-C, which a terminal sends to all; this one sees it
-    afterwards."""
-    resource_tracker.ensure_running()  # it would lift the block as it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_fork_server() -> None:
@@ -292,6 +223,9 @@ def _start_fork_server() -> None:
     Folder and socket are reached through open descriptors instead of their names (Linux): names of
     sockets are limited to 107 bytes, and those of temporary folders are not.
     """
+    if sys.platform != "linux":
+        forkserver.ensure_running()
+        return
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     before = config.get("tempdir")
     with tempfile.TemporaryDirectory(prefix="mp-") as name:
@@ -335,15 +269,3 @@ def _store_path() -> Iterator[str]:
     else:
         with tempfile.TemporaryDirectory(prefix="orchestra-") as folder:
             yield f"{folder}/store"
-
-
-def printing(on_event: Callable[[Event | Notice], None] | None) -> Callable[[Event | Notice], None]:
-    """`on_event`, with the notices printed to standard error as well."""
-
-    def tell(event: Event | Notice) -> None:
-        if isinstance(event, Notice):
-            print(f"orchestra: {event.text}", file=sys.stderr, flush=True)
-        if on_event is not None:
-            on_event(event)
-
-    return tell

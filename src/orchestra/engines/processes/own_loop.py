@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -19,9 +19,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
+from orchestra.engines.events import Notice
+from orchestra.engines.processes.display import print_notice
 from orchestra.engines.processes.environment import Launched, detect
-from orchestra.engines.processes.join import join
-from orchestra.engines.processes.rank import TimedCompute
+from orchestra.engines.processes.rank import TimedCompute, join
 from orchestra.engines.random_streams import seed as begin_streams
 from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed
 from orchestra.settings import parse
@@ -29,8 +30,9 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_batches import Batches
 from orchestra.trainer.own_loop import OwnLoop, may_serve
-from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
+from orchestra.transports.sockets import connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.reporters import SilentReporter
 from orchestra.worker.runtime import Runtime
@@ -168,52 +170,48 @@ class _Unwatched(SilentReporter):
     """The reporter of a process that nobody watches."""
 
     def notice(self, text: str) -> None:
-        print(f"orchestra: {text}", file=sys.stderr)
+        print_notice(Notice(text))
 
 
 def _alone() -> Runtime:
     """One process that nobody launched: no watcher, no threads, no seeds touched."""
-    listener = Listener()
-    transport = connect_mesh(0, [listener.address], listener, b"alone", timeout=1.0)
+    listener = listen()
+    transport = connect_mesh(0, [address_of(listener)], listener, b"alone", timeout=1.0)
     native = Native(HashStore, 0, 1, host="127.0.0.1", device=0, timeout=60.0)
-    return Runtime(
-        0, 1, transport, TimedCompute(), _Unwatched(), begin_streams, native=lambda: native
-    )
+    transport.native = native.all_reduce
+    return Runtime(0, 1, transport, TimedCompute(), _Unwatched(), begin_streams)
 
 
-class _RankThread:
-    """Runs this process's rank in a thread; the user's script works with its runtime."""
+class _RankThread(threading.Thread):
+    """Runs this process's rank; the user's script works with its `runtime`."""
 
     def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
+        super().__init__(name="orchestra", daemon=True)
+        self._join = functools.partial(
+            join, self._program, None, launched,
+            patience=patience, host=host, advice=ADVICE,
+            threads=torch.get_num_threads(),  # the user's, which stays
+            on_event=print_notice, on_cause=self._cause_came,
+        )  # fmt: skip
         self._first_of_node = launched.local_rank == 0
         self._told = False
-        self._threads = torch.get_num_threads()  # the user's, which stays
-        self._runtimes: queue.SimpleQueue[Runtime | BaseException] = queue.SimpleQueue()
+        self._begun: Future[Runtime] = Future()
         self._over = threading.Event()
         self._error: BaseException | None = None
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(launched, patience, host), name="orchestra", daemon=True
-        )
-        self._thread.start()
-        first = self._runtimes.get()
-        if isinstance(first, BaseException):
-            raise first
-        self.runtime = first
+        self.start()
+        self.runtime = self._begun.result()
 
-    def _run(self, launched: Launched, patience: float, host: str | None) -> None:
+    def run(self) -> None:
         try:
-            join(
-                self._program, None, launched,
-                patience=patience, host=host, threads=self._threads, quiet=False, advice=ADVICE,
-                on_cause=self._cause_came,
-            )  # fmt: skip
+            self._join()
         except BaseException as error:
             self.failure = error
-            self._runtimes.put(error)
+            if not self._begun.done():
+                self._begun.set_exception(error)
 
     def _program(self, runtime: Runtime, _: None) -> None:
-        self._runtimes.put(runtime)
+        self._begun.set_result(runtime)
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -236,7 +234,7 @@ class _RankThread:
         """The script is over, well or with `error`; returns when the run is."""
         self._error = error
         self._over.set()
-        self._thread.join()
+        self.join()
 
 
 class _Process:
@@ -270,7 +268,7 @@ class _Process:
         """The runtime of the next loop, whose messages no other loop sees."""
         return intercepted(self._runtime, Channel(next(self._channels)))
 
-    @cached_property
+    @functools.cached_property
     def beside(self) -> Runtime:
         """The runtime of what is sent beside all loops."""
         return self.channel()

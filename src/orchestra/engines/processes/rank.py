@@ -1,29 +1,43 @@
-"""One rank: join the run, connect with the others, run the program, deliver its result."""
+"""One rank: join the run, connect with the others, run the program, deliver its result.
+
+`launch` calls `run_rank` in the processes that it starts; `join` takes part in a run whose
+processes another launcher has started, on one machine or on many.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import math
 import os
 import pickle
+import secrets
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from orchestra.engines.events import describe
+from orchestra.engines.events import Event, Notice, describe
+from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
-from orchestra.engines.processes.system import keep_freed_memory, kernel, machine
+from orchestra.engines.processes.environment import Launched, numeric, towards
+from orchestra.engines.processes.system import handling, kernel, machine
+from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
-from orchestra.errors import RunEnded
-from orchestra.transports.mesh import Listener, connect_mesh
+from orchestra.errors import InputError, RunEnded, RunFailed
+from orchestra.transports.handshake import TLS, address_of, from_environment, listen
 from orchestra.transports.native import Native
+from orchestra.transports.sockets import connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
-from orchestra.worker.reporters import PassingReporter
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
 
@@ -33,6 +47,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Program = Callable[[Runtime, Any], Any]
+
+HOST_VARIABLE = "ORCHESTRA_HOST"
+TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sent already
 
 
 @dataclass
@@ -62,6 +79,11 @@ class Watched(Interceptor):
         self._completed = 0  # operations, of all flows
         self._main = Flow()
 
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        if operation.kind != "native":
+            return proceed()
+        return self.wait(flow, operation, proceed)  # the first one makes the process group
+
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         if flow.name == self._main.name:
             self._main = flow
@@ -80,18 +102,10 @@ class Watched(Interceptor):
         if waiting is None:
             return Signs(self._completed)
         peers = self.others if waiting.peer is None else (waiting.peer,)
+        if waiting.kind == "native":
+            return Signs(self._completed, peers, "in a native collective")
         what = f"to {waiting.kind}" if waiting.kind in ("send", "receive") else "in a collective"
         return Signs(self._completed, peers, f"{what}, tag {waiting.tag}")
-
-
-class MemoryKeeper(PassingReporter):
-    """Keeps freed memory once training begins; what set-up frees, such as a whole model of which
-    this rank trains a stage, goes back to the system."""
-
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        if name == "training":
-            keep_freed_memory()
 
 
 def run_rank(
@@ -106,15 +120,13 @@ def run_rank(
     Args:
         load: gives the program and its argument; its errors count as the program's.
         make_store: where the ranks of a process group of torch.distributed find each other.
-        on_orphaned: called with the reason, from another thread, before this process leaves
-            because the watcher is gone.
-        on_cause: called with the first cause, from another thread, when the run ends by it.
+        on_orphaned, on_cause: see `Control`.
 
     Raises:
         RunFailed: with the first cause, wherever it lies.
     """
-    with ExitStack() as resources:
-        listener = resources.enter_context(Listener(spec.host))
+    with contextlib.ExitStack() as resources:
+        listener = resources.enter_context(listen(spec.host))
         control = Control(spec, on_orphaned, on_cause)
         control.hello(
             pid=os.getpid(),
@@ -122,11 +134,11 @@ def run_rank(
             machine=machine(),
             kernel=kernel(),
             cores=usable_cores(),
-            address=listener.address,
+            address=address_of(listener),
         )
         try:
             result = _run(spec, control, listener, load, make_store, resources)
-            delivery = _pickled(result) if spec.local else _as_json(result)
+            delivery = _encoded(result, local=spec.local)
         except BaseException as error:
             cause = control.fail(describe(error))
             raise RunEnded(cause) from error
@@ -137,10 +149,10 @@ def run_rank(
 def _run(
     spec: RankSpec,
     control: Control,
-    listener: Listener,
+    listener: socket.socket,
     load: Callable[[], tuple[Program, Any]],
     make_store: Callable[[], Store],
-    resources: ExitStack,
+    resources: contextlib.ExitStack,
 ) -> Any:
     program, argument = load()
     addresses, share = control.roster()
@@ -152,8 +164,9 @@ def _run(
         spec.token.encode(),
         tls=spec.tls,
         timeout=spec.limits.joining,
-        on_flow_start=_one_thread,
-        on_wait=lambda ranks: control.waiting(ranks, "to connect"),
+        # Thread counts are each thread's own; background flows leave the cores to the main flow.
+        on_flow_start=lambda: torch.set_num_threads(1),
+        on_wait=control.connecting,
     )
     resources.callback(transport.close)
     watched = Watched(spec.rank, spec.ranks)
@@ -164,28 +177,25 @@ def _run(
         spec.ranks,
         host=spec.host,
         device=spec.local_rank,
-        timeout=4 * spec.limits.patience,  # the watcher judges first
+        timeout=4 * spec.limits.patience,  # the watcher decides first
     )
     resources.callback(native.close)
+    transport.native = native.all_reduce
 
     def probe() -> Signs:
         signs = watched.signs()
-        if native.waiting:
-            signs = Signs(signs.progress, watched.others, "in a native collective")
         moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
-        progress = (signs.progress, native.calls, compute.calls, moved)
-        return Signs(progress, signs.waits_for, signs.what)
+        return Signs((signs.progress, compute.calls, moved), signs.waits_for, signs.what)
 
-    control.attach(probe, transport.abort, transport.disconnect)
+    control.attach(transport, probe)
     runtime = Runtime(
         spec.rank,
         spec.ranks,
         transport,
         compute,
-        MemoryKeeper(control),
+        control,
         seed,
         local_rank=spec.local_rank,
-        native=lambda: native,
         clock=machine(),
     )
     result = program(intercepted(runtime, watched), argument)
@@ -194,22 +204,183 @@ def _run(
     return result
 
 
-def _one_thread() -> None:
-    """Intra-op thread counts are each thread's own; a background flow leaves the cores to the main
-    flow."""
-    torch.set_num_threads(1)
-
-
-def _as_json(result: Any) -> bytes:
-    """For the watcher of another process tree, which unpickles nothing."""
+def _encoded(result: Any, *, local: bool) -> bytes:
+    """Encode the result for the watcher; that of another process tree unpickles nothing."""
     try:
-        return json.dumps(result).encode()
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"the result of the program cannot be written as JSON: {error}") from None
-
-
-def _pickled(result: Any) -> bytes:
-    try:
-        return pickle.dumps(result)
+        return pickle.dumps(result) if local else json.dumps(result).encode()
     except Exception as error:
-        raise TypeError(f"the result of the program cannot be pickled: {error}") from None
+        how = "pickled" if local else "written as JSON"
+        raise TypeError(f"the result of the program cannot be {how}: {error}") from None
+
+
+def join(
+    program: Program,
+    argument: Any,
+    launched: Launched,
+    *,
+    patience: float = 60.0,
+    host: str | None = None,
+    threads: int | None = None,
+    on_event: Callable[[Event | Notice], None] | None = None,
+    on_orphaned: Callable[[str], None] | None = None,
+    on_cause: Callable[[str], None] | None = None,
+    advice: str = "",
+) -> Outcome:
+    """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
+
+    Every process of the run calls this. Rank 0 also holds the watcher, in a thread. What the
+    program returns has to be plain data that JSON carries; nothing that arrives is unpickled.
+
+    Args:
+        patience, threads, on_event: see `launch`; only rank 0 has events.
+        host: the local address that others are to use; by default that of `ORCHESTRA_HOST`, or of
+            the interface that reaches the master.
+        on_orphaned, on_cause: see `Control`; rank 0 is the one that may be gone.
+        advice: what a user can do about a rank that is taken for hung.
+
+    Returns:
+        On rank 0 the outcome of the whole run, on every other rank one with its own result.
+
+    Raises:
+        InputError: for an address that is not one of this machine.
+        RunFailed: on every rank, with the first cause. A rank whose program does not react to the
+            end of the run prints the cause, and leaves its process with status 1.
+    """
+    limits = Limits(patience=patience, advice=advice)
+    tls = from_environment(os.environ)
+    chosen = host or os.environ.get(HOST_VARIABLE)
+    address = numeric(chosen) if chosen else towards(launched.address, launched.port)
+    store = _connect_store(launched, limits, chosen)
+    with contextlib.ExitStack() as closing:
+        watcher = None
+        if launched.rank == 0:
+            token = secrets.token_hex(32)
+            watcher = Watcher(
+                launched.ranks,
+                limits,
+                host=address,
+                token=token,
+                children=False,
+                tls=tls,
+                on_event=on_event,
+            )
+            watcher.start()
+            closing.callback(watcher.abandon)
+            about = {"address": watcher.address, "token": token, "tls": tls is not None}
+            store.set("watcher", json.dumps(about))
+        closing.enter_context(_interrupts(watcher))
+        spec = _spec(launched, store, address, limits, tls, threads)
+        native = PrefixStore("native", store)
+        try:
+            result = run_rank(
+                spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause
+            )
+        except RunFailed as failed:
+            if watcher is None:
+                raise
+            if watcher.detector.cause is None:  # it could not even reach its own watcher
+                watcher.fail(spec.rank, failed)
+            watcher.join()  # it tells the others the cause, and gives them time to leave
+            watcher.outcome(json.loads)
+            raise
+        if watcher is not None:
+            watcher.join()
+            return watcher.outcome(json.loads)
+    results = [None] * launched.ranks
+    results[launched.rank] = result
+    return Outcome(tuple(results), {}, stopped=False, notices=(), setup={})
+
+
+def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Store:
+    """The store at the master's address; rank 0 opens it where the launcher has not."""
+    opens = launched.rank == 0 and not launched.hosted
+    listener = _listen(launched, host) if opens else None
+    try:
+        store = TCPStore(
+            launched.address,
+            launched.port,
+            launched.ranks,
+            is_master=opens,
+            timeout=timedelta(seconds=limits.joining),
+            wait_for_workers=False,
+            multi_tenant=True,  # a process group of the user's own may be in the same store
+            # An own socket, since the store itself would listen on every interface.
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except RuntimeError as error:
+        raise RunFailed(
+            f"rank {launched.rank} cannot reach the store of {launched.launcher} at "
+            f"{launched.address}:{launched.port}: {str(error).splitlines()[0]}"
+        ) from error
+    return PrefixStore(f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _listen(launched: Launched, host: str | None) -> socket.socket | None:
+    """The port of the store; None where this process has a store there already."""
+    address = numeric(host or launched.address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, launched.port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and dist.is_initialized():
+            return None
+        raise InputError(
+            f"rank 0 cannot listen on {launched.address}:{launched.port}: {error.strerror}; the "
+            f"master address has to be one of rank 0's machine (or name one in {HOST_VARIABLE}), "
+            "and its port free"
+        ) from error
+
+
+def _spec(
+    launched: Launched,
+    store: Store,
+    host: str,
+    limits: Limits,
+    tls: TLS | None,
+    threads: int | None,
+) -> RankSpec:
+    """This rank, with what rank 0 has published in the `store`."""
+    try:
+        published = json.loads(store.get("watcher"))
+    except RuntimeError as error:
+        raise RunFailed(
+            f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
+        ) from error
+    watcher_host, watcher_port = published["address"]
+    if published["tls"] != (tls is not None):
+        where = "for rank 0 and not here" if published["tls"] else "here and not for rank 0"
+        raise InputError(
+            f"rank {launched.rank}: TLS is set up {where}: set ORCHESTRA_TLS_CERTIFICATE, _KEY and "
+            "_AUTHORITY on every host, or on none"
+        )
+    return RankSpec(
+        launched.rank,
+        launched.ranks,
+        launched.local_rank,
+        (watcher_host, watcher_port),
+        host,
+        published["token"],
+        limits,
+        local=False,
+        supervised=launched.supervised,
+        tls=tls,
+        threads=threads,
+    )
+
+
+@contextlib.contextmanager
+def _interrupts(watcher: Watcher | None) -> Iterator[None]:
+    """While inside, only rank 0 reacts to Ctrl-C and SIGTERM, and the others follow it.
+
+    torchrun sends SIGTERM to all ranks of a node once one of them has died, whose end is the cause.
+    """
+    pressed_at = -math.inf
+
+    def interrupt() -> None:
+        nonlocal pressed_at
+        again, pressed_at = time.monotonic() - pressed_at, time.monotonic()
+        if watcher is not None and again > TWICE_SECONDS:
+            watcher.interrupt()
+
+    with handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
+        yield

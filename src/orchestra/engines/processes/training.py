@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.processes.display import Display, Progress
-from orchestra.engines.processes.launch import Outcome, launch
+from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
-from orchestra.engines.run_record import record_of, roles_of, write_environment
+from orchestra.engines.processes.watcher import Outcome
+from orchestra.engines.run import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import RunRecord
@@ -37,11 +38,7 @@ def train_run(
 ) -> RunRecord:
     """Train `run` on processes of this machine; its records go into `folder`.
 
-    `progress` is that of the runs that it is one of.
-
-    Raises:
-        InputError: the strategy cannot run on that many ranks, or on the GPUs of this machine.
-        RunFailed: names the first cause; what was measured until then stays in `folder`.
+    See `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing.
     """
     roles = roles_of(run)
     if (lack := lacking(run)) is not None:
@@ -56,14 +53,13 @@ def train_run(
             threads=run.training.threads,
             on_event=display.on_event,
         )
-    return _record(run, outcome, folder)
+    return _record(run, outcome.results, outcome, folder)
 
 
 def has_validation(task: str) -> bool:
-    """True if the task has validation data; a rank finds out, so that torch stays out of here.
+    """Whether the task has validation data; a rank finds out, so that torch stays out of here.
 
-    Raises:
-        InputError: the task cannot be made.
+    Raises `InputError` for a task that cannot be made.
     """
     outcome = launch(_has_validation, task, 1)
     if outcome.stopped:
@@ -97,7 +93,7 @@ def take_part(
         InputError: as many processes were started as the strategy cannot use.
         RunFailed: on every rank, with the first cause.
     """
-    from orchestra.engines.processes.join import join
+    from orchestra.engines.processes.rank import join
 
     roles = roles_of(run)
     if len(roles.shares) != launched.ranks:
@@ -116,12 +112,25 @@ def take_part(
             patience=run.training.patience,
             threads=run.training.threads,
             on_event=display.on_event,
-            first_is_gone=first_is_gone,
+            on_orphaned=first_is_gone,
         )
     if completed is not None or not first:
         return completed
-    reports = tuple(from_plain(RankReport | None, report) for report in outcome.results)
-    return _record(run, replace(outcome, results=reports), folder)
+    reports = [from_plain(RankReport | None, report) for report in outcome.results]
+    return _record(run, reports, outcome, folder)
+
+
+def _record(
+    run: Run, reports: Sequence[RankReport | None], outcome: Outcome, folder: Path
+) -> RunRecord:
+    return record_of(
+        run,
+        [report for report in reports if report is not None],
+        folder,
+        outcome.setup,
+        left_out=outcome.left_out,
+        notices=outcome.notices,
+    )
 
 
 def program_unless_completed(
@@ -136,13 +145,6 @@ def program_unless_completed(
     known = torch.tensor([float(completed)])
     broadcast(runtime.transport, known, 0, Group(tuple(range(runtime.ranks))), Tag.COMPLETED)
     return None if bool(known) else to_plain(program(runtime, (run, folder)))
-
-
-def _record(run: Run, outcome: Outcome, folder: Path) -> RunRecord:
-    reports = [cast("RankReport", result) for result in outcome.results if result is not None]
-    return record_of(
-        run, reports, folder, outcome.setup, left_out=outcome.left_out, notices=outcome.notices
-    )
 
 
 def lacking(run: Run) -> str | None:

@@ -1,4 +1,4 @@
-"""The watcher: holds a control connection to each rank, and carries out the verdicts."""
+"""The watcher: holds a control connection to each rank, and carries out what is decided."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import os
 import selectors
 import signal
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from orchestra.engines import events
+from orchestra.engines.failure_detector import FailureDetector, Limits, describe_exit
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
-from orchestra.engines.verdicts import Limits, Verdicts, describe_exit
-from orchestra.transports.handshake import TLS, WATCHER, Reception, in_words
+from orchestra.errors import InputError, RunFailed
+from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
 from orchestra.worker.threads import shares_of_cores
 
 SERVER = "the fork server, from which the ranks are started,"
@@ -32,14 +32,35 @@ STRANGER_SECONDS = 10.0  # for a connection to show the token
 STRANGERS = 32  # such connections, beside those of the ranks; more push out the oldest
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A run that ended well.
+
+    Attributes:
+        results: what the program returned, by rank; None for a rank that was left out.
+        left_out: why, for each rank that the run went on without.
+        stopped: the user asked for an orderly stop.
+        notices: messages for the user on the way, one line each.
+        setup: seconds before the program began: `import`, only in the first launch of a process,
+            until the process that all ranks are forked from had imported torch; `processes`, from
+            there until every rank was there; `connections`, until all were connected to each other.
+    """
+
+    results: tuple[Any, ...]
+    left_out: dict[int, str]
+    stopped: bool
+    notices: tuple[str, ...]
+    setup: dict[str, float]
+
+
 @dataclass(eq=False)
 class _Link:
-    """The control connection of the rank `proven`, which introduces itself as `rank`."""
+    """The control connection of `rank`, which has `joined` once it has introduced itself."""
 
     connection: socket.socket
+    rank: int
     frames: Frames
-    proven: int
-    rank: int | None = None
+    joined: bool = False
     pid: int = 0
     same_machine: bool = False
     cores: tuple[str, Sequence[int]] = ("", ())  # of which host it may use which
@@ -62,6 +83,9 @@ class Watcher:
         children: the ranks are child processes, each given to `adopt` once started.
         tls: encrypts the control connections.
         on_event: called from the thread with each event, and each notice.
+
+    Attributes:
+        address: where the ranks reach the watcher.
     """
 
     def __init__(
@@ -79,12 +103,11 @@ class Watcher:
         self.setup: dict[str, float] = {}
         self.imported = 0.0
         self._ranks = ranks
-        context = None if tls is None else tls.context(server_side=True)
         self._on_event = on_event or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
         self._links: dict[int, _Link] = {}
         self._connected: set[int] = set()
-        self._orders: list[Callable[[], None]] = []
+        self._orders: list[Callable[[], None]] = []  # from other threads
         self._abandoned = False
         self._heartbeat_at = -math.inf
         self._crash: BaseException | None = None
@@ -92,23 +115,17 @@ class Watcher:
         self._server_runs_at = math.inf  # when it was last seen to
         self._machine = machine()
         self._selector = selectors.DefaultSelector()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=ranks)
+        listener = listen(host)
+        self.address = address_of(listener)
         self._reception = Reception(
-            self._selector, self._listener, WATCHER, token.encode(), context,
-            wanted=range(ranks).__contains__, most=lambda: STRANGERS + ranks - len(self._links),
+            self._selector, listener, WATCHER, token.encode(), tls,
+            missing=set(range(ranks)), spare=STRANGERS,
             welcome=self._welcome, refused=self._refuse,
         )  # fmt: skip
         self._wake_in, self._wake_out = socket.socketpair()
         self._started_at = time.monotonic()
-        self.verdicts = Verdicts(ranks, limits, start=self._started_at, children=children)
+        self.detector = FailureDetector(ranks, limits, start=self._started_at, children=children)
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Where the ranks reach the watcher."""
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
 
     # From other threads
 
@@ -139,10 +156,9 @@ class Watcher:
 
     def server_lost(self, error: Exception) -> str:
         """Why the run failed where the fork server did not start a rank, but gave `error`."""
-        server = self._server
-        status = None if server is None else exit_status(server, within=1.0)
+        status = None if self._server is None else exit_status(self._server, within=1.0)
         how = f"does not answer: {error}" if status is None else describe_exit(status)
-        return self.verdicts.cause or f"{SERVER} {how}"
+        return self.detector.cause or f"{SERVER} {how}"
 
     def fail(self, rank: int, error: Exception) -> None:
         """End the run: `rank`, of this process, could not join it."""
@@ -158,6 +174,28 @@ class Watcher:
         if self._crash is not None:
             raise self._crash
 
+    def outcome(self, read: Callable[[bytes], Any]) -> Outcome:
+        """The outcome of a run whose ranks are gone; `read` decodes the result of a rank.
+
+        Raises `InputError` or `RunFailed` with the cause, where it has failed.
+        """
+        detector, setup = self.detector, dict(self.setup)
+        if detector.bad_input is not None:
+            raise InputError(detector.bad_input)
+        if detector.cause is not None:
+            raise RunFailed(detector.cause)
+        if self.imported and "processes" in setup:
+            setup = {"import": self.imported, **setup}
+            setup["processes"] -= self.imported
+        results = self.results
+        return Outcome(
+            results=tuple(read(results[r]) if r in results else None for r in range(self._ranks)),
+            left_out=detector.left_out,
+            stopped=detector.stopped,
+            notices=tuple(detector.notices),
+            setup=setup,
+        )
+
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
         with contextlib.suppress(OSError):  # the thread has ended
@@ -167,7 +205,7 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            while not self.verdicts.over and not self._abandoned:
+            while not self.detector.over and not self._abandoned:
                 for key, _ in self._selector.select(TICK_SECONDS):
                     key.data()
                 self._tick()
@@ -194,11 +232,11 @@ class Watcher:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._reception.drop_since(now - STRANGER_SECONDS)
+        self._reception.drop(now - STRANGER_SECONDS)
         self._look_after_server(now)
-        suspects = [self._links[rank] for rank in self.verdicts.suspects(now)]
-        held = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
-        self._carry_out(self.verdicts.tick(now, [rank for rank in held if rank is not None]))
+        suspects = [self._links[rank] for rank in self.detector.suspects(now)]
+        stopped = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
+        self._carry_out(self.detector.tick(now, stopped))
         if now - self._heartbeat_at > BEAT_SECONDS:
             self._heartbeat_at = now
             self._broadcast({"kind": "watching"})
@@ -211,7 +249,7 @@ class Watcher:
         if status is None and not is_stopped(self._server):
             self._server_runs_at = now
             return
-        if status is None and now - self._server_runs_at < self.verdicts.limits.silence:
+        if status is None and now - self._server_runs_at < self.detector.limits.silence:
             return
         how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
         self._observe(events.ServerLost(f"{SERVER} {how}"))
@@ -221,21 +259,18 @@ class Watcher:
 
     def _observe(self, event: events.Event) -> None:
         self._on_event(event)
-        self._carry_out(self.verdicts.observe(time.monotonic(), event))
+        self._carry_out(self.detector.observe(time.monotonic(), event))
 
     def _carry_out(self, instructions: list[events.Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case events.Abort(cause=cause):
-                    self._broadcast({"kind": "abort", "cause": cause})
-                case events.Disconnect(rank=rank, reason=reason):
-                    self._broadcast({"kind": "disconnect", "rank": rank, "reason": reason})
-                case events.Stop():
-                    self._broadcast({"kind": "stop"})
                 case events.Kill(rank=rank):
                     self._kill(rank)
                 case events.Notice():
                     self._on_event(instruction)
+                case _:  # an order to all ranks
+                    kind = type(instruction).__name__.lower()
+                    self._broadcast({"kind": kind, **asdict(instruction)})
 
     def _broadcast(self, message: Message) -> None:
         for link in self._links.values():
@@ -283,14 +318,12 @@ class Watcher:
     # Connections
 
     def _welcome(self, rank: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = _Link(connection, Frames(connection), rank)
+        link = _Link(connection, rank, Frames(connection))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(link))
         self._read(link)
 
-    def _refuse(self, host: str, error: ssl.SSLError) -> None:
-        text = f"a connection from {host} was refused: {in_words(error)}"
-        self._carry_out(self.verdicts.refused(text))
+    def _refuse(self, host: str, why: str) -> None:
+        self._carry_out(self.detector.refused(f"a connection from {host} was refused: {why}"))
 
     def _read(self, link: _Link) -> None:
         try:
@@ -307,19 +340,18 @@ class Watcher:
             return
         self._selector.unregister(link.connection)
         link.connection.close()
-        if link.rank is not None:
+        if link.joined:
             self._observe(events.Disconnected(link.rank))
 
     def _heard(self, link: _Link, message: Message, payload: bytes) -> None:
         rank, kind = link.rank, message["kind"]
-        if rank is None:
+        if not link.joined:
             self._admit(link, message)
         elif kind == "beat":
-            self._observe(events.Beat(rank, _pulse(message)))
+            pulse = {**message["pulse"], "waits_for": tuple(message["pulse"]["waits_for"])}
+            self._observe(events.Beat(rank, events.Pulse(**pulse)))
         elif kind == "notice":
-            notice = events.Notice(str(message["text"]))
-            self.verdicts.notices.append(notice.text)
-            self._on_event(notice)
+            self._carry_out(self.detector.noticed(str(message["text"])))
         elif kind == "connected":
             self._connected.add(rank)
             if len(self._connected) == self._ranks:
@@ -329,38 +361,27 @@ class Watcher:
             link.send({"kind": "dismissed"})
             self._observe(events.Finished(rank))
         elif kind == "failure":
-            self._observe(events.Failed(rank, events.Failure(**_named(events.Failure, message))))
+            self._observe(events.Failed(rank, events.Failure(**message["failure"])))
 
     def age(self) -> float:
         """Seconds since it was made."""
         return time.monotonic() - self._started_at
 
     def _admit(self, link: _Link, message: Message) -> None:
-        rank = link.proven
-        if rank in self._links:
-            raise BadFrame("this rank is there")
+        rank = link.rank
         link.connection.settimeout(SEND_SECONDS)
-        link.rank, link.pid = rank, message["pid"]
+        link.joined, link.pid = True, message["pid"]
         link.address = tuple(message["address"])
         link.cores = message["kernel"] or message["host"], message["cores"]
         link.same_machine = bool(self._machine) and message["machine"] == self._machine
         self._links[rank] = link
         self._observe(events.Joined(rank, message["host"]))
-        if self.verdicts.cause is not None:
-            link.send({"kind": "abort", "cause": self.verdicts.cause})  # it came late for that
+        if self.detector.cause is not None:
+            link.send({"kind": "abort", "cause": self.detector.cause})  # it came late for that
         if len(self._links) == self._ranks:
             addresses = [self._links[r].address for r in range(self._ranks)]
             self.setup["processes"] = self.age()
             threads = shares_of_cores([self._links[r].cores for r in range(self._ranks)])
             self._broadcast({"kind": "roster", "addresses": addresses, "threads": threads})
-            if self.verdicts.stopped:
+            if self.detector.stopped:
                 self._broadcast({"kind": "stop"})
-
-
-def _pulse(message: Message) -> events.Pulse:
-    named = _named(events.Pulse, message)
-    return events.Pulse(**{**named, "waits_for": tuple(named["waits_for"])})
-
-
-def _named(kind: type, message: Message) -> dict[str, Any]:
-    return {field.name: message[field.name] for field in fields(kind)}

@@ -12,8 +12,8 @@ from orchestra.collectives import Group
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
-from orchestra.transports.executor import execute
-from orchestra.transports.protocol import Traffic, Transport
+from orchestra.transports.collective import execute
+from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
 
 
 class Queued:
@@ -163,9 +163,8 @@ class BackgroundQueue:
         def live() -> None:
             task, placed = self._tasks[0], given.placed
             schedule, group = placed.plan.schedule, Group(placed.ranks)
-            task.buffer_bytes = execute(
-                transport, schedule, given.vector, group, given.tag, given.edges
-            )
+            call = CollectiveCall(schedule, given.vector, group, given.tag, given.edges)
+            task.buffer_bytes = execute(transport, call)
 
         def ended(flow: Flow) -> None:
             if flow.error is not None:

@@ -1,7 +1,7 @@
 """What goes wrong in a cluster, acting on a run, and what its watcher makes of it.
 
-The watcher's mind is that of real processes (engines/verdicts.py); here it is told in virtual time
-what the beats of real ranks would tell it, as long as anything is wrong.
+What decides is that of real processes (engines/failure_detector.py); here it is told in virtual
+time what the beats of real ranks would tell it, as long as anything is wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from orchestra.engines.events import (
     Notice,
     Pulse,
 )
+from orchestra.engines.failure_detector import FailureDetector, Limits
 from orchestra.engines.simulation.world import World
-from orchestra.engines.verdicts import Limits, Verdicts
 from orchestra.errors import RunFailed
 
 BEAT_SECONDS = 0.5
@@ -59,8 +59,8 @@ class Faults:
         self._ranks = range(ranks)
         self._pulse = pulse
         self._notice = notice
-        self._verdicts = Verdicts(ranks, Limits(patience=patience), start=0.0, children=True)
-        self.left_out = self._verdicts.left_out
+        self._detector = FailureDetector(ranks, Limits(patience=patience), start=0.0, children=True)
+        self.left_out = self._detector.left_out
         self._ended: set[int] = set()
         self._unheard: dict[int, Finished | Failed] = {}  # the ends of ranks behind a cut, by rank
         self._held: set[int] = set()
@@ -68,7 +68,7 @@ class Faults:
         self._watching = False
         self._until = 0.0  # how long to watch at least
         for rank in self._ranks:
-            self._verdicts.observe(0.0, Joined(rank, world.nodes[rank].name))
+            self._detector.observe(0.0, Joined(rank, world.nodes[rank].name))
         self._schedule(cluster)
 
     def ended(self, event: Finished | Failed) -> None:
@@ -145,7 +145,7 @@ class Faults:
     # The watcher
 
     def _watch(self) -> None:
-        self._until = self._kernel.now() + self._verdicts.limits.echo + 2 * BEAT_SECONDS
+        self._until = self._kernel.now() + self._detector.limits.cause + 2 * BEAT_SECONDS
         if not self._watching:
             self._watching = True
             self._tick()
@@ -158,13 +158,13 @@ class Faults:
             silent = rank in self._held or rank in self._ended or rank in self._unheard
             if not silent and self._world.reaches(rank, 0):
                 self._observe(Beat(rank, self._pulse(rank)))
-        self._carry_out(self._verdicts.tick(now, self._held))
+        self._carry_out(self._detector.tick(now, self._held))
         self._watching = bool(self._held or self._cut) or now < self._until
         if self._watching:
             self._kernel.after(BEAT_SECONDS, self._tick)
 
     def _observe(self, event: Event) -> None:
-        self._carry_out(self._verdicts.observe(self._kernel.now(), event))
+        self._carry_out(self._detector.observe(self._kernel.now(), event))
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

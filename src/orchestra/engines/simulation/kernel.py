@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from orchestra.engines.events import tell
+from orchestra.engines.events import follow_waits
 from orchestra.engines.simulation.contexts import Context, GreenletContext, ThreadContext
 from orchestra.engines.simulation.events import Call, Events
 from orchestra.errors import RunAborted
@@ -346,4 +346,4 @@ def describe(flows: Iterable[Flow]) -> str:
     own |= {flow.rank: wait for flow, wait in waits.items() if flow.main and flow.rank not in own}
     whats = {rank: what for rank, (_, what) in own.items()}
     blocked = {rank: ranks for rank, (ranks, _) in own.items()}
-    return tell(blocked, whats, {}) if blocked else "flows are parked that wait for nothing"
+    return follow_waits(blocked, whats, {}) if blocked else "flows are parked that wait for nothing"

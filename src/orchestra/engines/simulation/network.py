@@ -21,9 +21,10 @@ from orchestra.engines.simulation.events import Events
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
 from orchestra.engines.simulation.links import Meter
-from orchestra.transports import operations
+from orchestra.transports import matching
 from orchestra.transports.framing import Header
 from orchestra.transports.matching import Incoming, Mailbox
+from orchestra.transports.protocol import Task
 
 
 class Route(Protocol):
@@ -224,6 +225,12 @@ class Stream:
             self._begin(self._queue[0])
 
 
+class Backend(Protocol):
+    """What stands for torch.distributed."""
+
+    def all_reduce(self, tensor: Tensor) -> Task[int]: ...
+
+
 class Net:
     """All ranks' ports, and the ways between them.
 
@@ -260,8 +267,11 @@ class Net:
 class Port:
     """One rank's end of the network, shared by its flows.
 
-    `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends.
+    `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends;
+    `native` gives what stands for torch.distributed.
     """
+
+    native: Callable[[], Backend]
 
     def __init__(
         self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
@@ -318,12 +328,12 @@ class Port:
                 self.net.kernel.resume(flow)
 
 
-class Sending(operations.Operation):
+class Sending(matching.Operation):
     """A send; `wait` returns the tensor."""
 
     __slots__ = ("port", "tensor", "to")
 
-    def __init__(self, flow: operations.Flow, port: Port, tensor: Tensor, to: int) -> None:
+    def __init__(self, flow: matching.Flow, port: Port, tensor: Tensor, to: int) -> None:
         super().__init__(flow)
         self.port = port
         self.tensor = tensor

@@ -1,6 +1,6 @@
 """One rank's part in a collective, message by message in virtual time, without a flow of its own.
 
-It takes the steps of transports/executor.py, and is charged for them as a transport charges.
+It takes the steps of transports/collective.py, and is charged for them as a transport charges.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Processor
 from orchestra.engines.simulation.network import Stream
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.transports.executor import Verb
+from orchestra.transports.collective import Verb
 
 Call = Callable[[], None]
 

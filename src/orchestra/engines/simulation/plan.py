@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestra.schedules import REDUCE, Schedule
-from orchestra.transports import executor
-from orchestra.transports.executor import Part, Step
+from orchestra.transports import collective
+from orchestra.transports.collective import Part, Step
 from orchestra.transports.framing import header_bytes
 
 Integers = NDArray[np.int64]
@@ -60,7 +60,7 @@ class Plan:
     """All messages of `schedule`, for a vector of `length` elements cut at `edges`.
 
     Ranks are numbered as in the schedule. A run of pieces that is empty makes no message; a long
-    one makes several, as in transports/executor.py.
+    one makes several, as in transports/collective.py.
 
     Attributes:
         pairs: every (source, target) that there is a message for, with the bytes of all of them.
@@ -76,7 +76,7 @@ class Plan:
     ) -> None:
         self.schedule = schedule
         self.itemsize = itemsize
-        self.segment = executor.SEGMENT_BYTES // itemsize
+        self.segment = collective.SEGMENT_BYTES // itemsize
         self.length = length
         self._slot_bytes = length * itemsize if schedule.slots else 0
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
@@ -131,7 +131,7 @@ class Plan:
 
     def steps(self, rank: int, first: int = 0) -> Iterator[Step]:
         """What the executor does on `rank` from round `first` on."""
-        return executor.steps(self.parts(rank, first), self.cuts, self.segment)
+        return collective.steps(self.parts(rank, first), self.cuts, self.segment)
 
     def _by_pair(self, pair: Integers, amount: Integers) -> dict[tuple[int, int], int]:
         """`amount`, summed by the pair that it goes between."""

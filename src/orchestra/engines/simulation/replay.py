@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from orchestra.engines.processes.display import Display
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.run_record import roles_of
+from orchestra.engines.run import roles_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run

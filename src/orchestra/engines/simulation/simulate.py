@@ -18,6 +18,7 @@ from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.cluster.jitter import DEFAULT
 from orchestra.engines.events import Failed, Finished, Pulse, describe, failed_text
+from orchestra.engines.failure_detector import Limits
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.contexts import GreenletContext
@@ -25,7 +26,6 @@ from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
-from orchestra.engines.verdicts import Limits
 from orchestra.errors import RunFailed
 from orchestra.worker.runtime import Reporter, Runtime
 from orchestra.worker.threads import chosen_threads, usable_cores
@@ -253,6 +253,7 @@ class Simulation:
         world, node = self._world, self._world.nodes[rank]
         jitter = self._jitter if node.jitter == DEFAULT else node.jitter
         port, factors = world.net.ports[rank], self._factors(jitter, node)
+        port.native = functools.cache(lambda: world.native(rank))
         kind = SimulatedCompute if self._values else ChargedCompute
         threads = self._threads[rank]
         compute = kind(self._kernel, self._costs, factors, port.chill, threads)
@@ -263,7 +264,6 @@ class Simulation:
             compute,
             self._reporters[rank],
             seed if self._values else _nothing,
-            native=functools.cache(lambda: world.native(rank)),
             local_rank=sum(other is node for other in world.nodes[:rank]),
             clock="virtual",
             share=self._share,

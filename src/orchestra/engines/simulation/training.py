@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.run_record import record_of, roles_of, write_environment
+from orchestra.engines.run import record_of, roles_of, write_environment
 from orchestra.engines.simulation.figures import Figures, figures_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord

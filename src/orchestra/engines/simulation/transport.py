@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -13,12 +13,17 @@ from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
-from orchestra.transports import operations
-from orchestra.transports.collective import CollectiveVerb, HandOver
-from orchestra.transports.executor import execute
+from orchestra.transports import matching
+from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
-from orchestra.transports.operations import Operation
-from orchestra.transports.protocol import Group, Task, Traffic, Transport
+from orchestra.transports.matching import Operation
+from orchestra.transports.protocol import (
+    CollectiveCall,
+    HandOver,
+    Task,
+    Traffic,
+    Transport,
+)
 from orchestra.worker.interception import InterceptedTransport
 
 T = TypeVar("T")
@@ -31,7 +36,7 @@ class SimulatedTransport(CollectiveVerb):
         self._port = port
         self._rendezvous = rendezvous
         self._kernel = port.net.kernel
-        self._flow = operations.Flow(port.rank, self)
+        self._flow = matching.Flow(port.rank, self)
         self._queue: BackgroundQueue | None = None
 
     @property
@@ -90,13 +95,11 @@ class SimulatedTransport(CollectiveVerb):
         stream.leave(message, self._kernel.here())
         return sending
 
-    def receive(
-        self, source: int | None, tag: int, into: Tensor | None = None
-    ) -> operations.Receive:
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> matching.Receive:
         """Start receiving; see `Transport.receive`."""
         assert into is None or into.is_contiguous(), "only contiguous tensors can be received into"
         assert source is None or 0 <= source < self.size, f"no rank {source} among {self.size}"
-        receive = operations.Receive(self._flow, source, tag, into)
+        receive = matching.Receive(self._flow, source, tag, into)
         self._port.mailbox.post(receive)
         return receive
 
@@ -106,45 +109,22 @@ class SimulatedTransport(CollectiveVerb):
             own.add_(each)
         self._spend(self._port.net.overhead.add * (own.nbytes * len(arrived)))
 
-    def collective(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None = None,
-        *,
-        background: bool = False,
-        via: Transport | None = None,
-        visible: bool = False,
-    ) -> Task[int]:
-        """Begin this rank's part in `schedule`; see `Transport.collective`."""
-        if background and self._needs_no_flow(via) and not self._rendezvous.faults:
-            given = self._contribution(schedule, vector, group, tag, edges)
+    def collective(self, call: CollectiveCall) -> Task[int]:
+        """Begin this rank's part in a collective; see `Transport.collective`."""
+        no_flow = self._background is None and not self._rendezvous.faults
+        if call.background and call.schedule is not None and no_flow:
+            given = self._contribution(call.schedule, call)
             if given.needs_no_values:
                 return self._begin_queued(given)
-        return super().collective(
-            schedule, vector, group, tag, edges, background=background, via=via, visible=visible
-        )
+        return super().collective(call)
 
-    def _contribution(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None,
-    ) -> Contribution:
-        placed = self._rendezvous.placed(self._port.net, schedule, group, vector, edges)
-        return Contribution(placed, vector, tag, edges)
+    def _contribution(self, schedule: Schedule, call: CollectiveCall) -> Contribution:
+        net = self._port.net
+        placed = self._rendezvous.placed(net, schedule, call.group, call.vector, call.edges)
+        return Contribution(placed, call.vector, call.tag, call.edges)
 
     def _another(self) -> SimulatedTransport:
         return SimulatedTransport(self._port, self._rendezvous)
-
-    def _needs_no_flow(self, via: Transport | None) -> bool:
-        """Whether nobody looks at what happens in the background."""
-        watched = isinstance(via, InterceptedTransport) and via.chain.interceptors
-        return not (watched or self._background)
 
     def _begin_queued(self, given: Contribution) -> Queued:
         port, local = self._port, self._port.net.overhead.local
@@ -159,9 +139,9 @@ class SimulatedTransport(CollectiveVerb):
         self._spend(seconds)
         return self._queue.begin(given)
 
-    def end_background(self, via: Transport | None = None) -> None:
+    def end_background(self) -> None:
         """End the background flow, or what stands for it; see `Transport.end_background`."""
-        super().end_background(via)
+        super().end_background()
         if self._queue is not None:
             local = self._port.net.overhead.local
             self._spend(0.0 if local is None else local.at(SIGNAL_BYTES))
@@ -169,32 +149,25 @@ class SimulatedTransport(CollectiveVerb):
             self._kernel.add_thread(self.rank, -1)
             self._queue = None
 
-    def _execute(
-        self,
-        schedule: Schedule,
-        vector: Tensor,
-        group: Group,
-        tag: int,
-        edges: Sequence[int] | None,
-        visible: bool,
-        flow: Transport,
-    ) -> int:
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Without messages where all ranks meet; with a vector of no elements there are none."""
+        schedule, vector = call.schedule, call.vector
+        assert schedule is not None
         together = schedule.all_reduce or schedule.joint
-        if not together or len(group) == 1 or not vector.numel():
-            return execute(flow, schedule, vector, group, tag, edges)
+        if not together or len(call.group) == 1 or not vector.numel():
+            return super().execute(call, over)
         port, kernel, current = self._port, self._kernel, self._kernel.current
-        traffic = flow.traffic
+        traffic = self.traffic
         port.keep_order()
         waited, start = traffic.seconds_waiting, kernel.here()
-        self._spend(port.warm_up() + port.net.overhead.collective, traffic)
+        self._spend(port.warm_up() + port.net.overhead.collective)
         moves_values = not (schedule.all_reduce or vector.is_meta)
         member = self._join(
-            self._contribution(schedule, vector, group, tag, edges),
-            visible or moves_values or self._rendezvous.faults,
+            self._contribution(schedule, call),
+            call.visible or moves_values or self._rendezvous.faults,
         )
         if member is None:
-            return execute(flow, schedule, vector, group, tag, edges)
+            return super().execute(call, over)
         while not member.done:
             kernel.park()
         current.waits = None
@@ -202,12 +175,16 @@ class SimulatedTransport(CollectiveVerb):
         port.bytes_sent += moved.bytes_sent
         port.meter.count_all(member.sent)
         traffic.add(moved)
-        if isinstance(flow, InterceptedTransport):
-            moving = start + traffic.seconds_waiting - waited
-            flow.executed(schedule, vector, tag, start, moving)
+        if isinstance(over, InterceptedTransport):
+            over.executed(call, start, start + traffic.seconds_waiting - waited)
         return member.buffer_bytes
 
-    def _new_hand_over(self) -> HandOver:
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        """Begin what stands for the all-reduce of torch.distributed."""
+        return self._port.native().all_reduce(vector)
+
+    def new_hand_over(self) -> HandOver:
+        """Make what two flows of this rank wait on."""
         return FlowHandOver(self._port)
 
     def _join(self, given: Contribution, message_by_message: bool) -> Member | None:
@@ -257,7 +234,7 @@ class SimulatedTransport(CollectiveVerb):
 
     def wait(self, operation: Operation) -> None:
         """Let virtual time pass until `operation` is finished, and take in what it brings."""
-        if not isinstance(operation, operations.Receive):
+        if not isinstance(operation, matching.Receive):
             self.traffic.seconds_waiting += self._sleep(operation, lambda: operation.finished)
             return
         receive = operation
@@ -279,7 +256,7 @@ class SimulatedTransport(CollectiveVerb):
         alone = self._kernel.current.processor.undisturbed()
         return alone and not (port.is_cold or port.shares_caches)
 
-    def _sleep_through(self, receive: operations.Receive) -> None:
+    def _sleep_through(self, receive: matching.Receive) -> None:
         """Let virtual time pass until `receive` is finished, without waking when it begins."""
         kernel, flow, traffic = self._kernel, self._kernel.current, self.traffic
         started = kernel.here()
@@ -307,14 +284,14 @@ class SimulatedTransport(CollectiveVerb):
         self._kernel.catch_up()
         return operation.finished
 
-    def _spend(self, seconds: float, traffic: Traffic | None = None) -> None:
+    def _spend(self, seconds: float) -> None:
         if seconds > 0:
             started = self.now()
             self._kernel.current.processor.spend(seconds)
-            (traffic or self.traffic).seconds_communicating += self.now() - started
+            self.traffic.seconds_communicating += self.now() - started
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
-        if isinstance(operation, operations.Receive):
+        if isinstance(operation, matching.Receive):
             whom, verb, tag = operation.requested, "to receive", f", tag {operation.tag}"
         else:
             assert isinstance(operation, Sending)

@@ -1,0 +1,403 @@
+"""Who is dead, stopped or hung, and what follows from it.
+
+Pure decisions: events with their time go in, instructions come out; there is no clock, no
+process and no socket here. `orchestra.engines.processes.watcher` feeds it and carries out what
+it says.
+
+The rules:
+
+- A rank whose process ended, or whose control connection closed, is dead at once.
+- A rank that sends no beat for `silence` seconds is suspected. It is stopped if its kernel says
+  so, and unresponsive after `patience` (native code may hold the interpreter for seconds).
+- A rank that computes for longer than `patience` without a sign of progress is hung; before its
+  first step it has three times as long. Ranks that wait for each other, or for nobody alive,
+  are hung together.
+- A failure that is the consequence of another one waits a moment for the true cause.
+- An expendable rank is left out; any other ends the run.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from orchestra.engines import events
+from orchestra.engines.events import Instruction
+
+REFUSALS = 8
+"""Refused connections that a run reports at most: strangers cause them, too."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait for what, in seconds."""
+
+    patience: float = 60.0
+    joining: float = 300.0  # from the start until every rank has joined
+    silence: float = 3.0  # without a beat: suspected
+    cause: float = 3.0  # for the true cause behind a consequence
+    status: float = 2.0  # from the end of a connection until the exit status is known
+    unwinding: float = 3.0  # for a program to end once its rank was asked to leave
+    leaving: float = 5.0  # for the process of such a rank, or of one that delivered its result
+    advice: str = ""  # for the user of a program that had more to do than `patience` allows
+
+
+class State(enum.Enum):
+    ABSENT = "has not joined"
+    RUNNING = "is running"
+    STOPPED = "is stopped"  # expendable, and the run goes on meanwhile
+    DONE = "has finished"
+    FAILED = "has failed"
+    LEFT_OUT = "was left out"
+
+
+ALIVE = (State.RUNNING, State.STOPPED)
+
+
+@dataclass
+class Member:
+    """The knowledge about one rank."""
+
+    rank: int
+    seen_at: float  # its last sign of life
+    active_at: float  # its last sign of progress
+    state: State = State.ABSENT
+    host: str = ""
+    pulse: events.Pulse = field(default_factory=events.Pulse)
+    disconnected_at: float | None = None
+    gone: bool = False  # its process, or its connection where it is nobody's child
+    settled_at: float | None = None  # when it finished, failed or was left out
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+    @property
+    def leaving(self) -> bool:
+        return self.state not in ALIVE or self.pulse.phase == "leaving"
+
+
+class FailureDetector:
+    """Decides what a watcher does.
+
+    Args:
+        ranks: how many ranks the run has.
+        limits: how long to wait for what.
+        start: the time at which the run was started.
+        children: the ranks are child processes whose exit status will be reported.
+            Otherwise the end of its connection is all that is known of a rank's end.
+
+    Attributes:
+        cause: why the run fails.
+        bad_input: the cause, where it is an input error, and nothing had begun but set-up.
+        left_out: why, for each rank that the run goes on without.
+        notices: one line each, for the user.
+        stopped: the user asked for an orderly stop.
+    """
+
+    def __init__(self, ranks: int, limits: Limits, *, start: float, children: bool) -> None:
+        self.limits = limits
+        self.cause: str | None = None
+        self.bad_input: str | None = None
+        self.left_out: dict[int, str] = {}
+        self.notices: list[str] = []
+        self.stopped = False
+        self._children = children
+        self._started_at = self._ticked_at = self._now = start
+        self._failed_at = 0.0
+        self._consequences: list[tuple[float, Member, events.Failure]] = []  # deadlines
+        self._refused: list[str] = []
+        self._killed: set[int] = set()
+        self._instructions: list[Instruction] = []
+        self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to wait for."""
+        return all(member.gone for member in self._members.values())
+
+    def suspects(self, now: float) -> list[int]:
+        """The ranks of which the watcher should ask the kernel whether they are stopped."""
+        silent = now - self.limits.silence
+        return [member.rank for member in self._in(*ALIVE) if member.seen_at < silent]
+
+    def observe(self, now: float, event: events.Event) -> list[Instruction]:
+        """Take in one event; what is to be done now."""
+        self._now = now
+        if isinstance(event, events.Interrupted):
+            self._interrupted()
+        elif isinstance(event, events.ServerLost):
+            self._fail(event.how)
+        else:
+            self._heard(self._members[event.rank], event)
+        return self._decided()
+
+    def tick(self, now: float, stopped: Collection[int] = ()) -> list[Instruction]:
+        """Let time pass; `stopped` are the suspects that their kernel holds stopped."""
+        self._now = now
+        self._forgive_own_absence()
+        if self.cause is not None:
+            if now - self._failed_at >= self.limits.leaving:
+                self._kill(self._members.values())
+            return self._decided()
+        for rule in (
+            self._late,
+            self._unknown_ends,
+            lambda: self._silences(stopped),
+            self._consequences_due,
+            self._hangs,
+            self._only_stopped_missing,
+            self._overstayed,
+        ):
+            if self.cause is None:
+                rule()
+        return self._decided()
+
+    def refused(self, text: str) -> list[Instruction]:
+        """Report once that a connection was refused, which may have been a rank's."""
+        if text not in self._refused and len(self._refused) < REFUSALS:
+            self._refused.append(text)
+            self._notice(text)
+        return self._decided()
+
+    def noticed(self, text: str) -> list[Instruction]:
+        """Pass on what a rank has to say to the user."""
+        self._notice(text)
+        return self._decided()
+
+    # What events mean
+
+    def _interrupted(self) -> None:
+        if self.stopped:
+            self._fail("interrupted")
+            self._kill(self._members.values())
+            return
+        self.stopped = True
+        if self.cause is None:
+            self._instructions.append(events.Stop())
+            self._notice("stopping in good order; press Ctrl-C again to end at once")
+
+    def _heard(self, member: Member, event: events.EventOfRank) -> None:
+        member.seen_at = self._now
+        match event:
+            case events.Joined(host=host):
+                member.state, member.host = State.RUNNING, host
+                self._begin_anew()  # the others could only wait for it
+            case events.Beat(pulse=pulse):
+                self._beat(member, pulse)
+            case events.Finished():
+                self._settle(member, State.DONE)
+            case events.Failed(failure=failure):
+                self._failed(member, failure)
+            case events.Disconnected():
+                member.disconnected_at = self._now
+                if not self._children:  # else the exit status says more, and comes in a moment
+                    member.gone = True
+                    self._dead(member, "is gone: its control connection closed")
+            case events.Exited(status=status):
+                member.gone = True
+                self._dead(member, describe_exit(status))
+
+    def _beat(self, member: Member, pulse: events.Pulse) -> None:
+        back = member.state is State.STOPPED
+        if pulse.activity != member.pulse.activity or back:
+            member.active_at = self._now
+        member.pulse = pulse
+        if back:
+            member.state = State.RUNNING
+            self._notice(f"{member.name} is back")
+
+    def _failed(self, member: Member, failure: events.Failure) -> None:
+        if member.state is State.LEFT_OUT:
+            return
+        self._settle(member, State.FAILED)
+        if self.cause is not None:
+            return
+        if failure.lost is not None or failure.aborted:
+            self._consequences.append((self._now + self.limits.cause, member, failure))
+            return
+        if failure.bad_input and member.pulse.phase == "set-up":
+            self.bad_input = failure.message
+        self._fail(events.failed_text(member.name, failure))
+
+    def _dead(self, member: Member, how: str) -> None:
+        if member.state not in (State.DONE, State.FAILED, State.LEFT_OUT):
+            self._lose(member, how)
+
+    def _lose(self, member: Member, how: str) -> None:
+        """A rank is lost for good: go on without it where it is expendable."""
+        if self.cause is not None:
+            return
+        if member.pulse.expendable:
+            self._settle(member, State.LEFT_OUT)
+            self.left_out[member.rank] = how
+            self._begin_anew()
+            self._instructions.append(events.Disconnect(member.rank, how))
+            self._notice(f"{member.name} {how}; going on without it")
+        else:
+            refused = self._refused if member.state is State.ABSENT else ()
+            self._fail(f"{member.name} {'; '.join([how, *refused])}")
+        self._kill([member])
+
+    def _begin_anew(self) -> None:
+        """Count everybody's progress from now: they may have waited for a rank that has come, or
+        will not come any more."""
+        for member in self._members.values():
+            member.active_at = self._now
+
+    # What time means
+
+    def _forgive_own_absence(self) -> None:
+        """Nobody is late because the watcher itself was stopped, or starved of processor time."""
+        absence = self._now - self._ticked_at
+        self._ticked_at = self._now
+        if absence >= self.limits.silence / 2:
+            for member in self._members.values():
+                member.seen_at = min(member.seen_at + absence, self._now)
+                member.active_at = min(member.active_at + absence, self._now)
+
+    def _late(self) -> None:
+        absent = self._in(State.ABSENT)
+        if absent and self._now - self._started_at >= self.limits.joining:
+            names = ", ".join(member.name for member in absent)
+            how = f"did not join within {self.limits.joining:g} s"
+            self._fail(f"{names} {'; '.join([how, *self._refused])}")
+
+    def _unknown_ends(self) -> None:
+        for member in self._members.values():
+            ended = member.disconnected_at
+            if ended is not None and not member.gone and self._now - ended > self.limits.status:
+                self._dead(member, "closed its control connection")
+
+    def _silences(self, stopped: Collection[int]) -> None:
+        for rank in self.suspects(self._now):
+            member = self._members[rank]
+            if rank in stopped:
+                self._is_stopped(member)
+            elif self._now - member.seen_at > self.limits.patience:
+                how = f"does not respond: no sign of life for {self.limits.patience:g} s"
+                self._lose(member, how)
+
+    def _is_stopped(self, member: Member) -> None:
+        if not member.pulse.expendable:
+            self._lose(member, "is stopped (by SIGSTOP or its terminal)")
+            return
+        # Once it runs again its silence counts from here, not from its last beat; it stays a
+        # suspect, so that it is asked for again.
+        member.seen_at = self._now - self.limits.silence
+        if member.state is State.RUNNING:
+            member.state = State.STOPPED
+            self._notice(f"{member.name} is stopped; going on without it")
+
+    def _consequences_due(self) -> None:
+        """Of a failure whose cause did not come in time."""
+        for deadline, member, failure in self._consequences[:1]:
+            if deadline > self._now:
+                return
+            if failure.lost not in self.left_out:
+                self._fail(events.failed_text(member.name, failure))
+                return
+            consequence = events.failed_text(member.name, failure, "could not go on")
+            lost = self._members[failure.lost]
+            self._fail(f"{lost.name} {self.left_out[lost.rank]}; {consequence}")
+
+    def _hangs(self) -> None:
+        patience = self.limits.patience
+        if self._in(State.ABSENT):
+            return  # all others wait for it, which `_late` decides about
+        under_way = any(m.pulse.step > 0 for m in self._members.values())
+        alive = {m.rank for m in self._in(*ALIVE)}
+        waiting: dict[int, tuple[int, ...]] = {}
+        for member in self._in(State.RUNNING):
+            if member.seen_at < self._now - self.limits.silence:
+                continue
+            idle = self._now - member.active_at
+            if member.pulse.waits_for:
+                if idle > patience * (1 if under_way else 3):
+                    # A server beside a worker, which waits for itself, waits for any of the others.
+                    beside = member.pulse.waits_for == (member.rank,)
+                    waiting[member.rank] = tuple(alive) if beside else member.pulse.waits_for
+            elif idle > patience * (1 if member.pulse.step > 0 else 3) and self._is_awaited(member):
+                self._lose(member, self._idle_text(member, idle))
+        deadlocked = events.stuck(waiting, alive)
+        if deadlocked:
+            whats = {rank: self._members[rank].pulse.waits_what for rank in deadlocked}
+            states = {m.rank: m.state.value for m in self._members.values()}
+            self._fail(f"the run hangs: {events.follow_waits(deadlocked, whats, states)}")
+            return
+        stopped = self._in(State.STOPPED)
+        if stopped and events.stuck(waiting, alive - {m.rank for m in stopped}):
+            for member in stopped:  # at a checkpoint, say
+                self._lose(member, "is stopped, and all others wait for it")
+
+    def _is_awaited(self, member: Member) -> bool:
+        """A rank that leaves may well wait for the slowest: it hangs once all are leaving. One that
+        is paused has said that it may take long."""
+        if member.pulse.phase == "paused":
+            return False
+        return member.pulse.phase != "leaving" or all(m.leaving for m in self._members.values())
+
+    def _idle_text(self, member: Member, idle: float) -> str:
+        pulse = member.pulse
+        waiters = [m.rank for m in self._members.values() if member.rank in m.pulse.waits_for]
+        text = f"hangs: no progress for {idle:.0f} s (step {pulse.step}, {pulse.phase})"
+        if waiters:
+            who = "rank " + str(waiters[0]) if len(waiters) == 1 else f"ranks {waiters}"
+            text = f"{text}; {who} waiting for it"
+        return f"{text}; {self.limits.advice}" if self.limits.advice else text
+
+    def _only_stopped_missing(self) -> None:
+        """All others leave, or serve those that still work."""
+        others = [m for m in self._members.values() if m.state is not State.STOPPED]
+        waiting = all(m.leaving or m.pulse.phase == "serving" for m in others)
+        if waiting and not self._in(State.ABSENT) and any(m.leaving for m in others):
+            for member in self._in(State.STOPPED):
+                self._lose(member, "was still stopped at the end")
+
+    def _overstayed(self) -> None:
+        self._kill(
+            member
+            for member in self._members.values()
+            if member.settled_at is not None
+            and self._now - member.settled_at > self.limits.leaving
+            and member.state is not State.FAILED  # it waits for the cause
+        )
+
+    # Shared by all
+
+    def _in(self, *states: State) -> list[Member]:
+        return [member for member in self._members.values() if member.state in states]
+
+    def _fail(self, cause: str) -> None:
+        if self.cause is None:
+            self.cause, self._failed_at = cause, self._now
+            self._instructions.append(events.Abort(cause))
+
+    def _kill(self, members: Iterable[Member]) -> None:
+        for member in members:
+            if not member.gone and member.rank not in self._killed:
+                self._killed.add(member.rank)
+                self._instructions.append(events.Kill(member.rank))
+
+    def _notice(self, text: str) -> None:
+        self.notices.append(text)
+        self._instructions.append(events.Notice(text))
+
+    def _settle(self, member: Member, state: State) -> None:
+        member.state, member.settled_at = state, self._now
+
+    def _decided(self) -> list[Instruction]:
+        decided, self._instructions = self._instructions, []
+        return decided
+
+
+def describe_exit(status: int) -> str:
+    """How a process ended that had not delivered a result, after "rank 2 ..."."""
+    if status >= 0:
+        return f"exited with status {status} without a result"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
