@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         Straggler,
     )
     from orchestra.tasks.task import Task
-    from orchestra.topologies.graphs import Complete, Exponential, RandomRegular, Ring, Star
+    from orchestra.topologies import Complete, Exponential, RandomRegular, Ring, Star
 
     __all__ = [
         "AfterDecay",
@@ -92,10 +92,10 @@ else:
         "AfterSteps": "strategies.switch_rules",
         "AllReduce": "strategies.all_reduce",
         "Average": "strategies.outer",
-        "Complete": "topologies.graphs",
+        "Complete": "topologies",
         "Elastic": "strategies.outer",
         "ElasticAveraging": "strategies.elastic_averaging",
-        "Exponential": "topologies.graphs",
+        "Exponential": "topologies",
         "Gossip": "strategies.gossip",
         "Hop": "strategies.gossip",
         "InputError": "errors",
@@ -108,13 +108,13 @@ else:
         "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline",
         "Prague": "strategies.group_averaging",
-        "RandomRegular": "topologies.graphs",
-        "Ring": "topologies.graphs",
+        "RandomRegular": "topologies",
+        "Ring": "topologies",
         "Roles": "strategies.base",
         "RunFailed": "errors",
         "Single": "strategies.single",
         "SlowMo": "strategies.outer",
-        "Star": "topologies.graphs",
+        "Star": "topologies",
         "StochasticGradientPush": "strategies.stochastic_gradient_push",
         "Straggler": "strategies.switch_rules",
         "Strategy": "strategies.base",

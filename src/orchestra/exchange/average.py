@@ -1,27 +1,54 @@
-"""The sample-weighted average of the gradient over the workers."""
+"""The sample-weighted average of the gradient over the workers, bucket by bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from orchestra.collectives import Group, all_reduce, broadcast, gather_objects
-from orchestra.optimizers.state import Moments, export_moments
-from orchestra.transports.protocol import Task
+from orchestra.collectives import Group, all_reduce
+from orchestra.errors import InputError
+from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
+from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 
-class Begin(Protocol):
-    """Begins the sum of a bucket over the workers."""
+@dataclass(frozen=True)
+class Bucket:
+    """A run of slots that is summed at once; `last_slot` is the end of the run.
 
-    def __call__(self, bucket: Bucket, *, background: bool) -> Sequence[Task[int]]:
-        """The collectives that it takes, in their order; each gives the bytes of its buffer."""
-        ...
+    `values` begin at element `first` of the flat gradient.
+    """
+
+    first: int
+    values: Tensor
+    slots: int
+    last_slot: int
+
+
+def cut_into_buckets(worker: Worker) -> list[Bucket]:
+    """The flat gradient in buckets of about `worker.bucket_bytes`; the tail is in the last."""
+    storage, slots = worker.gradients.storage, worker.layout.slots
+    edges = [(0, 0)]
+    for index, slot in enumerate(slots[1:] if worker.overlap else (), start=1):
+        if (slot.offset - edges[-1][1]) * storage.element_size() >= worker.bucket_bytes:
+            edges.append((index, slot.offset))
+    edges.append((len(slots), storage.numel()))
+    return [
+        Bucket(start, storage[start:end], last - first, last)
+        for (first, start), (last, end) in pairwise(edges)
+    ]
+
+
+Begin = Callable[[Bucket, bool], Sequence[Task[int]]]
+"""begin(bucket, background): begins the sum of a bucket over the workers.
+
+Gives the collectives that it takes, in their order; each gives the bytes of its buffer.
+"""
 
 
 class GradientAverage:
@@ -53,7 +80,7 @@ class GradientAverage:
             while self._next < len(self._buckets):
                 self._begin_next()
             for collective in reversed(self._under_way):  # all are done when the last one is
-                self._note_buffer(collective.wait())
+                note_buffer(worker, collective.wait())
             self._under_way.clear()
             self._ready = [0] * len(self._buckets)
             self._next = 0
@@ -75,154 +102,102 @@ class GradientAverage:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._under_way += self._begin(bucket, background=self._overlaps)
+        self._under_way += self._begin(self._buckets[self._next], self._overlaps)
         self._next += 1
 
-    def _note_buffer(self, buffer: int) -> None:
-        measures = self._worker.measures
-        measures.peak_buffer_bytes = max(measures.peak_buffer_bytes, buffer)
+
+def note_buffer(worker: Worker, size: int) -> None:
+    """An exchange has used `size` bytes of buffer."""
+    worker.measures.peak_buffer_bytes = max(worker.measures.peak_buffer_bytes, size)
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A run of slots that is summed at once; `last_slot` is the end of the run.
+class Collective:
+    """A schedule, and the ranks in the order in which it numbers them."""
 
-    `values` begin at element `first` of the flat gradient.
-    """
+    schedule: Schedule
+    group: Group
 
-    first: int
-    values: Tensor
-    slots: int
-    last_slot: int
+    def begin(
+        self,
+        transport: Transport,
+        vector: Tensor,
+        tag: int = Tag.GRADIENTS,
+        edges: Sequence[int] | None = None,
+        *,
+        background: bool = False,
+    ) -> Task[int]:
+        """Begin this rank's part; see `Transport.collective`."""
+        return transport.collective(
+            self.schedule, vector, self.group, tag, edges, background=background
+        )
 
-
-def cut_into_buckets(worker: Worker) -> list[Bucket]:
-    """The flat gradient in buckets of about `worker.bucket_bytes`; the tail is in the last."""
-    storage, layout = worker.gradients.storage, worker.layout
-    ends = []
-    if worker.overlap:
-        filled_to, itemsize = 0, storage.element_size()
-        for index, slot in enumerate(layout.slots[1:], start=1):
-            if (slot.offset - filled_to) * itemsize >= worker.bucket_bytes:
-                ends.append((index, slot.offset))
-                filled_to = slot.offset
-    ends.append((len(layout.slots), storage.numel()))
-    starts = [(0, 0), *ends]
-    return [
-        Bucket(start, storage[start:end], last - first, last)
-        for (first, start), (last, end) in zip(starts, ends, strict=False)
-    ]
+    def of_buckets(self, worker: Worker) -> Begin:
+        """Sum each bucket by this collective."""
+        transport = worker.transport
+        return lambda bucket, background: [
+            self.begin(transport, bucket.values, background=background)
+        ]
 
 
-def agree_on_parameters(worker: Worker) -> None:
-    """Everyone takes the parameters and buffers of the first rank that is there."""
-    agree_within(worker, worker.everyone)
+def make_collective(
+    worker: Worker,
+    algorithm: str,
+    order: Sequence[int] | None = None,
+    ranks_per_node: int | None = None,
+) -> Collective:
+    """Collective: the all-reduce `algorithm` over the workers, in their own order or in `order`."""
+    group = worker.workers
+    if order is not None:
+        group = Group(tuple(rank for rank in order if rank in group.ranks))
+    if algorithm == "hierarchical":
+        return Collective(hierarchical(_sizes_of_nodes(worker, group, ranks_per_node)), group)
+    return Collective(ALL_REDUCE[algorithm](len(group)), group)
 
 
-def agree_within(worker: Worker, group: Group) -> None:
-    """Everyone in `group` takes the parameters and buffers of its first rank."""
-    if worker.agrees:
-        return
-    broadcast(worker.transport, worker.parameters, group.ranks[0], group, Tag.AGREE)
-    broadcast_buffers(worker, group)
+def _sizes_of_nodes(worker: Worker, group: Group, ranks_per_node: int | None) -> tuple[int, ...]:
+    """Runs of `ranks_per_node`, the last perhaps shorter; or the hosts, as they were launched."""
+    if ranks_per_node is not None:
+        places = [place % ranks_per_node for place in range(len(group))]
+    else:  # each rank tells its index among those of its host
+        local_ranks = torch.zeros(len(group), dtype=torch.int64)
+        local_ranks[group.index(worker.rank)] = worker.runtime.local_rank
+        all_reduce(worker.transport, local_ranks, "butterfly", group, Tag.AGREE)
+        places = local_ranks.tolist()
+    starts = [index for index, place in enumerate(places) if place == 0]
+    sizes = tuple(end - start for start, end in pairwise([*starts, len(places)]))
+    if places != [place for size in sizes for place in range(size)]:
+        raise InputError(
+            "AllReduce('hierarchical'): the ranks of a host do not follow one another (their "
+            f"places on their hosts are {', '.join(map(str, places))}): launch them host by host, "
+            "or set ranks_per_node and order"
+        )
+    return sizes
 
 
-def wait_for_everyone(worker: Worker) -> None:
-    """Collective over all ranks: nobody returns before everybody has called."""
-    everyone = worker.everyone
-    if len(everyone) > 1:
-        all_reduce(worker.transport, torch.zeros(1), "butterfly", everyone, Tag.AGREE)
+@dataclass
+class NativeSum:
+    """torch.distributed's own all-reduce under way on `worker`; its buffer is not known."""
+
+    worker: Worker
+    work: Task[Tensor]
+
+    def wait(self) -> int:
+        started = self.worker.transport.now()
+        self.work.wait()
+        self.worker.measures.native_seconds += self.worker.transport.now() - started
+        return 0
+
+    def done(self) -> bool:
+        return self.work.done()
 
 
-def agree_on_position(worker: Worker, position: int, first: int) -> int:
-    """Collective over all ranks: the samples consumed, as the rank `first` knows them."""
-    samples = torch.tensor([position])
-    broadcast(worker.transport, samples, first, worker.everyone, Tag.AGREE)
-    return int(samples)
+def native_sum(worker: Worker) -> Begin:
+    """Sum each bucket by torch.distributed's own all-reduce."""
 
+    def begin(bucket: Bucket, background: bool) -> Sequence[Task[int]]:
+        ranks = len(worker.workers)
+        worker.measures.native_bytes += 2 * (ranks - 1) * bucket.values.nbytes // ranks
+        return [NativeSum(worker, worker.native.start_all_reduce(bucket.values))]
 
-def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
-    """Collective over all ranks: the plain JSON data that the rank `first` has."""
-    transport, own = worker.transport, worker.rank
-    if own != first:
-        return gather_objects(transport, None, Group((first, own)), own)[0]
-    for rank in worker.everyone.ranks:
-        if rank != own:
-            gather_objects(transport, data, Group((own, rank)), rank)
-    return data
-
-
-def start_together(worker: Worker, chief: int) -> None:
-    """Collective over all ranks: how far apart they return does not depend on when each called.
-
-    That depends on `chief` alone, which lets all go on. It tells a thousand ranks one after the
-    other; after a butterfly all are at the same place again (exactly, where ranks and links are
-    alike, for powers of two).
-    """
-    gather_objects(worker.transport, None, worker.everyone, chief)
-    broadcast(worker.transport, torch.zeros(1), chief, worker.everyone, Tag.READY)
-    wait_for_everyone(worker)
-
-
-def broadcast_buffers(worker: Worker, group: Group) -> None:
-    """Everyone in `group` takes the buffers of its first rank, as DistributedDataParallel does."""
-    buffers = worker.buffers
-    if not buffers or len(group) == 1 or worker.rank not in group.ranks:
-        return
-    for vector in pack(buffers):
-        broadcast(worker.transport, vector.values, group.ranks[0], group, Tag.BUFFERS)
-        vector.unpack()
-
-
-class Packed:
-    """Tensors of one dtype, copied end to end into `values`."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self.values = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-    def unpack(self) -> None:
-        """Copy `values` back into the tensors."""
-        offset = 0
-        with torch.no_grad():
-            for tensor in self.tensors:
-                part = self.values[offset : offset + tensor.numel()]
-                tensor.copy_(part.view(tensor.shape))
-                offset += tensor.numel()
-
-
-def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
-    """One `Packed` for each dtype, in the order of first appearance."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for _, tensor in named:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [Packed(tensors) for tensors in by_dtype.values()]
-
-
-def hand_over_moments(
-    worker: Worker, optimizer: torch.optim.Optimizer | None, *, averaged: bool
-) -> None:
-    """Let the optimizers that this rank builds next inherit the moments of `optimizer`.
-
-    Without one here (the servers kept it, in slices) there is nothing to inherit.
-    """
-    worker.inherited = {}
-    if optimizer is None:
-        return
-    moments = export_moments(optimizer, worker.named_parameters())
-    worker.inherited = _averaged(worker, moments) if averaged else moments
-
-
-def _averaged(worker: Worker, moments: Moments) -> Moments:
-    """The moments averaged over `worker.workers`; numbers stay as they are."""
-    averaged: Moments = {}
-    for name in sorted(moments):
-        averaged[name] = dict(moments[name])
-        for key, value in moments[name].items():
-            if isinstance(value, Tensor) and value.dim():
-                flat = value.detach().reshape(-1) / len(worker.workers)
-                if len(worker.workers) > 1:
-                    all_reduce(worker.transport, flat, "ring", worker.workers, Tag.AGREE)
-                averaged[name][key] = flat.view(value.shape)
-    return averaged
+    return begin

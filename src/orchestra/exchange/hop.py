@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orchestra.collectives import all_reduce
+from orchestra.exchange.agreement import wait_for_workers
+from orchestra.exchange.replicas import copy_of
 from orchestra.topologies import Graph, doubly_stochastic, sources_of
 from orchestra.transports.protocol import Handle
 from orchestra.transports.tags import Tag
@@ -38,7 +39,6 @@ class IterationQueues:
         self,
         worker: Worker,
         graph: Graph,
-        *,
         max_gap: int,
         backup: int = 0,
         staleness: int = 0,
@@ -52,11 +52,8 @@ class IterationQueues:
         self._targets = [ranks[peer] for peer in graph[own]]
         self._sources = [ranks[peer] for peer in sources_of(graph)[own]]
         self._neighbours = sorted({*self._targets, *self._sources})
-        self._max_gap = max_gap
-        self._backup = backup
-        self._staleness = staleness
-        self._skip = skip
-        self._behind = behind
+        self._max_gap, self._backup, self._staleness = max_gap, backup, staleness
+        self._skip, self._behind = skip, behind
         self._leaving: list[Handle] = []
         self._arrival: Handle | None = None
         self._begin()
@@ -78,8 +75,10 @@ class IterationQueues:
             self._take_next()
         self._entered = True
         self._leaving = [handle for handle in self._leaving if not handle.done()]
-        if self._targets:
-            self._send(self._worker.parameters, self._targets)
+        if self._targets:  # a copy, since the parameters change before it has arrived everywhere
+            copy = copy_of(self._worker, self._worker.parameters)
+            send = self._worker.transport.send
+            self._leaving += [send(copy, target, Tag.UPDATE) for target in self._targets]
         self._tell(self.iteration)
 
     def mix(self) -> None:
@@ -100,15 +99,13 @@ class IterationQueues:
         for handle in self._leaving:
             handle.wait()
         self._leaving.clear()
-        if len(self._worker.workers) > 1:  # none of them begins anew before all are here
-            here = torch.zeros(1)
-            all_reduce(self._worker.transport, here, "ring", self._worker.workers, Tag.AGREE)
+        wait_for_workers(self._worker)  # none of them begins anew before all are here
         self._begin()
 
     # Tokens
 
     def _ahead_of(self, target: int) -> int:
-        """By how much the iteration that is next is ahead of that of `target`."""
+        """Return by how much the iteration that is next is ahead of that of `target`."""
         return self.iteration - max(self._iterations[target], 0)
 
     def _jump(self) -> None:
@@ -133,7 +130,7 @@ class IterationQueues:
     # Updates
 
     def _usable(self, iteration: int) -> dict[int, int]:
-        """The sources whose updates can be mixed in `iteration`, and the newest such of each."""
+        """Find the sources whose updates can be mixed in `iteration`, and the newest of each."""
         newest = {
             source: max(updates, default=-1) if self._staleness else iteration
             for source, updates in self._updates.items()
@@ -145,7 +142,7 @@ class IterationQueues:
         }
 
     def _enough(self, iteration: int) -> bool:
-        """Whether all but `backup` sources have sent what can be mixed, or no more can come."""
+        """Tell whether all but `backup` sources sent what can be mixed, or no more can come."""
         usable, oldest = self._usable(iteration), max(iteration - self._staleness, 0)
         return len(usable) >= len(self._sources) - self._backup or not any(
             self._iterations[source] < oldest for source in self._sources if source not in usable
@@ -170,20 +167,13 @@ class IterationQueues:
 
     # Messages
 
-    def _send(self, values: Tensor, targets: list[int]) -> None:
-        """A copy, since the parameters change before it has arrived everywhere."""
-        work = Work("encode", values.numel())
-        copy = self._worker.compute.run(work, values.clone)
-        transport = self._worker.transport
-        self._leaving += [transport.send(copy, target, Tag.UPDATE) for target in targets]
-
     def _tell(self, iteration: int) -> None:
-        """After the update of `iteration`: who reads this has all of that."""
+        """Send the number of `iteration` behind its update: who reads this has all of that."""
         word, transport = torch.tensor([iteration]), self._worker.transport
         self._leaving += [transport.send(word, peer, Tag.ITERATION) for peer in self._neighbours]
 
     def _open(self) -> bool:
-        """Whether anything can come before the next quiet point."""
+        """Return whether anything can come before the next quiet point."""
         return any(iteration < CLOSED for iteration in self._iterations.values())
 
     def _take_what_is_here(self) -> None:

@@ -7,7 +7,7 @@ import enum
 import torch
 from torch import Tensor
 
-from orchestra.collectives import all_reduce
+from orchestra.exchange.agreement import wait_for_workers
 from orchestra.transports.protocol import Handle, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
@@ -16,7 +16,7 @@ from orchestra.worker.worker import Worker
 NOBODY = -1
 
 
-class Word(enum.IntEnum):
+class _Word(enum.IntEnum):
     """What a message to a flow says."""
 
     GIVE = 0  # from the main flow: x is yours, average it with that worker first
@@ -36,7 +36,7 @@ class PairwiseAverage:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._own = worker.workers.index(worker.rank)
+        self.active = worker.workers.index(worker.rank) % 2 == 0  # it asks; the others answer
         self._x = torch.empty_like(worker.parameters)
         self._other = torch.empty_like(worker.parameters)
         self._held = True  # by the main flow
@@ -45,13 +45,6 @@ class PairwiseAverage:
         if len(worker.workers) > 1:
             self._flow = worker.transport.spawn(self._run)
 
-    @property
-    def active(self) -> bool:
-        """Whether this worker asks; the others answer."""
-        return self._own % 2 == 0
-
-    # The main flow
-
     def give(self, partner: int | None = None) -> None:
         """Let the flow have the parameters, and average them with the worker number `partner`."""
         if self._flow is None or not self._held:
@@ -59,13 +52,13 @@ class PairwiseAverage:
         self._held = False
         self._copy(self._worker.parameters, self._x)
         rank = NOBODY if partner is None else self._worker.workers.ranks[partner]
-        self._tell(Tag.HAND_OVER, Word.GIVE, rank)
+        self._tell(Tag.HAND_OVER, _Word.GIVE, rank)
 
     def take(self) -> int:
         """Have the parameters back; how many averages were made of them meanwhile."""
         if self._flow is None or self._held:
             return 0
-        self._tell(Tag.PAIR, Word.TAKE)
+        self._tell(Tag.PAIR, _Word.TAKE)
         averages = int(self._worker.transport.receive(self._worker.rank, Tag.TAKEN).wait())
         if averages < 0:
             self._flow.wait()  # raises what the flow raised
@@ -85,27 +78,25 @@ class PairwiseAverage:
             self.take()
         else:
             self.give()  # goes on answering those who are not yet here
-        here = torch.zeros(1)
-        all_reduce(self._worker.transport, here, "ring", self._worker.workers, Tag.AGREE)
+        wait_for_workers(self._worker)
         self.take()
 
     def close(self) -> None:
         """After `settle`: end the flow."""
         if self._flow is not None:
-            self._tell(Tag.HAND_OVER, Word.END)
+            self._tell(Tag.HAND_OVER, _Word.END)
             self._flow.wait()
             self._flow = None
 
     def _tell(self, tag: int, *words: int) -> None:
         self._worker.transport.send(torch.tensor(words), self._worker.rank, tag).wait()
 
-    # The background flow
-
     def _run(self, transport: Transport) -> None:
+        """The background flow: average while the main flow computes."""
         try:
             while True:
                 given = transport.receive(transport.rank, Tag.HAND_OVER).wait().tolist()
-                if given[0] == Word.END:
+                if given[0] == _Word.END:
                     return
                 averages = self._serve(transport, given[1])
                 transport.send(torch.tensor([averages]), transport.rank, Tag.TAKEN).wait()
@@ -121,7 +112,7 @@ class PairwiseAverage:
             averages += 1
         while True:
             request = transport.receive(None, Tag.PAIR)
-            if request.wait()[0] == Word.TAKE:
+            if request.wait()[0] == _Word.TAKE:
                 return averages
             self._answer(transport, request.source)
             averages += 1
@@ -130,7 +121,7 @@ class PairwiseAverage:
         arriving = transport.receive(partner, Tag.PAIR_MEAN, self._other)
         # The request comes last: who reads it has all of x.
         sending = transport.send(self._x, partner, Tag.PAIR_VALUES)
-        transport.send(torch.tensor([Word.ASK]), partner, Tag.PAIR).wait()
+        transport.send(torch.tensor([_Word.ASK]), partner, Tag.PAIR).wait()
         sending.wait()
         arriving.wait()
         self._average()

@@ -14,6 +14,8 @@ import torch
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.errors import PeerLost
+from orchestra.exchange.agreement import wait_for_workers
+from orchestra.exchange.average import note_buffer
 from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
@@ -24,7 +26,7 @@ Scheme = Literal["smart", "random"]
 
 @dataclass(eq=False)
 class Scheduled:
-    """A group, and those of its members who have not been told to average with it."""
+    """A group, and those of its members who do not know of it yet."""
 
     members: tuple[int, ...]
     missing: set[int]
@@ -33,7 +35,7 @@ class Scheduled:
 class GroupGenerator:
     """Forms groups of workers, and puts them in order. Pure: no messages, no clock.
 
-    A worker performs the groups that it is told in their order, and asks again once it has done so.
+    A worker performs the groups of an answer in their order, and asks again once it has done so.
     All members of two groups have them in the same order, that in which they were formed. So no
     worker is averaged in two groups at a time, and workers never wait for each other in a circle.
 
@@ -68,32 +70,29 @@ class GroupGenerator:
         elif not self._buffer[worker]:
             self._divide(worker)
         self.requests[worker] += 1
-        return self._tell(worker)
+        return self._take(worker)
 
     def leave(self, worker: int) -> list[tuple[int, ...]]:
         """`worker` is in no group any more, once it has performed these."""
         self._active.discard(worker)
-        self._wake()
-        return self._tell(worker)
+        if not self._active:
+            self._active, self._resting = self._resting, set()
+        return self._take(worker)
 
     def rest(self, worker: int) -> list[tuple[int, ...]]:
         """The same, until all have left or rest: from there on it is in groups again."""
         self._resting.add(worker)
         return self.leave(worker)
 
-    def _wake(self) -> None:
-        if not self._active:
-            self._active, self._resting = self._resting, set()
-
-    def _tell(self, worker: int) -> list[tuple[int, ...]]:
-        """Whoever asks has performed all that it was told: what it has not been told is left."""
-        told = list(self._buffer[worker])
-        for group in told:
+    def _take(self, worker: int) -> list[tuple[int, ...]]:
+        """Return all groups of `worker` that it does not know yet: it has performed the others."""
+        groups = list(self._buffer[worker])
+        for group in groups:
             group.missing.discard(worker)
             if not group.missing:
                 for member in group.members:
                     self._buffer[member].remove(group)
-        return [group.members for group in told]
+        return [group.members for group in groups]
 
     def _divide(self, worker: int) -> None:
         """Global division: groups of all that are idle, as large and as equal as can be."""
@@ -133,7 +132,7 @@ class GroupGenerator:
                 self._buffer[member].append(group)
 
 
-class Word(enum.IntEnum):
+class _Word(enum.IntEnum):
     """What a worker tells the generator; each is answered with the groups to perform."""
 
     ASK = 0  # my step is done
@@ -142,8 +141,7 @@ class Word(enum.IntEnum):
 
 
 class GroupAverage:
-    """Averages this worker's parameters with the groups that a generator beside the first worker
-    tells.
+    """Averages this worker's parameters in groups, formed by a generator beside the first worker.
 
     A checkpoint keeps of it what the groups to come depend on: the draws and the requests.
     """
@@ -160,25 +158,24 @@ class GroupAverage:
             self._flow = worker.transport.spawn(self._serve)
 
     def average(self) -> None:
-        """After a step: ask, and average with each group that is told; waits for its members."""
-        self._perform(Word.ASK)
+        """After a step: ask, and average with each group of the answer; waits for its members."""
+        self._perform(_Word.ASK)
 
     def settle(self) -> None:
         """Collective over the workers: return when all groups have been averaged."""
-        self._perform(Word.REST)
-        here = torch.zeros(1)
-        all_reduce(self._worker.transport, here, "ring", self._worker.workers, Tag.AGREE)
+        self._perform(_Word.REST)
+        wait_for_workers(self._worker)
 
     def leave(self) -> None:
         """Average with those who wait for this worker; nobody does afterwards."""
-        self._perform(Word.LEAVE)
+        self._perform(_Word.LEAVE)
 
     def close(self) -> None:
         """After `leave`: wait until all have left."""
         if self._flow is not None:
             self._flow.wait()
 
-    def _perform(self, word: Word) -> None:
+    def _perform(self, word: _Word) -> None:
         if self._alone:
             return
         transport = self._worker.transport
@@ -196,34 +193,33 @@ class GroupAverage:
         worker = self._worker
         x = worker.parameters
         worker.compute.run(Work("mix", x.numel()), lambda: x.mul_(1 / len(ranks)))
-        buffer = all_reduce(worker.transport, x, "ring", Group(ranks), Tag.GROUP_VALUES)
-        worker.measures.peak_buffer_bytes = max(worker.measures.peak_buffer_bytes, buffer)
-
-    # The background flow, on the first worker
+        note_buffer(worker, all_reduce(worker.transport, x, "ring", Group(ranks), Tag.GROUP_VALUES))
 
     def _serve(self, transport: Transport) -> None:
-        """Answer at once, whatever the main flows do, until all workers have left."""
+        """In the background of the first worker, answer at once until all workers have left."""
         generator = self._generator
-        answers = {Word.ASK: generator.ask, Word.REST: generator.rest, Word.LEAVE: generator.leave}
+        answers = {
+            _Word.ASK: generator.ask,
+            _Word.REST: generator.rest,
+            _Word.LEAVE: generator.leave,
+        }
         there = set(self._worker.workers.ranks) - transport.lost()
         while there:
             request = transport.receive(None, Tag.GROUP_REQUEST)
             try:
-                word, worker = Word(int(request.wait())), request.source
+                word, worker = _Word(int(request.wait())), request.source
             except PeerLost as lost:
                 there.discard(lost.rank)
                 generator.leave(lost.rank)
                 continue
-            if word is Word.LEAVE:
+            if word is _Word.LEAVE:
                 there.discard(worker)
             numbers = [number for group in answers[word](worker) for number in (len(group), *group)]
             with contextlib.suppress(PeerLost):
                 transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 
-    # At a quiet point, where that flow only waits
-
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps, at a quiet point: there the flow only waits."""
         generator = self._generator
         return {"draws": generator.draws, "requests": list(generator.requests.values())}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,14 +20,6 @@ Exchanges = Literal["every_tau_steps", "one_at_a_time", "every_step"]
 
 Shares = Callable[[tuple[int, ...], int, int], Mapping[int, float]]
 """shares(targets, rank, exchange): what the rank sends to each target and keeps; sum 1."""
-
-
-@dataclass(frozen=True)
-class Moving:
-    """A message that was sent, or is expected, since step `step`."""
-
-    step: int
-    handle: Handle
 
 
 class PushSum:
@@ -54,11 +45,11 @@ class PushSum:
         self._worker = worker
         self._topology = topology
         self._shares = shares
-        self._overlap = overlap
+        self._overlap = overlap  # steps that messages may be late
         self._period = max(overlap, 1) if exchanges == "every_tau_steps" else 1
         self._one_at_a_time = exchanges == "one_at_a_time" and overlap > 0
-        self._leaving: list[Moving] = []
-        self._arriving: list[Moving] = []
+        self._leaving: list[tuple[int, Handle]] = []  # since which step, and what
+        self._arriving: list[tuple[int, Handle]] = []
         self._closed: dict[int, int] = {}  # ranks that drain, and the exchanges that they began
 
     @property
@@ -97,7 +88,7 @@ class PushSum:
         self._expect([ranks[peer] for peer in sources_of(graph)[own]])
         for peer in graph[own]:
             part = self._charged(lambda share=shares[peer]: self.mass * share)  # type: ignore[misc]
-            self._leaving.append(Moving(self.step, transport.send(part, ranks[peer], Tag.MIX)))
+            self._leaving.append((self.step, transport.send(part, ranks[peer], Tag.MIX)))
         self._charged(lambda: self.mass.mul_(shares[own]))
         self.exchanges += 1
         return graph[own]
@@ -106,33 +97,27 @@ class PushSum:
         """The ranks `sources` send in this exchange, too."""
         for source in sources:
             if source not in self._closed:
-                handle = self._worker.transport.receive(source, Tag.MIX)
-                self._arriving.append(Moving(self.step, handle))
+                self._arriving.append((self.step, self._worker.transport.receive(source, Tag.MIX)))
 
     def drain(self) -> None:
         """Collective, after a step of all: take in all that is on its way."""
         if self._one_at_a_time:
-            self._close()
-        self._finish(self.step)
-        if self._one_at_a_time:
-            self._take_until_all_have_closed()
+            self._drain_one_at_a_time()
+        else:
+            self._finish(self.step)
 
-    def _others(self) -> list[int]:
-        return [rank for rank in self._worker.workers.ranks if rank != self._worker.rank]
-
-    def _close(self) -> None:
+    def _drain_one_at_a_time(self) -> None:
         """Tell the others how many exchanges this rank began, as the last of its messages.
 
         A rank that is in an earlier step, and has begun more exchanges, would wait for ever for
         its part of them: the number of exchanges in a number of steps is each rank's own.
         """
         begun = torch.tensor([self.exchanges])
-        for peer in self._others():
-            sending = self._worker.transport.send(begun, peer, Tag.MIX)
-            self._leaving.append(Moving(self.step, sending))
-
-    def _take_until_all_have_closed(self) -> None:
-        for peer in self._others():
+        others = [rank for rank in self._worker.workers.ranks if rank != self._worker.rank]
+        for peer in others:
+            self._leaving.append((self.step, self._worker.transport.send(begun, peer, Tag.MIX)))
+        self._finish(self.step)
+        for peer in others:
             while peer not in self._closed:
                 self._expect([peer])
                 self._finish(self.step)
@@ -142,16 +127,16 @@ class PushSum:
     def _finish(self, due: int) -> None:
         """Add what has arrived, and wait for the messages of the steps up to `due`."""
         late = []
-        for message in self._arriving:
-            if message.step <= due or message.handle.done():
-                self._take(message.handle)
+        for step, handle in self._arriving:
+            if step <= due or handle.done():
+                self._take(handle)
             else:
-                late.append(message)
+                late.append((step, handle))
         self._arriving = late
-        for message in self._leaving:
-            if message.step <= due:
-                message.handle.wait()
-        self._leaving = [message for message in self._leaving if message.step > due]
+        for step, handle in self._leaving:
+            if step <= due:
+                handle.wait()
+        self._leaving = [(step, handle) for step, handle in self._leaving if step > due]
 
     def _take(self, handle: Handle) -> None:
         arrived = handle.wait()

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
-from orchestra.exchange.average import Bucket, cut_into_buckets
-from orchestra.exchange.collective import Collective
+from orchestra.exchange.average import Bucket, Collective, cut_into_buckets
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import OptimizerPart, install_moments
-from orchestra.parameter_server.placement import place, slice_edges
+from orchestra.parameter_server.placement import place
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import Task
 from orchestra.transports.tags import Tag
@@ -62,14 +61,13 @@ class Shards:
     def _cut(self, bucket: Bucket, workers: int, own: int) -> None:
         layout = self._worker.layout
         first_slot = bucket.last_slot - bucket.slots
-        spans = [
-            (slot.offset - bucket.first, slot.size)
-            for slot in layout.slots[first_slot : bucket.last_slot]
-        ]
+        slots = layout.slots[first_slot : bucket.last_slot]
+        spans = [(slot.offset - bucket.first, slot.size) for slot in slots]
         size = min(bucket.values.numel(), layout.size - bucket.first)
         divisible = self._worker.optimizer.elementwise
-        self._edges[bucket.first] = slice_edges(spans, size, workers, divisible=divisible)
-        for piece in place(spans, size, workers, divisible=divisible)[own].pieces:
+        slices = place(spans, size, workers, divisible=divisible)
+        self._edges[bucket.first] = (*(part.first for part in slices), size)
+        for piece in slices[own].pieces:
             start, end = bucket.first + piece.first, bucket.first + piece.end
             self._parts.append(self._part(first_slot + piece.tensor, start, end))
 
@@ -81,15 +79,16 @@ class Shards:
         gradient = worker.gradients.vector[start:end].view(shape)
         return Part(index, start - slot.offset, values, gradient)
 
-    def sum(self, bucket: Bucket, *, background: bool) -> list[Task[int]]:
+    def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
         """Begin the sum of this worker's slice of `bucket`; of the tail behind it everybody's."""
         transport = self._worker.transport
         edges = self._edges[bucket.first]
         gradient, tail = bucket.values[: edges[-1]], bucket.values[edges[-1] :]
-        tag = Tag.GRADIENTS
-        begun = [self._reduce_scatter.begin(transport, gradient, tag, edges, background=background)]
+        begun = [
+            self._reduce_scatter.begin(transport, gradient, edges=edges, background=background)
+        ]
         if tail.numel():
-            begun.append(self._tail.begin(transport, tail, tag, background=background))
+            begun.append(self._tail.begin(transport, tail, background=background))
         return begun
 
     def update(self) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
 
 from torch import fx, nn
 
 from orchestra.errors import InputError
-from orchestra.exchange.partition import Chain, balanced_cuts
 from orchestra.exchange.tracing import Inputs, Measured, measure, trace
 
 OUTSIDE = ("placeholder", "get_attr", "output")  # of a graph's nodes, those that compute nothing
@@ -166,16 +166,11 @@ class _Line:
                 layer = self.module.get_submodule(str(node.target))
                 found |= {id(p) for p in layer.parameters() if p.requires_grad}
             for used in node.all_input_nodes:
-                value = self._attribute(used)
-                if isinstance(value, nn.Parameter) and value.requires_grad:
-                    found.add(id(value))
+                if used.op == "get_attr":
+                    value = operator.attrgetter(str(used.target))(self.module)
+                    if isinstance(value, nn.Parameter) and value.requires_grad:
+                        found.add(id(value))
         return found
-
-    def _attribute(self, node: fx.Node) -> Any:
-        if node.op != "get_attr":
-            return None
-        path, _, leaf = str(node.target).rpartition(".")
-        return getattr(self.module.get_submodule(path), leaf)
 
     def subgraph(self, first: int, end: int) -> fx.Graph:
         """The operations [first, end) as a graph of their own."""
@@ -209,3 +204,80 @@ def _attach(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
             owner.add_module(part, nn.Module())
         owner = getattr(owner, part)
     owner.register_parameter(leaf, parameter)
+
+
+SLACK = 0.05  # the largest stage may be so much above the best if less crosses the cuts
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`costs` of operations in a row; place p lies before operation p.
+
+    `crossing` has for each place the elements that a cut there sends, None where none can be, and
+    `trained` tells of each operation whether it has parameters of its own to train.
+    """
+
+    costs: Sequence[int]
+    crossing: Sequence[int | None]
+    trained: Sequence[bool]
+
+
+def balanced_cuts(chain: Chain, stages: int) -> tuple[int, ...] | None:
+    """The places of `stages` - 1 cuts, None if there are not so many.
+
+    The dearest stage costs as little as can be; among the cuts for which that is true to within
+    `SLACK`, those that send the least. Every stage has something to train.
+    """
+    found = _best(chain, stages, max, lambda _: 0, math.inf)
+    if found is None:
+        return None
+    limit = found[0] * (1 + SLACK)
+    cheapest = _best(chain, stages, operator.add, lambda place: chain.crossing[place] or 0, limit)
+    assert cheapest is not None
+    return cheapest[1]
+
+
+Cuts = tuple[float, tuple[int, ...]]
+"""What the dearest stage costs, or the cuts send; and the places of the cuts."""
+
+
+def _best(
+    chain: Chain,
+    stages: int,
+    combine: Callable[[float, float], float],
+    price: Callable[[int], int],
+    limit: float,
+) -> Cuts | None:
+    """Dynamic program over the places: the least of all stages' costs, combined, and its cuts.
+
+    Without a `limit` a stage costs what its operations do. With one no stage may cost more, and
+    what counts is the `price` of the cuts.
+    """
+    end = len(chain.costs)
+    sums = [0, *accumulate(chain.costs)]
+    trained = [0, *accumulate(map(int, chain.trained))]
+    places = [place for place in range(1, end) if chain.crossing[place] is not None]
+
+    def cost(first: int, last: int) -> float:
+        inside = sums[last] - sums[first]
+        if trained[last] == trained[first] or inside > limit:
+            return math.inf
+        return inside if limit == math.inf else price(first)
+
+    best: dict[int, Cuts] = {0: (0.0, ())}
+    for stage in range(1, stages + 1):
+        reached: dict[int, Cuts] = {}
+        for last in places if stage < stages else [end]:
+            options = [
+                (combine(so_far, cost(first, last)), (*cuts, first))
+                for first, (so_far, cuts) in best.items()
+                if first < last
+            ]
+            finite = [option for option in options if option[0] < math.inf]
+            if finite:
+                reached[last] = min(finite)
+        best = reached
+    if end not in best:
+        return None
+    value, cuts = best[end]
+    return value, cuts[1:]

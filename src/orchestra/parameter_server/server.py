@@ -12,19 +12,12 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import restore
-from orchestra.parameter_server.state import Answer, Decision, Pause, ServerState, Update
-from orchestra.parameter_server.wire import (
-    Kind,
-    decode_push,
-    encode_answer,
-    encode_pause,
-    encode_work,
-)
+from orchestra.parameter_server.state import Decision, Pause, ServerState, Update
+from orchestra.parameter_server.wire import Kind, decode_push, encode_reply
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
-Charge = Callable[[str, int, Callable[[], None]], None]
-
+Charge = Callable[[str, int, Callable[[], Any]], None]
 
 EPSILON = 1e-7
 """Inside the root of the adaptive strength, as in the authors' code of DC-ASGD."""
@@ -156,8 +149,8 @@ class Server:
             return self.state.wait(worker)
         for sending in self._sending.pop(worker, ()):
             sending.wait()
-        gradient = transport.receive(worker, Tag.GRADIENT).wait()  # it came before the request
-        self.keep(worker, gradient)
+        # The gradient came before the request.
+        self.keep(worker, transport.receive(worker, Tag.GRADIENT).wait())
         return self.state.push(decode_push(worker, message))
 
     def _lose(self, lost: PeerLost) -> Decision:
@@ -181,9 +174,13 @@ class Server:
     def _follow(self, transport: Transport, decision: Decision) -> None:
         self.apply(transport, decision.apply)
         for answer in decision.answers:
-            self._answer(transport, answer)
+            copy, worker = self.copy_for(answer.worker), answer.worker
+            self._sending[worker] = [
+                transport.send(encode_reply(answer), worker, Tag.ANSWER),
+                transport.send(copy, worker, Tag.VALUES),
+            ]
         for worker, item in decision.work:
-            self._finish([transport.send(encode_work(item), worker, Tag.ANSWER)])
+            self._finish([transport.send(encode_reply(item), worker, Tag.ANSWER)])
 
     def apply(self, transport: Transport, updates: Sequence[Update]) -> None:
         """Apply `updates`, in order; the gradients of their pushes are kept."""
@@ -230,24 +227,13 @@ class Server:
         set_rates(self.optimizer, [rate / divisor for rate in pushes[0].rates])
         self.optimizer.step()
 
-    def _answer(self, transport: Transport, answer: Answer) -> None:
-        copy = self.copy_for(answer.worker)
-        self._sending[answer.worker] = [
-            transport.send(encode_answer(answer), answer.worker, Tag.ANSWER),
-            transport.send(copy, answer.worker, Tag.VALUES),
-        ]
-
     def copy_for(self, worker: int) -> Tensor:
         """The values for `worker`: a copy, so that a slow worker holds up nobody."""
         copy = self._buffers[worker]
         if self._elastic:
             return copy
         values = self.values if self.optimizer is not None else self._total
-
-        def take() -> None:
-            copy.copy_(values)
-
-        self._charge("encode", values.numel(), take)
+        self._charge("encode", values.numel(), lambda: copy.copy_(values))
         if self._compensation is not None:
             self._compensation.give(worker, copy)  # its next gradient comes in a new buffer
         return copy
@@ -260,7 +246,7 @@ class Server:
         self.state.resume()  # before anybody takes a checkpoint of it
         # The worker on this rank comes last: then all that this server has sent is counted.
         for worker in sorted(self.state.live, key=lambda rank: (rank == transport.rank, rank)):
-            self._finish([transport.send(encode_pause(pause), worker, Tag.ANSWER)])
+            self._finish([transport.send(encode_reply(pause), worker, Tag.ANSWER)])
         return pause if self.state.live else None
 
     def _finish(self, sending: Sequence[Handle]) -> None:

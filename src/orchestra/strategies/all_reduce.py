@@ -174,11 +174,11 @@ class AllReduce(Strategy[AllReduceState]):
             partial = exchange.PartialAverage(worker, collective, needed)
             return AllReduceState(worker.local_optimizer(), partial)
         if self.shard == "nothing":
-            average = exchange.GradientAverage(worker, collective.sum_on(worker.transport))
+            average = exchange.GradientAverage(worker, collective.of_buckets(worker))
             return AllReduceState(worker.local_optimizer(), average)
         shards = exchange.Shards(worker, collective.group)
         # A loop of the user's own may read the gradient, to clip it: it gets the whole of it.
-        begin = collective.sum_on(worker.transport) if worker.own_loop else shards.sum
+        begin = collective.of_buckets(worker) if worker.own_loop else shards.sum
         return AllReduceState(shards.optimizer, exchange.GradientAverage(worker, begin), shards)
 
     def before_forward(self, worker: Worker, state: AllReduceState) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from orchestra.exchange import SharedWork
     from orchestra.optimizers.state import OptimizerPart
-    from orchestra.parameter_server import Pause
+    from orchestra.parameter_server.state import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker

@@ -7,7 +7,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
-from orchestra.parameter_server.consistency import Asynchronous
 from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
 from orchestra.strategies.parameter_server import (
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange import SharedWork
-    from orchestra.parameter_server import Pause
-    from orchestra.parameter_server.state import Answer
+    from orchestra.parameter_server import Answer, Pause
     from orchestra.worker.worker import Worker
 
 
@@ -115,13 +113,18 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         """Everyone begins with the parameters of the first rank, and so does the centre."""
         exchange.agree_on_parameters(worker)
         roles = self.roles(worker.budget_ranks)
-        state = ElasticAveragingState(exchange.homes_of(worker, roles.servers, updates=False))
+        state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
         if worker.rank in roles.servers:
             state.server = exchange.make_server(
-                worker, state.homes, roles.workers, Asynchronous(), updates=False, elastic=True
+                worker,
+                state.slices,
+                roles.workers,
+                parameter_server.Asynchronous(),
+                updates=False,
+                elastic=True,
             )
         if worker.rank in roles.workers:
-            state.client = parameter_server.Client(worker.transport, state.homes)
+            state.client = parameter_server.Client(worker.transport, state.slices)
             state.optimizer = worker.local_optimizer()
             if self.momentum:
                 state.velocity = worker.parameters.new_zeros(worker.parameters.shape)

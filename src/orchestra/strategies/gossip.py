@@ -200,11 +200,11 @@ class Hop(Replicas[HopState]):
         queues = exchange.IterationQueues(
             worker,
             self.topology.graph(len(worker.workers), 0),
-            max_gap=self.max_gap,
-            backup=self.backup,
-            staleness=self.staleness,
-            skip=self.skip,
-            behind=self.behind,
+            self.max_gap,
+            self.backup,
+            self.staleness,
+            self.skip,
+            self.behind,
         )
         return HopState(worker.local_optimizer(), queues, work=work)
 

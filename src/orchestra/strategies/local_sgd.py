@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange import SharedWork
-    from orchestra.exchange.replicas import Counts
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -211,7 +210,7 @@ class LocalSGD(Replicas[LocalSGDState]):
     ) -> tuple[Tensor, Tensor]:
         """A fragment, and what the outer rule adds to it where the gradient was computed."""
         fragment, own = state.fragments[index], worker.parameters[slice(*state.cuts[index])]
-        average, moved = exchange.scaled_copy(worker, own), own.clone()
+        average, moved = exchange.copy_of(worker, own), own.clone()
         self._averaging(worker, fragment, average)(worker.transport)
         self.outer.step(fragment.outer, moved, average, self._round(worker))
         return own, moved.sub_(own)
@@ -225,16 +224,16 @@ class LocalSGD(Replicas[LocalSGDState]):
             worker,
             values=values,
             algorithm=self.algorithm,
-            **self._counts(worker, fragment),
+            samples=fragment.samples,
+            total=self._total(worker, fragment),
         )
         fragment.samples = fragment.total = 0
         fragment.averages += 1
         return average
 
-    def _counts(self, worker: Worker, fragment: Fragment) -> Counts:
-        """A loop of the user's own may not know the samples of other workers."""
-        total = None if worker.own_loop else fragment.total
-        return {"samples": fragment.samples, "total": total}
+    def _total(self, worker: Worker, fragment: Fragment) -> int | None:
+        """Return the samples of all workers, which a loop of the user's own may not know."""
+        return None if worker.own_loop else fragment.total
 
     def _round(self, worker: Worker) -> Round:
         return Round(worker.step.rates[0], len(worker.workers))
@@ -254,8 +253,8 @@ class LocalSGD(Replicas[LocalSGDState]):
 
     def _send(self, worker: Worker, state: LocalSGDState, index: int) -> None:
         fragment, (first, end) = state.fragments[index], state.cuts[index]
-        counts = self._counts(worker, fragment)
-        fragment.travelling = exchange.scaled_copy(worker, worker.parameters[first:end])
+        samples, total = fragment.samples, self._total(worker, fragment)
+        fragment.travelling = exchange.copy_of(worker, worker.parameters[first:end])
         fragment.due = state.steps + self.overlap
         average = self._averaging(worker, fragment, fragment.travelling)
         if self.overlap:
@@ -264,7 +263,7 @@ class LocalSGD(Replicas[LocalSGDState]):
             average(worker.transport)
             self._arrive(worker, state, index)
             if isinstance(self.outer, SlowMo) and self._rule(fragment) is self.outer:
-                self._treat_moments(worker, state.optimizer, counts)
+                self._treat_moments(worker, state.optimizer, samples, total)
 
     def _arrive(self, worker: Worker, state: LocalSGDState, index: int) -> None:
         """Apply the outer rule to the replica and the average."""
@@ -286,13 +285,15 @@ class LocalSGD(Replicas[LocalSGDState]):
                 return Average()
         return self.outer
 
-    def _treat_moments(self, worker: Worker, optimizer: Optimizer, counts: Counts) -> None:
+    def _treat_moments(
+        self, worker: Worker, optimizer: Optimizer, samples: int, total: int | None
+    ) -> None:
         """After a slow update, as `SlowMo.buffers` says."""
         assert isinstance(self.outer, SlowMo)
         if self.outer.buffers == "reset":
             optimizer.state.clear()
         elif self.outer.buffers == "average":
-            exchange.average_moments(worker, optimizer, self.algorithm, **counts)
+            exchange.average_moments(worker, optimizer, self.algorithm, samples, total)
 
     def _land(self, fragment: Fragment) -> None:
         if fragment.flow is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.optimizers.state import OptimizerPart
-    from orchestra.parameter_server import Pause
+    from orchestra.parameter_server.state import Pause
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -203,7 +203,7 @@ class Switch(Strategy[SwitchState]):
     def _share_count(self, worker: Worker, state: SwitchState) -> None:
         """Collective over all ranks, where a phase inside the first one ends after a step.
 
-        Its workers have counted their steps, and judge this one. Other ranks have not, but may
+        Its workers have counted their steps, and observe this one. Other ranks have not, but may
         have to in the phase that begins. Of batches from a queue all know the number.
         """
         if state.switched or self._takes(worker, state):
@@ -245,9 +245,8 @@ class Switch(Strategy[SwitchState]):
             worker.reporter.expendable(False)  # it announces the step to leave after
         if not self._announced or worker.rank not in worker.workers.ranks:
             return
-        judge = exchange.Judge(functools.partial(self.when.observe, state.rule), worker)
-        level = self.nesting + 1
-        state.leaving = exchange.CommonStep(worker, steps=state.steps, level=level, judge=judge)
+        observe, level = functools.partial(self.when.observe, state.rule), self.nesting + 1
+        state.leaving = exchange.CommonStep(worker, steps=state.steps, level=level, observe=observe)
         state.seconds = exchange.own_seconds(worker)
         worker.gradients.measures_square = self.when.reads_gradients
 
