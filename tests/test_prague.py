@@ -31,7 +31,7 @@ from tests.training import equal, settings
 
 from orchestra.errors import InputError
 from orchestra.exchange import GroupAverage
-from orchestra.exchange.prague import GroupGenerator, Scheme
+from orchestra.exchange.groups import GroupGenerator, Scheme
 from orchestra.settings import parse
 from orchestra.strategies.group_averaging import Prague, PragueState
 from orchestra.strategies.local_sgd import LocalSGD

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.errors import InputError
-from orchestra.exchange.stages import Stage, divide
-from orchestra.exchange.tracing import Inputs
+from orchestra.exchange.stages import Inputs, Stage, divide
 from orchestra.transports.protocol import Handle
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, split_batch

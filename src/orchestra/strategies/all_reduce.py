@@ -102,7 +102,6 @@ class AllReduce(Strategy[AllReduceState]):
     )
 
     def check(self) -> None:
-        """Which settings go together."""
         if self.order is not None and sorted(self.order) != list(range(len(self.order))):
             raise InputError(
                 f"AllReduce.order: {self.order!r} does not hold each of the ranks 0 to "
@@ -121,7 +120,6 @@ class AllReduce(Strategy[AllReduceState]):
 
     @property
     def native(self) -> bool:
-        """By the algorithm of that name."""
         return self.algorithm == "native"
 
     def roles(self, ranks: int) -> Roles:
@@ -215,7 +213,6 @@ class AllReduce(Strategy[AllReduceState]):
             exchange.broadcast_buffers(worker, worker.everyone)
 
     def stop(self, worker: Worker, state: AllReduceState) -> None:
-        """End the background flows."""
         state.average.close()
         self.agree(worker, state)
 
@@ -224,5 +221,4 @@ class AllReduce(Strategy[AllReduceState]):
         return state.optimizer
 
     def optimizer_parts(self, worker: Worker, state: AllReduceState) -> list[OptimizerPart]:
-        """That of this worker's slices."""
         return [] if state.shards is None else [state.shards.part]

@@ -357,17 +357,30 @@ class Replicas(Strategy[R]):
     def allocate(self, worker: Worker, work: SharedWork | None) -> R:
         """The state at the start."""
 
+    def settle(self, worker: Worker, state: R) -> None:
+        """Collective over the workers: return when nothing of theirs is in flight."""
+
+    def quiesce(self, worker: Worker, state: R, step: int) -> bool:
+        """Nothing is in flight; all workers are here."""
+        self.settle(worker, state)
+        return True
+
     def reduce(self, worker: Worker, state: R) -> None:
         """The gradient stays here."""
         exchange.keep_gradient(worker)
 
     def agree(self, worker: Worker, state: R) -> None:
         """The exact mean of the replicas, and of their buffers."""
+        self.settle(worker, state)
         exchange.exact_mean(worker)
         exchange.exact_mean_of_buffers(worker)
 
     def stop(self, worker: Worker, state: R) -> None:
         """The exact mean of the replicas."""
+        self.settle(worker, state)
+        if state.work is not None:
+            state.work.close()
+            worker.snapshots.offer(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
 
     def optimizer_of(self, state: R) -> Optimizer:

@@ -83,7 +83,6 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     )
 
     def work(self, state: ElasticAveragingState) -> SharedWork | None:
-        """From the first server."""
         return state.work
 
     def roles(self, ranks: int) -> Roles:
@@ -161,7 +160,6 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         return answers
 
     def reduce(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """The gradient stays here."""
         exchange.keep_gradient(worker)
 
     def update(self, worker: Worker, state: ElasticAveragingState) -> None:
@@ -176,7 +174,6 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         state.samples += worker.step.samples
 
     def serve(self, worker: Worker, state: ElasticAveragingState) -> Pause | None:
-        """Serve until all workers pause or have left."""
         return self._owners.serve(worker, state)
 
     def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:

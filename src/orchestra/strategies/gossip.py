@@ -196,7 +196,6 @@ class Hop(Replicas[HopState]):
         return replace(super().footprint(rank, ranks), copies=float(moving * (1 + ahead)))
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> HopState:
-        """Queues for the updates of the neighbours."""
         queues = exchange.IterationQueues(
             worker,
             self.topology.graph(len(worker.workers), 0),
@@ -219,20 +218,6 @@ class Hop(Replicas[HopState]):
         worker.update_locally(state.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def quiesce(self, worker: Worker, state: HopState, step: int) -> bool:
+    def settle(self, worker: Worker, state: HopState) -> None:
         """Nobody is in an iteration."""
         state.queues.drain()
-        return True
-
-    def agree(self, worker: Worker, state: HopState) -> None:
-        """The exact mean of the replicas, and of their buffers."""
-        state.queues.drain()
-        super().agree(worker, state)
-
-    def stop(self, worker: Worker, state: HopState) -> None:
-        """The exact mean of the replicas."""
-        state.queues.drain()
-        if state.work is not None:
-            state.work.close()
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
-        exchange.exact_mean(worker)

@@ -71,7 +71,6 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         return replace(super().footprint(rank, ranks), copies=2.0)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PairwiseState:
-        """Ready to average in the background."""
         return PairwiseState(worker.local_optimizer(), exchange.PairwiseAverage(worker), work=work)
 
     def before_forward(self, worker: Worker, state: PairwiseState) -> None:
@@ -95,15 +94,9 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
         state.step += 1
 
-    def quiesce(self, worker: Worker, state: PairwiseState, step: int) -> bool:
+    def settle(self, worker: Worker, state: PairwiseState) -> None:
         """Nobody averages."""
         state.pair.settle()
-        return True
-
-    def agree(self, worker: Worker, state: PairwiseState) -> None:
-        """The exact mean of the replicas, and of their buffers."""
-        state.pair.settle()
-        super().agree(worker, state)
 
     def stop(self, worker: Worker, state: PairwiseState) -> None:
         """The exact mean of the replicas."""
@@ -184,7 +177,6 @@ class Prague(Replicas[PragueState]):
     seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
-        """Ready to ask for groups."""
         groups = exchange.GroupAverage(
             worker, self.group_size, self.generator, self.threshold, self.seed
         )

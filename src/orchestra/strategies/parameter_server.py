@@ -264,7 +264,6 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     @property
     def synchronous(self) -> bool:
-        """All workers take each step together."""
         return self.averages and not self.backup
 
     @property
@@ -273,7 +272,6 @@ class ParameterServer(Strategy[ParameterServerState]):
         return not self.averages
 
     def work(self, state: ParameterServerState) -> Client | None:
-        """The batches that come with answers."""
         client = state.client
         return None if client is None or client.work is None else client
 

@@ -160,5 +160,4 @@ class Pipeline(Strategy[PipelineState]):
         state.average.close()
 
     def optimizer_of(self, state: PipelineState) -> Optimizer:
-        """That of the stage."""
         return state.optimizer

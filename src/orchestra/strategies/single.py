@@ -31,11 +31,9 @@ class Single(Strategy[SingleState]):
 
     @property
     def distributed(self) -> bool:
-        """No."""
         return False
 
     def roles(self, ranks: int) -> Roles:
-        """One process that takes everybody's share."""
         return Roles((float(ranks),))
 
     def start(self, worker: Worker) -> SingleState:

@@ -134,7 +134,6 @@ class StochasticGradientPush(Replicas[PushState]):
         return replace(super().footprint(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PushState:
-        """Weight 1."""
         shares: Shares = partial(random_shares, seed=self.seed)
         if self.weights == "uniform":
             shares = uniform_shares

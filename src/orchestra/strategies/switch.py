@@ -90,12 +90,10 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def switches(self) -> bool:
-        """Yes."""
         return True
 
     @property
     def native(self) -> bool:
-        """As a phase does."""
         return self.first.native or self.then.native
 
     @property
@@ -125,7 +123,6 @@ class Switch(Strategy[SwitchState]):
         return roles
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """The most of each phase."""
         return self.first.footprint(rank, ranks).joined(self.then.footprint(rank, ranks), max)
 
     def _check_moments(self, first: Roles, then: Roles) -> None:
@@ -163,7 +160,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def self_paced(self) -> bool:
-        """As the second phase is."""
         return self.then.self_paced
 
     def work(self, state: SwitchState) -> WorkSource | None:
@@ -258,7 +254,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def hands_over_moments(self) -> bool:
-        """As the second phase does."""
         return self.then.hands_over_moments
 
     @property
@@ -413,7 +408,6 @@ class Switch(Strategy[SwitchState]):
             state.leaving.close()
 
     def restart(self, worker: Worker, state: SwitchState, renew: Callable[[], None]) -> SwitchState:
-        """The phase under way alone."""
         state.inner = self._phase(state).restart(worker, state.inner, renew)
         return state
 
@@ -421,7 +415,6 @@ class Switch(Strategy[SwitchState]):
         return self._phase(state).optimizer_of(state.inner)
 
     def optimizer_parts(self, worker: Worker, state: SwitchState) -> list[OptimizerPart]:
-        """Those of the phase under way."""
         return self._phase(state).optimizer_parts(worker, state.inner)
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:
