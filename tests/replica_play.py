@@ -18,7 +18,7 @@ from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.replicated_server import ReplicatedServer
 from orchestra.parameter_server.server import DelayCompensation, Server
-from orchestra.parameter_server.state import Consistency, ServerState, Synchronous
+from orchestra.parameter_server.state import Consistency, Push, ServerState, Synchronous
 
 
 @dataclass
@@ -83,14 +83,12 @@ class Play:
         gradient = torch.zeros_like(values)
         gradient[rank :: self.workers] = 1.0
         client = Client(port, slices, parameters=values)
-        used, rate = [True] * self.servers, 1.0
+        used, rate = (True,) * self.servers, 1.0
         if isinstance(self.consistency, Synchronous):
             rate = float(self.workers)
         for step in range(self.steps):
-            client.push(
-                gradient, values, samples=1, step_samples=1, loss=0.0, stop=False,
-                rates=(rate,), used=used,
-            )  # fmt: skip
+            push = Push(rank, client.clock + 1, 1, 1, 0.0, False, (rate,), used)
+            client.push(push, gradient, values)
             self.answered[rank] = client.clock
             self.reads[rank].append(values.clone())
             if step < self.pauses:

@@ -21,6 +21,7 @@ from orchestra.parameter_server.state import (
     Asynchronous,
     Consistency,
     Pause,
+    Push,
     ServerState,
     Synchronous,
 )
@@ -49,16 +50,9 @@ def make_server(part: Slice, consistency: Consistency, workers: set[int], **more
 
 
 def push(client: Client, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
-    return client.push(
-        gradient,
-        into,
-        samples=samples,
-        step_samples=samples,
-        loss=0.0,
-        stop=False,
-        rates=(0.5,),
-        used=[True],
-    )
+    rank = client._transport.rank
+    own = Push(rank, client.clock + 1, samples, samples, 0.0, False, (0.5,), (True,))
+    return client.push(own, gradient, into)
 
 
 def gradient_of(rank: int, step: int) -> Tensor:

@@ -11,7 +11,7 @@ from orchestra.collectives import all_reduce
 from orchestra.exchange.average import note_buffer
 from orchestra.optimizers.state import export_moments
 from orchestra.parameter_server.client import Client
-from orchestra.parameter_server.state import Answer
+from orchestra.parameter_server.state import Answer, Push
 from orchestra.topologies import Topology, doubly_stochastic
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
@@ -130,16 +130,11 @@ def pull_on_centre(
 
     `samples` are those behind x since this worker's last exchange.
     """
-    return client.push(
-        worker.parameters,
-        into,
-        samples=samples,
-        step_samples=samples,
-        loss=worker.step.loss,
-        stop=worker.step.stop,
-        rates=(alpha,),
-        used=[True] * len(worker.layout.slots),
+    step, used = worker.step, (True,) * len(worker.layout.slots)
+    push = Push(
+        worker.rank, client.clock + 1, samples, samples, step.loss, step.stop, (alpha,), used
     )
+    return client.push(push, worker.parameters, into)
 
 
 def look_ahead(worker: Worker, velocity: Tensor, momentum: float) -> None:

@@ -19,7 +19,7 @@ from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.replicated_server import ReplicatedServer
 from orchestra.parameter_server.server import DelayCompensation, Server
-from orchestra.parameter_server.state import Consistency, ServerState
+from orchestra.parameter_server.state import Consistency, Push, ServerState
 from orchestra.schedules.work_queue import Applied, WorkQueue
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
@@ -107,7 +107,7 @@ def optimizer_parts(
         slots = [worker.layout.slots[piece.tensor] for piece in part.pieces]
         tensors = {
             slot.name: (tensor, piece.first - slot.offset)
-            for slot, tensor, piece in zip(slots, each.tensors, part.pieces, strict=True)
+            for slot, (tensor, _), piece in zip(slots, each.parts, part.pieces, strict=True)
         }
         if each.optimizer is not None:
             parts.append(OptimizerPart(each.optimizer, tensors))
@@ -194,18 +194,11 @@ def _clip_together(
 def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: bool) -> None:
     """Push this step's gradient; pull flat `into`; note what the servers say of the step."""
     step, gradients = worker.step, worker.gradients
-    answers = client.push(
-        gradients.vector,
-        into,
-        samples=step.samples,
-        step_samples=step.total_samples,
-        loss=step.loss,
-        stop=step.stop,
-        rates=step.rates,
-        used=gradients.used,
-        position=step.position,
-        report=step.report,
-    )
+    push = Push(
+        worker.rank, client.clock + 1, step.samples, step.total_samples, step.loss, step.stop,
+        step.rates, tuple(gradients.used), step.position, step.report,
+    )  # fmt: skip
+    answers = client.push(push, gradients.vector, into)
     if synchronous:
         step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)
         step.agreed = True

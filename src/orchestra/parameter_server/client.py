@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -76,44 +77,23 @@ class Client:
     def skip(self, values: Tensor) -> None:
         """A push of nothing for the last item; `values`, flat, are pulled."""
         assert self.work is not None
-        item = self.work.item
-        self.push(
-            values,
-            values,  # a server answers when it has read all of them
-            samples=0,
-            step_samples=item.samples,
-            loss=0.0,
-            stop=False,
-            rates=(),
-            used=[False] * (1 + max(number for part in self.slices for number in part.tensors)),
-            position=item.start,
-        )
+        item, rank = self.work.item, self._transport.rank
+        used = (False,) * (1 + max(number for part in self.slices for number in part.tensors))
+        nothing = Push(rank, self.clock + 1, 0, item.samples, 0.0, False, (), used, item.start)
+        self.push(nothing, values, values)  # a server answers when it has read all of them
 
-    def push(
-        self,
-        gradient: Tensor,
-        into: Tensor,
-        *,
-        samples: int,
-        step_samples: int,
-        loss: float,
-        stop: bool,
-        rates: tuple[float, ...],
-        used: Sequence[bool],
-        position: int | None = None,
-        report: tuple[float, ...] = (),
-    ) -> list[Answer]:
-        """Push flat `gradient`, pull flat `into`; the servers' answers, in their order."""
-        rank, waits = self._transport.rank, []
+    def push(self, push: Push, gradient: Tensor, into: Tensor) -> list[Answer]:
+        """Push flat `gradient`, pull flat `into`; the servers' answers, in their order.
+
+        `push` tells of the whole gradient; its `used` has one entry for each tensor of the model.
+        """
+        waits = []
         for place, part in enumerate(self.slices):
-            flags = tuple(map(used.__getitem__, part.tensors))
-            push = Push(
-                rank, self.clock + 1, samples, step_samples, loss, stop, rates, flags, position,
-                report,
-            )  # fmt: skip
-            own = slice(part.first, part.end)
-            waits.append(self._ask(place, self._request(Kind.PUSH, push), gradient[own], into[own]))
-        answers = [decode_answer(rank, wait()) for wait in waits]
+            own = replace(push, used=tuple(map(push.used.__getitem__, part.tensors)))
+            there = slice(part.first, part.end)
+            request = self._request(Kind.PUSH, own)
+            waits.append(self._ask(place, request, gradient[there], into[there]))
+        answers = [decode_answer(push.worker, wait()) for wait in waits]
         self.clock = answers[0].clock
         if self.work is not None:
             assert answers[0].work is not None

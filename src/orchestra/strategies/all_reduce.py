@@ -80,14 +80,11 @@ class AllReduce(Strategy[AllReduceState]):
     ] = setting("ring", "how the average is made; see above")  # fmt: skip
     _: KW_ONLY
     order: tuple[int, ...] | None = setting(
-        None,
-        "the ranks as they follow each other in the ring; None: by number",
-        low=0,
-        high=MOST_RANKS,
+        None, "the ranks in their order in the ring; None: by number", low=0, high=MOST_RANKS
     )
     ranks_per_node: int | None = setting(
         None,
-        "hierarchical: ranks that are close to each other; None: those of a host",
+        "hierarchical: ranks close to each other; None: those of a host",
         low=1,
         high=MOST_RANKS,
     )
@@ -95,10 +92,7 @@ class AllReduce(Strategy[AllReduceState]):
         "nothing", "optimizer: each worker keeps its state for 1/N of the parameters (ZeRO-1)"
     )
     backup: int = setting(
-        0,
-        "workers that a step does not wait for: the first N - backup make the average",
-        low=0,
-        high=MOST_RANKS,
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MOST_RANKS
     )
 
     def check(self) -> None:

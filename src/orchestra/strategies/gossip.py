@@ -130,10 +130,7 @@ class Hop(Replicas[HopState]):
     topology: Topology = setting(Ring(), "who mixes with whom; the same in every step")
     _: KW_ONLY
     max_gap: int = setting(
-        5,
-        "max_ig: iterations that a worker may be ahead of those that it sends to",
-        low=1,
-        high=MOST_STEPS,
+        5, "max_ig: iterations a worker may be ahead of those it sends to", low=1, high=MOST_STEPS
     )
     backup: int = setting(
         0, "neighbours whose updates a worker does not wait for", low=0, high=MOST_RANKS
@@ -143,10 +140,7 @@ class Hop(Replicas[HopState]):
         0, "iterations that a worker leaves out at most when it is behind", low=0, high=MOST_STEPS
     )
     behind: int = setting(
-        2,
-        "with skip: it is behind when a neighbour is more iterations ahead",
-        low=1,
-        high=MOST_STEPS,
+        2, "with skip: behind when a neighbour is more iterations ahead", low=1, high=MOST_STEPS
     )
 
     def check(self) -> None:

@@ -169,10 +169,7 @@ class Prague(Replicas[PragueState]):
         "smart", "smart: divides all idle workers at once; random: a group for each request"
     )
     threshold: int | None = setting(
-        8,
-        "requests that a worker may be behind and still be put into a group; none: any",
-        low=1,
-        high=MOST_STEPS,
+        8, "requests a worker in a group may be behind; none: any", low=1, high=MOST_STEPS
     )
     seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
 

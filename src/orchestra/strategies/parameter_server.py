@@ -153,10 +153,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
     staleness: int | None = setting(
-        None,
-        "with bounded: steps that a worker may be ahead of the slowest",
-        low=0,
-        high=MOST_STEPS,
+        None, "with bounded: steps a worker may be ahead of the slowest", low=0, high=MOST_STEPS
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -165,10 +162,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
     backup: int = setting(
-        0,
-        "workers that a step does not wait for: the first N - backup make the average",
-        low=0,
-        high=MOST_RANKS,
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MOST_RANKS
     )
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
         "kept",
@@ -181,10 +175,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         None, "strength of delay compensation; none: 0.04 constant, 2 adaptive", low=0, high=1e9
     )
     mean_square: float | None = setting(
-        None,
-        "m, adaptive only: what the mean square of gradients keeps in a push; none: 0.95",
-        low=0,
-        high=1,
+        None, "m, adaptive: what the mean square keeps in a push; none: 0.95", low=0, high=1
     )
     replicas: int = setting(
         0, "further copies of each slice, on the next server: the run survives a server", low=0,

@@ -301,10 +301,7 @@ class LossStable(Rule):
         "mean", "a step's loss: the sample-weighted mean over the workers, or the largest of them"
     )
     floor: float = setting(
-        1e-12,
-        "losses nearer to 0 than it count as this much in the denominator",
-        above=0.0,
-        high=1e9,
+        1e-12, "losses nearer to 0 count as this much in the denominator", above=0.0, high=1e9
     )
 
     def observe(self, state: RuleState, step: Step) -> bool:
