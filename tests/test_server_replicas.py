@@ -26,7 +26,7 @@ from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.replicated_server import ReplicatedServer
 from orchestra.parameter_server.state import Asynchronous, Bounded, Consistency, Push, Synchronous
 from orchestra.parameter_server.wire import Kind, Request, encode_request
-from orchestra.strategies.group_averaging import PairwiseAveraging
+from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterFraction

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
-    from orchestra.strategies.gossip import Gossip, Hop
-    from orchestra.strategies.group_averaging import PairwiseAveraging, Prague
+    from orchestra.strategies.gossip import Gossip
+    from orchestra.strategies.hop import Hop
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
+    from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.strategies.pipeline import Pipeline
+    from orchestra.strategies.prague import Prague
     from orchestra.strategies.single import Single
     from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
     from orchestra.strategies.switch import Switch
@@ -97,17 +99,17 @@ else:
         "ElasticAveraging": "strategies.elastic_averaging",
         "Exponential": "topologies",
         "Gossip": "strategies.gossip",
-        "Hop": "strategies.gossip",
+        "Hop": "strategies.hop",
         "InputError": "errors",
         "LocalSGD": "strategies.local_sgd",
         "LossStable": "strategies.switch_rules",
         "Nesterov": "strategies.outer",
         "NoiseScale": "strategies.switch_rules",
         "OrchestraError": "errors",
-        "PairwiseAveraging": "strategies.group_averaging",
+        "PairwiseAveraging": "strategies.pairwise_averaging",
         "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline",
-        "Prague": "strategies.group_averaging",
+        "Prague": "strategies.prague",
         "RandomRegular": "topologies",
         "Ring": "topologies",
         "Roles": "strategies.base",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from orchestra.collectives import all_reduce
+from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import note_buffer
 from orchestra.optimizers.state import export_moments
-from orchestra.parameter_server.client import Client
-from orchestra.parameter_server.state import Answer, Push
 from orchestra.topologies import Topology, doubly_stochastic
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
+
+T = TypeVar("T")
 
 
 def keep_gradient(worker: Worker) -> None:
@@ -49,7 +50,7 @@ def mix_with_neighbours(worker: Worker, topology: Topology, step: int) -> None:
         for peer, values in arrived.items():
             x.add_(values, alpha=weights[peer])
 
-    worker.compute.run(Work("mix", len(arrived) * worker.layout.size), mix)
+    charge(worker, "mix", len(arrived) * worker.layout.size, mix)
 
 
 def average_replicas(
@@ -106,9 +107,20 @@ def average_moments(
         tensor.copy_(part.view(tensor.shape))
 
 
+def charge(worker: Worker, kind: str, elements: int, function: Callable[[], T]) -> T:
+    """Do `function`, and count it as computing on so many elements."""
+    return worker.compute.run(Work(kind, elements), function)
+
+
 def copy_of(worker: Worker, values: Tensor) -> Tensor:
     """A copy of `values` to be averaged, while the replica goes on; charged as work."""
-    return worker.compute.run(Work("encode", values.numel()), values.clone)
+    return charge(worker, "encode", values.numel(), values.clone)
+
+
+def ring_sum(worker: Worker, vector: Tensor, tag: int, ranks: tuple[int, ...] | None = None) -> int:
+    """Replace `vector` by its sum over `ranks`, or over the workers; the bytes of buffer used."""
+    group = worker.workers if ranks is None else Group(ranks)
+    return all_reduce(worker.transport, vector, "ring", group, tag) if len(group) > 1 else 0
 
 
 def fragments_of(worker: Worker, count: int) -> list[tuple[int, int]]:
@@ -121,48 +133,3 @@ def fragments_of(worker: Worker, count: int) -> list[tuple[int, int]]:
     cuts = {min(ends, key=lambda end: abs(end - size * k / count)) for k in range(1, count + 1)}
     distinct = sorted(cuts)
     return list(zip([0, *distinct[:-1]], distinct, strict=True))
-
-
-def pull_on_centre(
-    worker: Worker, client: Client, into: Tensor, alpha: float, samples: int
-) -> list[Answer]:
-    """c <- c + alpha (x - c) on the servers, and alpha (x - c) into flat `into`.
-
-    `samples` are those behind x since this worker's last exchange.
-    """
-    step, used = worker.step, (True,) * len(worker.layout.slots)
-    push = Push(
-        worker.rank, client.clock + 1, samples, samples, step.loss, step.stop, (alpha,), used
-    )
-    return client.push(push, worker.parameters, into)
-
-
-def look_ahead(worker: Worker, velocity: Tensor, momentum: float) -> None:
-    """x <- x + delta v."""
-    _charged(worker, lambda: worker.parameters.add_(velocity, alpha=momentum))
-
-
-def step_elastically(
-    worker: Worker,
-    optimizer: torch.optim.Optimizer,
-    force: Tensor | None,
-    velocity: Tensor | None,
-    momentum: float,
-) -> None:
-    """The optimizer's step and minus `force`.
-
-    With a `velocity` v the parameters have to be x + delta v, and it becomes what x moves by
-    without the force.
-    """
-    x = worker.parameters
-    if velocity is not None:
-        _charged(worker, lambda: velocity.mul_(momentum).sub_(x))
-    worker.update_locally(optimizer)
-    if velocity is not None:
-        _charged(worker, lambda: velocity.add_(x))
-    if force is not None:
-        _charged(worker, lambda: x.sub_(force))
-
-
-def _charged(worker: Worker, function: Callable[[], Tensor]) -> None:
-    worker.compute.run(Work("mix", worker.layout.size), function)

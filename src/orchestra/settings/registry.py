@@ -116,6 +116,18 @@ def _failed_import(name: str, where: str, error: Exception) -> InputError:
     return InputError(f"{where}: importing {name} failed: {type(error).__name__}: {reason}")
 
 
+class LazyModule:
+    """Stands for a module that is imported when something of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._module = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(importlib.import_module(self._module), name)
+        setattr(self, name, found)  # from now on
+        return found
+
+
 def lazy_package(package: str, *modules: str) -> Callable[[str], Any]:
     """A package's `__getattr__` that finds each name in the first of its `modules` which has it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -147,14 +148,21 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
             step.consumed += step.total_samples  # as if all took the step that begins
             step.staleness = tuple(answer.staleness for answer in answers)
             worker.measures.staleness.extend(step.staleness)
-        if state.velocity is not None:
-            exchange.look_ahead(worker, state.velocity, self.momentum)
+        if (v := state.velocity) is not None:
+            x = worker.parameters
+            exchange.charge(worker, "mix", x.numel(), lambda: x.add_(v, alpha=self.momentum))
 
     def _push(
         self, worker: Worker, state: ElasticAveragingState, alpha: float, into: Tensor
     ) -> list[Answer]:
+        """c <- c + alpha (x - c) on the servers, and alpha (x - c) into flat `into`."""
         assert state.client is not None
-        answers = exchange.pull_on_centre(worker, state.client, into, alpha, state.samples)
+        step, used = worker.step, (True,) * len(worker.layout.slots)
+        push = parameter_server.Push(
+            worker.rank, state.client.clock + 1, state.samples, state.samples, step.loss, step.stop,
+            (alpha,), used,
+        )  # fmt: skip
+        answers = state.client.push(push, worker.parameters, into)
         state.samples = 0
         worker.step.consumed = max(answer.consumed for answer in answers)
         return answers
@@ -166,9 +174,18 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         """A local step, and the elastic force of where it began."""
         assert state.optimizer is not None
         worker.clip()
-        exchange.step_elastically(
-            worker, state.optimizer, state.force, state.velocity, self.momentum
-        )
+        x, v, force = worker.parameters, state.velocity, state.force
+
+        def charged(function: Callable[[], Tensor]) -> None:
+            exchange.charge(worker, "mix", x.numel(), function)
+
+        if v is not None:  # x is at x + delta v: v becomes what x moves by without the force
+            charged(lambda: v.mul_(self.momentum).sub_(x))
+        worker.update_locally(state.optimizer)
+        if v is not None:
+            charged(lambda: v.add_(x))
+        if force is not None:
+            charged(lambda: x.sub_(force))
         state.force = None
         state.clock += 1
         state.samples += worker.step.samples

@@ -20,12 +20,12 @@ STRATEGIES = Registry(
         "AllReduce": "orchestra.strategies.all_reduce:AllReduce",
         "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
         "Gossip": "orchestra.strategies.gossip:Gossip",
-        "Hop": "orchestra.strategies.gossip:Hop",
+        "Hop": "orchestra.strategies.hop:Hop",
         "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
-        "PairwiseAveraging": "orchestra.strategies.group_averaging:PairwiseAveraging",
+        "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
         "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
         "Pipeline": "orchestra.strategies.pipeline:Pipeline",
-        "Prague": "orchestra.strategies.group_averaging:Prague",
+        "Prague": "orchestra.strategies.prague:Prague",
         "Single": "orchestra.strategies.single:Single",
         "StochasticGradientPush": (
             "orchestra.strategies.stochastic_gradient_push:StochasticGradientPush"

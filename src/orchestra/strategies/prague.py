@@ -1,7 +1,4 @@
-"""Replicas averaged by two or by a group, while other workers compute.
-
-`PairwiseAverage` is that of AD-PSGD; `GroupGenerator` and `GroupAverage` are those of Prague.
-"""
+"""Averages in groups that a generator forms, each worker at its own pace (Prague)."""
 
 from __future__ import annotations
 
@@ -9,147 +6,105 @@ import contextlib
 import enum
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-
-from orchestra.collectives import Group, all_reduce
+from orchestra import exchange
 from orchestra.errors import PeerLost
-from orchestra.exchange.agreement import wait_for_workers
-from orchestra.exchange.average import note_buffer
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.settings import MOST_RANKS, MOST_SEED, MOST_STEPS, setting
+from orchestra.settings.registry import LazyModule
+from orchestra.strategies.base import Replicas, ReplicaState
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Work
-from orchestra.worker.worker import Worker
 
-NOBODY = -1
+if TYPE_CHECKING:
+    import torch
 
-
-class _PairWord(enum.IntEnum):
-    """What a message to a flow says."""
-
-    GIVE = 0  # from the main flow: x is yours, average it with that worker first
-    TAKE = 1  # from the main flow: let me have x
-    ASK = 2  # from another flow: average with my x, which I have sent before
-    END = 3  # from the main flow
+    from orchestra.exchange import SharedWork
+    from orchestra.transports.protocol import Task, Transport
+    from orchestra.worker.worker import Worker
+else:
+    torch = LazyModule("torch")  # settings load without it
 
 
-class PairwiseAverage:
-    """This worker's x, which belongs in turn to the main flow and to a background flow.
+@dataclass
+class PragueState(ReplicaState):
+    """`groups` is this worker's part in the averages of groups."""
 
-    While the flow has it, the flow of an active worker (an even one) asks that of a passive
-    worker (an odd one) to replace both their x by the mean, and that of a passive one answers.
-    Active flows wait for passive ones, passive flows for main flows that compute, and those
-    for nobody: there is no deadlock.
+    groups: GroupAverage
+
+
+@dataclass(frozen=True, repr=False)
+class Prague(Replicas[PragueState]):
+    """Average parameters with a group of workers after each step.
+
+    Prague (Luo et al., ASPLOS 2020), called Ripples in arXiv:1909.08029. Worker i, at its own pace:
+
+        x_i <- x_i - gamma g_i;  then, with a group G of which it is a member, for all k in G:
+        x_k <- 1/|G| sum_{j in G} x_j
+
+    The second is a partial all-reduce, P-Reduce. Its matrix F^G is doubly stochastic, so it keeps
+    the mean of the replicas. Groups that share a worker are averaged one after the other. A group
+    generator beside the first worker forms them: a worker asks it after its local step, and waits
+    for the other members of its group.
+
+    smart    The answer is the group that the worker is scheduled in (Group Buffer). If there is
+             none, all workers that are in no group are divided into groups at random (Global
+             Division), so that no two groups are in conflict.
+    random   Each request forms a group of the worker and others drawn at random. The worker
+             averages with it, and before with those formed with it by others meanwhile.
+
+    The number of its requests shows how fast a worker is: one that is `threshold` or more behind
+    the worker that asks is left out of the groups formed now. It is in one when it asks itself.
+
+    The optimizer stays with the worker; no gradient is stale. The final parameters are the exact
+    mean. Groups have at most `group_size` members, and all workers if there are no more.
+
+    Only the paper's abstract was at hand, so these are readings of ours: a worker is idle once the
+    last member of its group has asked; the groups of a division differ in size by one at most, and
+    a single worker that is left over stays idle; the filter serves both generators; the defaults.
+    Inter-Intra synchronization and static schedules are not here.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self.active = worker.workers.index(worker.rank) % 2 == 0  # it asks; the others answer
-        self._x = torch.empty_like(worker.parameters)
-        self._other = torch.empty_like(worker.parameters)
-        self._held = True  # by the main flow
-        self._replies: dict[int, Handle] = {}
-        self._flow: Task[None] | None = None
-        if len(worker.workers) > 1:
-            self._flow = worker.transport.spawn(self._run)
+    self_paced = True  # groups do not depend on the number of a worker's step
 
-    def give(self, partner: int | None = None) -> None:
-        """Let the flow have the parameters, and average them with the worker number `partner`."""
-        if self._flow is None or not self._held:
-            return
-        self._held = False
-        self._copy(self._worker.parameters, self._x)
-        rank = NOBODY if partner is None else self._worker.workers.ranks[partner]
-        self._tell(Tag.HAND_OVER, _PairWord.GIVE, rank)
+    use = "for some slow workers among many, without a server: groups average by all-reduce"
+    variants = (("Prague(3)", use),)
 
-    def take(self) -> int:
-        """Have the parameters back; how many averages were made of them meanwhile."""
-        if self._flow is None or self._held:
-            return 0
-        self._tell(Tag.PAIR, _PairWord.TAKE)
-        averages = int(self._worker.transport.receive(self._worker.rank, Tag.TAKEN).wait())
-        if averages < 0:
-            self._flow.wait()  # raises what the flow raised
-        self._held = True
-        self._copy(self._x, self._worker.parameters)
-        return averages
+    group_size: int = setting(3, "workers in a group, at most", low=2, high=MOST_RANKS)
+    _: KW_ONLY
+    generator: Literal["smart", "random"] = setting(
+        "smart", "smart: divides all idle workers at once; random: a group for each request"
+    )
+    threshold: int | None = setting(
+        8, "requests a worker in a group may be behind; none: any", low=1, high=MOST_STEPS
+    )
+    seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
 
-    def _copy(self, values: Tensor, into: Tensor) -> None:
-        work = Work("encode", values.numel())
-        self._worker.compute.run(work, lambda: into.copy_(values))
+    def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
+        return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
 
-    def settle(self) -> None:
-        """Collective over the workers: have the parameters, when nobody averages any more."""
-        if self._flow is None:
-            return
-        if self.active:
-            self.take()
-        else:
-            self.give()  # goes on answering those who are not yet here
-        wait_for_workers(self._worker)
-        self.take()
+    def update(self, worker: Worker, state: PragueState) -> None:
+        """The optimizer's step, then the averages."""
+        worker.clip()
+        worker.update_locally(state.optimizer)
+        state.groups.average()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def close(self) -> None:
-        """After `settle`: end the flow."""
-        if self._flow is not None:
-            self._tell(Tag.HAND_OVER, _PairWord.END)
-            self._flow.wait()
-            self._flow = None
+    def quiesce(self, worker: Worker, state: PragueState, step: int) -> bool:
+        """All groups have been averaged."""
+        state.groups.settle()
+        return True
 
-    def _tell(self, tag: int, *words: int) -> None:
-        self._worker.transport.send(torch.tensor(words), self._worker.rank, tag).wait()
-
-    def _run(self, transport: Transport) -> None:
-        """The background flow: average while the main flow computes."""
-        try:
-            while True:
-                given = transport.receive(transport.rank, Tag.HAND_OVER).wait().tolist()
-                if given[0] == _PairWord.END:
-                    return
-                averages = self._serve(transport, given[1])
-                transport.send(torch.tensor([averages]), transport.rank, Tag.TAKEN).wait()
-        except BaseException:
-            transport.send(torch.tensor([-1]), transport.rank, Tag.TAKEN)
-            raise
-
-    def _serve(self, transport: Transport, partner: int) -> int:
-        """Average until the main flow takes x; how many averages were made."""
-        averages = 0
-        if partner != NOBODY:
-            self._ask(transport, partner)
-            averages += 1
-        while True:
-            request = transport.receive(None, Tag.PAIR)
-            if request.wait()[0] == _PairWord.TAKE:
-                return averages
-            self._answer(transport, request.source)
-            averages += 1
-
-    def _ask(self, transport: Transport, partner: int) -> None:
-        arriving = transport.receive(partner, Tag.PAIR_MEAN, self._other)
-        # The request comes last: who reads it has all of x.
-        sending = transport.send(self._x, partner, Tag.PAIR_VALUES)
-        transport.send(torch.tensor([_PairWord.ASK]), partner, Tag.PAIR).wait()
-        sending.wait()
-        arriving.wait()
-        self._average()
-
-    def _answer(self, transport: Transport, asker: int) -> None:
-        transport.receive(asker, Tag.PAIR_VALUES, self._other).wait()
-        if asker in self._replies:
-            self._replies.pop(asker).wait()
-        # From a copy, so that nobody waits for a slow asker.
-        self._replies[asker] = transport.send(self._x.clone(), asker, Tag.PAIR_MEAN)
-        self._average()
-
-    def _average(self) -> None:
-        """Both sides do this, and get the same bits."""
-        work = Work("mix", self._x.numel())
-        self._worker.compute.run(work, lambda: self._x.add_(self._other).mul_(0.5))
+    def stop(self, worker: Worker, state: PragueState) -> None:
+        """Average with those who wait; then the exact mean of the replicas."""
+        state.groups.leave()
+        if state.work is not None:
+            state.work.close()
+        state.groups.close()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.snapshots.renew(worker.step.consumed, worker.parameters)
+        exchange.exact_mean(worker)
 
 
 Scheme = Literal["smart", "random"]
@@ -263,7 +218,7 @@ class GroupGenerator:
                 self._buffer[member].append(group)
 
 
-class _GroupWord(enum.IntEnum):
+class _Word(enum.IntEnum):
     """What a worker tells the generator; each is answered with the groups to perform."""
 
     ASK = 0  # my step is done
@@ -277,36 +232,36 @@ class GroupAverage:
     A checkpoint keeps of it what the groups to come depend on: the draws and the requests.
     """
 
-    def __init__(
-        self, worker: Worker, size: int, scheme: Scheme, threshold: int | None, seed: int
-    ) -> None:
+    def __init__(self, worker: Worker, prague: Prague) -> None:
         self._worker = worker
         self._holder = worker.workers.ranks[0]
         self._alone = len(worker.workers) == 1
-        self._generator = GroupGenerator(worker.workers.ranks, size, scheme, threshold, seed)
+        self._generator = GroupGenerator(
+            worker.workers.ranks, prague.group_size, prague.generator, prague.threshold, prague.seed
+        )
         self._flow: Task[None] | None = None
         if worker.rank == self._holder and not self._alone:
             self._flow = worker.transport.spawn(self._serve)
 
     def average(self) -> None:
         """After a step: ask, and average with each group of the answer; waits for its members."""
-        self._perform(_GroupWord.ASK)
+        self._perform(_Word.ASK)
 
     def settle(self) -> None:
         """Collective over the workers: return when all groups have been averaged."""
-        self._perform(_GroupWord.REST)
-        wait_for_workers(self._worker)
+        self._perform(_Word.REST)
+        exchange.wait_for_workers(self._worker)
 
     def leave(self) -> None:
         """Average with those who wait for this worker; nobody does afterwards."""
-        self._perform(_GroupWord.LEAVE)
+        self._perform(_Word.LEAVE)
 
     def close(self) -> None:
         """After `leave`: wait until all have left."""
         if self._flow is not None:
             self._flow.wait()
 
-    def _perform(self, word: _GroupWord) -> None:
+    def _perform(self, word: _Word) -> None:
         if self._alone:
             return
         transport = self._worker.transport
@@ -323,27 +278,27 @@ class GroupAverage:
         """
         worker = self._worker
         x = worker.parameters
-        worker.compute.run(Work("mix", x.numel()), lambda: x.mul_(1 / len(ranks)))
-        note_buffer(worker, all_reduce(worker.transport, x, "ring", Group(ranks), Tag.GROUP_VALUES))
+        exchange.charge(worker, "mix", x.numel(), lambda: x.mul_(1 / len(ranks)))
+        exchange.note_buffer(worker, exchange.ring_sum(worker, x, Tag.GROUP_VALUES, ranks))
 
     def _serve(self, transport: Transport) -> None:
         """In the background of the first worker, answer at once until all workers have left."""
         generator = self._generator
         answers = {
-            _GroupWord.ASK: generator.ask,
-            _GroupWord.REST: generator.rest,
-            _GroupWord.LEAVE: generator.leave,
+            _Word.ASK: generator.ask,
+            _Word.REST: generator.rest,
+            _Word.LEAVE: generator.leave,
         }
         there = set(self._worker.workers.ranks) - transport.lost()
         while there:
             request = transport.receive(None, Tag.GROUP_REQUEST)
             try:
-                word, worker = _GroupWord(int(request.wait())), request.source
+                word, worker = _Word(int(request.wait())), request.source
             except PeerLost as lost:
                 there.discard(lost.rank)
                 generator.leave(lost.rank)
                 continue
-            if word is _GroupWord.LEAVE:
+            if word is _Word.LEAVE:
                 there.discard(worker)
             numbers = [number for group in answers[word](worker) for number in (len(group), *group)]
             with contextlib.suppress(PeerLost):
