@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
-    from orchestra.strategies.gossip import Gossip
-    from orchestra.strategies.hop import Hop
+    from orchestra.strategies.gossip import Gossip, Hop
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
@@ -99,7 +98,7 @@ else:
         "ElasticAveraging": "strategies.elastic_averaging",
         "Exponential": "topologies",
         "Gossip": "strategies.gossip",
-        "Hop": "strategies.hop",
+        "Hop": "strategies.gossip",
         "InputError": "errors",
         "LocalSGD": "strategies.local_sgd",
         "LossStable": "strategies.switch_rules",

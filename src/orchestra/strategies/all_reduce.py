@@ -210,9 +210,5 @@ class AllReduce(Strategy[AllReduceState]):
         state.average.close()
         self.agree(worker, state)
 
-    def optimizer_of(self, state: AllReduceState) -> Optimizer:
-        """The optimizer, which is the same on every worker, or this worker's part of it."""
-        return state.optimizer
-
     def optimizer_parts(self, worker: Worker, state: AllReduceState) -> list[OptimizerPart]:
         return [] if state.shards is None else [state.shards.part]

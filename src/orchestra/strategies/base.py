@@ -127,6 +127,15 @@ class Strategy(Settings, ABC, Generic[S]):
     variants: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Notable settings of it, in the notation, each with when to use them."""
 
+    distributed: ClassVar[bool] = True
+    """Several processes train, given several ranks; False of `Single` alone."""
+
+    switches: ClassVar[bool] = False
+    """A rule may end a phase and begin another one, as in `Switch`."""
+
+    divides_model: ClassVar[bool] = False
+    """Each rank has a part of the model only."""
+
     @property
     def synchronous(self) -> bool:
         """All workers take every step together, and agree on its loss."""
@@ -186,23 +195,8 @@ class Strategy(Settings, ABC, Generic[S]):
         return True
 
     @property
-    def distributed(self) -> bool:
-        """Whether several processes train, given several ranks; False of `Single` alone."""
-        return True
-
-    @property
-    def switches(self) -> bool:
-        """Whether a rule may end a phase and begin another one, as in `Switch`."""
-        return False
-
-    @property
     def native(self) -> bool:
         """Whether torch.distributed's own collectives (gloo, NCCL) are used."""
-        return False
-
-    @property
-    def divides_model(self) -> bool:
-        """Each rank has a part of the model only."""
         return False
 
     def part_of(
@@ -298,8 +292,12 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.start(worker)
 
     def optimizer_of(self, state: S) -> Optimizer | None:
-        """The optimizer whose moments a following phase may inherit, None if there is none."""
-        return None
+        """The optimizer whose moments a following phase may inherit: the `optimizer` of `state`.
+
+        None if there is none.
+        """
+        optimizer: Optimizer | None = getattr(state, "optimizer", None)
+        return optimizer
 
     def optimizer_parts(self, worker: Worker, state: S) -> list[OptimizerPart]:
         """What this rank has of optimizers whose moments lie in parts on several ranks."""
@@ -382,7 +380,3 @@ class Replicas(Strategy[R]):
             state.work.close()
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
-
-    def optimizer_of(self, state: R) -> Optimizer:
-        """This worker's own."""
-        return state.optimizer

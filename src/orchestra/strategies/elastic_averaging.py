@@ -18,7 +18,6 @@ from orchestra.strategies.parameter_server import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
 
     from orchestra.exchange import SharedWork
     from orchestra.parameter_server import Answer, Pause
@@ -217,6 +216,3 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         if state.samples:
             nothing = worker.parameters.new_empty(worker.parameters.shape)
             self._push(worker, state, 0.0, nothing)
-
-    def optimizer_of(self, state: ElasticAveragingState) -> Optimizer | None:
-        return state.optimizer

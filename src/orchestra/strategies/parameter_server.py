@@ -463,9 +463,6 @@ class ParameterServer(Strategy[ParameterServerState]):
             state.server.serve_to_the_end(worker.transport)
         self.agree(worker, state)
 
-    def optimizer_of(self, state: ParameterServerState) -> Optimizer | None:
-        return state.optimizer
-
     def optimizer_parts(self, worker: Worker, state: ParameterServerState) -> list[OptimizerPart]:
         if state.server is None:
             return []

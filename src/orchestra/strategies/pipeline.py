@@ -158,6 +158,3 @@ class Pipeline(Strategy[PipelineState]):
     def stop(self, worker: Worker, state: PipelineState) -> None:
         """End the background flows; every rank keeps its stage."""
         state.average.close()
-
-    def optimizer_of(self, state: PipelineState) -> Optimizer:
-        return state.optimizer

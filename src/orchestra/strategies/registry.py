@@ -20,7 +20,7 @@ STRATEGIES = Registry(
         "AllReduce": "orchestra.strategies.all_reduce:AllReduce",
         "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
         "Gossip": "orchestra.strategies.gossip:Gossip",
-        "Hop": "orchestra.strategies.hop:Hop",
+        "Hop": "orchestra.strategies.gossip:Hop",
         "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
         "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
         "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",

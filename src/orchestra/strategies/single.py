@@ -29,9 +29,7 @@ class Single(Strategy[SingleState]):
 
     use = "first of all: on one host it mostly is faster than any distribution"
 
-    @property
-    def distributed(self) -> bool:
-        return False
+    distributed = False
 
     def roles(self, ranks: int) -> Roles:
         return Roles((float(ranks),))
@@ -49,6 +47,3 @@ class Single(Strategy[SingleState]):
         worker.update_locally(state.optimizer)
         worker.step.agreed = True
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
-
-    def optimizer_of(self, state: SingleState) -> Optimizer:
-        return state.optimizer
