@@ -29,15 +29,20 @@ from orchestra.worker.worker import Worker
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of slots that is summed at once; `last_slot` is the end of the run.
+    """The slots from `first_slot` to before `end_slot`, which are summed at once.
 
     `values` begin at element `first` of the flat gradient.
     """
 
     first: int
     values: Tensor
-    slots: int
-    last_slot: int
+    first_slot: int
+    end_slot: int
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return self.end_slot - self.first_slot
 
 
 def cut_into_buckets(worker: Worker) -> list[Bucket]:
@@ -49,7 +54,7 @@ def cut_into_buckets(worker: Worker) -> list[Bucket]:
             edges.append((index, slot.offset))
     edges.append((len(slots), storage.numel()))
     return [
-        Bucket(start, storage[start:end], last - first, last)
+        Bucket(start, storage[start:end], first, last)
         for (first, start), (last, end) in pairwise(edges)
     ]
 
@@ -107,12 +112,12 @@ class GradientAverage:
         gradients, weight = self._worker.gradients, self._worker.step.weight
         for slot in range(first, end):
             gradients.collect(slot, weight)
-        for place in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
-            bucket = self._buckets[place]
-            self._ready[place] += min(end, bucket.last_slot) - max(first, bucket.first_slot)
+        for number in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
+            bucket = self._buckets[number]
+            self._ready[number] += min(end, bucket.end_slot) - max(first, bucket.first_slot)
         last = len(self._buckets) - 1  # waits for what travels with it
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
-            self._worker.compute.reached(self._buckets[self._next].last_slot - 1)
+            self._worker.compute.reached(self._buckets[self._next].end_slot - 1)
             self._begin_next()
 
     def _begin_next(self) -> None:
@@ -229,11 +234,6 @@ class Part:
     values: Tensor
     gradient: Tensor
 
-    @property
-    def first_slot(self) -> int:
-        """The beginning of the run."""
-        return self.last_slot - self.slots
-
 
 class Shards:
     """ZeRO, stage 1 (Rajbhandari et al., SC 2020): the ring's first half, an update, its second.
@@ -263,8 +263,7 @@ class Shards:
 
     def _cut(self, bucket: Bucket, workers: int, own: int) -> None:
         layout = self._worker.layout
-        first_slot = bucket.last_slot - bucket.slots
-        slots = layout.slots[first_slot : bucket.last_slot]
+        slots = layout.slots[bucket.first_slot : bucket.end_slot]
         spans = [(slot.offset - bucket.first, slot.size) for slot in slots]
         size = min(bucket.values.numel(), layout.size - bucket.first)
         divisible = self._worker.optimizer.elementwise
@@ -272,7 +271,7 @@ class Shards:
         self._edges[bucket.first] = (*(part.first for part in slices), size)
         for piece in slices[own].pieces:
             start, end = bucket.first + piece.first, bucket.first + piece.end
-            self._parts.append(self._part(first_slot + piece.tensor, start, end))
+            self._parts.append(self._part(bucket.first_slot + piece.tensor, start, end))
 
     def _part(self, index: int, start: int, end: int) -> Part:
         """Elements [start, end) of the flat vectors; a tensor that is there whole has its shape."""
