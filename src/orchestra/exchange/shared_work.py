@@ -120,7 +120,7 @@ class SharedWork:
 class _Holder:
     """The background flow: it answers at once, whatever the main flows do.
 
-    Where workers are expendable, one for whom nothing is left is told to wait, and asks again when
+    Where workers are expendable, one for whom nothing is left has to wait, and asks again when
     its last batch is done. That question is answered when another worker's batch has come back, or
     when all batches are done.
     """
@@ -129,7 +129,7 @@ class _Holder:
         self._queue = queue
         self._open = set(workers)
         self._expendable = expendable
-        self._told_to_wait: set[int] = set()
+        self._has_to_wait: set[int] = set()
         self._waiting: set[int] = set()
 
     def _restart(self) -> None:
@@ -162,8 +162,8 @@ class _Holder:
             del self._held[worker]
         elif word is not _Word.DONE:
             self._answer(transport, worker, self._next(worker, word))
-        elif worker in self._told_to_wait:
-            self._told_to_wait.remove(worker)
+        elif worker in self._has_to_wait:
+            self._has_to_wait.remove(worker)
             self._held[worker] = []
             self._waiting.add(worker)
         else:
@@ -183,7 +183,7 @@ class _Holder:
         self._held[worker] = self._held[worker][-1:]
         item = self._queue.next(worker)
         if item.kind is Kind.END and self._expendable:
-            self._told_to_wait.add(worker)
+            self._has_to_wait.add(worker)
             return WorkItem(Kind.WAIT, item.start, item.stop)
         self._hold(worker, item)
         return item

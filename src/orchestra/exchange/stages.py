@@ -78,11 +78,9 @@ def divide(module: nn.Module, inputs: Inputs, stages: int, cuts: Sequence[str] |
         InputError: the model cannot be traced or has not so many places to be cut at.
     """
     graph = trace(module)
-    measured = measure(module, graph, inputs)
-    line = _Line(module, graph, measured)
+    line = _Line(module, graph, measure(module, graph, inputs))
     places = line.places_of(cuts) if cuts is not None else line.balanced(stages)
-    edges = (0, *places, len(line.nodes))
-    spans = list(pairwise(edges))
+    spans = list(pairwise((0, *places, len(line.nodes))))
     used = [line.parameters_in(first, end) for first, end in spans]
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     holders = {

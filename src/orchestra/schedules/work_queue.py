@@ -146,7 +146,7 @@ class WorkQueue:
     def end(self, level: int) -> None:
         """The phase `level` ends as soon as can be: with the samples that are handed out.
 
-        Workers that have been told to pause here go on first: each with the batch that it knows.
+        Workers that are to pause here go on first: each with the batch that it knows.
         """
         self._due = level
         if not self._pausing:
@@ -236,7 +236,7 @@ class Rounds:
     """Puts the reports of batches together, by rounds of the global order.
 
     A round is as many samples as all workers take in a step; batches belong to the one in which
-    they begin. Once all of a round are done, whoever did them, `observe(reports, seconds)` is told
+    they begin. Once all of a round are done, whoever did them, `observe(reports, seconds)` hears
     of them, in their order, with the seconds of a batch of each worker, in rank order: their mean
     in this round, or what is known of before.
     """

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from orchestra import exchange, optimizers
+from orchestra.errors import InputError
 from orchestra.settings import Settings
 
 if TYPE_CHECKING:
@@ -70,19 +71,41 @@ class Roles:
         return next(rank for rank in self.workers if rank not in self.servers)
 
 
+def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
+    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
+    if placement == "beside":
+        if servers > ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside workers need as many ranks, "
+                f"not {ranks}: lower servers or raise ranks"
+            )
+        if replicas and servers == ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside {ranks} workers leave none "
+                "that could evaluate after any server's death: lower servers or raise ranks"
+            )
+        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
+    workers = ranks - servers
+    if workers < 1:
+        raise InputError(
+            f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
+            "worker: raise ranks, lower servers, or set placement='beside'"
+        )
+    shares = (1.0,) * workers + (0.0,) * servers
+    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
+
+
 class WorkSource(Protocol):
     """Gives one worker its batches, one after the other."""
 
     def take(self) -> WorkItem:
         """The next item of work; the one before is done."""
-        ...
 
     def skip(self, values: Tensor) -> None:
         """Nobody computes the batch of the last item; the flat parameters `values` may be renewed.
 
         For loops of the user's own, which may take a batch and make no step with it.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -295,10 +318,7 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.start(worker)
 
     def optimizer_of(self, state: S) -> Optimizer | None:
-        """The optimizer whose moments a following phase may inherit: the `optimizer` of `state`.
-
-        None if there is none.
-        """
+        """That whose moments a following phase may inherit: `state.optimizer`, if there is one."""
         optimizer: Optimizer | None = getattr(state, "optimizer", None)
         return optimizer
 
@@ -307,17 +327,16 @@ class Strategy(Settings, ABC, Generic[S]):
         return []
 
 
+_roles_of = lru_cache(maxsize=256)(lambda strategy, ranks: strategy.roles(ranks))
+
+
 def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
     """`strategy.roles(ranks)`, worked out once: with many ranks that takes a while."""
     try:
-        return _roles_of(strategy, ranks)
+        roles: Roles = _roles_of(strategy, ranks)
+        return roles
     except TypeError:  # a setting of it, such as a list, cannot be looked up
         return strategy.roles(ranks)
-
-
-@lru_cache(maxsize=256)
-def _roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
-    return strategy.roles(ranks)
 
 
 @dataclass

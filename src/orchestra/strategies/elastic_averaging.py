@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
-from orchestra.strategies.parameter_server import (
-    ParameterServer,
-    ParameterServerState,
-    placed_roles,
-)
+from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
+from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -126,7 +126,7 @@ class Hop(Replicas[HopState]):
     - Where updates are missing, their weights are divided among the others in proportion.
     - With `staleness` an update is mixed again until a newer one comes or it is too old, and may be
       of an iteration after k. Each neighbour but `backup` has to be heard of once before.
-    - Neighbours are told which iterations were skipped, and wait for no update of them.
+    - Neighbours learn which iterations were skipped, and wait for no update of them.
     - A jump goes as far as tokens are there, and not beyond the furthest neighbour. It is made only
       if the updates are there already; the worker's own parameters have their part in the average.
 

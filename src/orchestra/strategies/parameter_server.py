@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
 from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
+from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -51,30 +51,6 @@ class ParameterServerState:
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
     missed: Missed = field(default_factory=Missed)
-
-
-def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
-    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
-    if placement == "beside":
-        if servers > ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside workers need as many ranks, "
-                f"not {ranks}: lower servers or raise ranks"
-            )
-        if replicas and servers == ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside {ranks} workers leave none "
-                "that could evaluate after any server's death: lower servers or raise ranks"
-            )
-        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
-    workers = ranks - servers
-    if workers < 1:
-        raise InputError(
-            f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
-            "worker: raise ranks, lower servers, or set placement='beside'"
-        )
-    shares = (1.0,) * workers + (0.0,) * servers
-    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
 
 
 @dataclass(frozen=True, repr=False)

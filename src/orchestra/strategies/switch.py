@@ -143,7 +143,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def steps_together(self) -> bool:
-        """In a phase at least."""
         return self.first.steps_together or self.then.steps_together
 
     def currently_together(self, state: SwitchState) -> bool:
@@ -254,7 +253,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def reads_values(self) -> bool:
-        """If `when` or a phase does."""
         rule = self.when.reads_loss or self.when.reads_gradients
         return rule or self.first.reads_values or self.then.reads_values
 
@@ -329,8 +327,7 @@ class Switch(Strategy[SwitchState]):
             state.count_rounds(worker.step.consumed)
 
     def _begin_second(self, worker: Worker, state: SwitchState) -> None:
-        first = len(worker.workers)
-        roles = self.then.roles(worker.budget_ranks)
+        first, roles = len(worker.workers), self.then.roles(worker.budget_ranks)
         worker.begin_phase(roles.workers)
         worker.snapshots.skip(worker.step.consumed)
         worker.queue_of = state.queue_of
@@ -341,7 +338,6 @@ class Switch(Strategy[SwitchState]):
         state.switched = True
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
-        """Resume in the phase that the checkpoint was taken in."""
         state = SwitchState(self.when, self.nesting, self.when.begin(), steps=saved["steps"])
         optimizers.restore(state.rule, saved["rule"])
         if saved["switched"]:
