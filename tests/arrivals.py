@@ -13,9 +13,15 @@ from torch import Tensor, nn
 
 from orchestra.optimizers.settings import Optimizer
 from orchestra.optimizers.spec import OptimizerSpec
-from orchestra.parameter_server import Server
+from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import Answer, Push
-from orchestra.parameter_server.wire import Kind, decode_answer, encode_push, request
+from orchestra.parameter_server.wire import (
+    Kind,
+    Request,
+    decode_answer,
+    encode_push,
+    encode_request,
+)
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.protocol import Transport
@@ -78,7 +84,7 @@ class Arrivals(CollectiveVerb):
             return Here(self._gradient(source, self.given[source]), source)
         worker, kind = self._coming.popleft()
         if kind is not Kind.PUSH:
-            return Here(request(kind, 0), worker)
+            return Here(encode_request(Request(worker, kind)), worker)
         push = Push(
             worker, self.clocks[worker] + 1, 1, len(self.clocks), 0.0, False,
             (RATE,), (True,) * self._pieces,
@@ -140,13 +146,13 @@ class Served:
     def serve(self, order: Sequence[int], last: Kind = Kind.LEAVE) -> Tensor:
         """Let the pushes of `order` arrive; the parameters then."""
         for worker, state in zip(self.workers, self.states, strict=True):
-            home = next(home for home in state.homes if home.rank == worker.rank)
-            first = home.slice.first
+            part = next(part for part in state.slices if part.rank == worker.rank)
+            first = part.first
             _arrivals(worker.transport).expect(
                 order,
                 last,
                 lambda source, values, first=first: self.gradient(source, values, first),  # type: ignore[misc]
-                len(home.slice.pieces),
+                len(part.pieces),
             )
             self.strategy.serve(worker, state)
         return torch.cat([server.values for server in self.servers])

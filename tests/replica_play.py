@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,16 +14,11 @@ from tests.interleaved import Network
 from torch import Tensor
 
 from orchestra.optimizers.state import capture
-from orchestra.parameter_server import (
-    DelayCompensation,
-    Home,
-    ReplicatedClient,
-    ReplicatedServer,
-    Server,
-)
-from orchestra.parameter_server.consistency import Consistency, Synchronous
-from orchestra.parameter_server.placement import place
-from orchestra.parameter_server.state import ServerState
+from orchestra.parameter_server.client import Client
+from orchestra.parameter_server.placement import Slice, place
+from orchestra.parameter_server.replicated_server import ReplicatedServer
+from orchestra.parameter_server.server import DelayCompensation, Server
+from orchestra.parameter_server.state import Consistency, Push, ServerState, Synchronous
 
 
 @dataclass
@@ -57,11 +52,12 @@ class Play:
         first = 0 if self.beside else self.workers
         return tuple(range(first, first + self.servers))
 
-    def homes(self) -> list[Home]:
+    def slices(self) -> list[Slice]:
         spans = [(k * self.workers, self.workers) for k in range(self.servers)]
         size = self.servers * self.workers
-        slices = place(spans, size, self.servers, divisible=False)
-        return [Home(rank, part) for rank, part in zip(self.server_ranks, slices, strict=True)]
+        parts = place(spans, size, self.servers, divisible=False)
+        ranks = self.server_ranks
+        return [replace(part, rank=rank) for rank, part in zip(ranks, parts, strict=True)]
 
     def run(self, chance: random.Random, deaths: Sequence[tuple[int, int]] = ()) -> list[Any]:
         programs = [lambda port: self.program(port)] * self.ranks
@@ -82,19 +78,17 @@ class Play:
         return values
 
     def work(self, port: Any) -> Tensor:
-        rank, homes = port.rank, self.homes()
+        rank, slices = port.rank, self.slices()
         values = torch.zeros(self.servers * self.workers)
         gradient = torch.zeros_like(values)
         gradient[rank :: self.workers] = 1.0
-        client = ReplicatedClient(port, homes, values)
-        used, rate = [True] * self.servers, 1.0
+        client = Client(port, slices, parameters=values)
+        used, rate = (True,) * self.servers, 1.0
         if isinstance(self.consistency, Synchronous):
             rate = float(self.workers)
         for step in range(self.steps):
-            client.push(
-                gradient, values, samples=1, step_samples=1, loss=0.0, stop=False,
-                rates=(rate,), used=used,
-            )  # fmt: skip
+            push = Push(rank, client.clock + 1, 1, 1, 0.0, False, (rate,), used)
+            client.push(push, gradient, values)
             self.answered[rank] = client.clock
             self.reads[rank].append(values.clone())
             if step < self.pauses:
@@ -106,8 +100,8 @@ class Play:
         return values
 
     def make_server(self, port: Any) -> ReplicatedServer:
-        homes, index = self.homes(), self.server_ranks.index(port.rank)
-        own, mirror = (self.make_slice(homes[place]) for place in (index, index - 1))
+        slices, index = self.slices(), self.server_ranks.index(port.rank)
+        own, mirror = (self.make_slice(slices[place]) for place in (index, index - 1))
         server = ReplicatedServer(
             own, mirror, self.server_ranks, index, lost=(), alone=self.notices.append
         )
@@ -115,8 +109,8 @@ class Play:
             self.write_down(server, held)
         return server
 
-    def make_slice(self, home: Home) -> Server:
-        values = torch.zeros(home.slice.end - home.slice.first)
+    def make_slice(self, part: Slice) -> Server:
+        values = torch.zeros(part.end - part.first)
         workers = set(range(self.workers))
         optimizer: torch.optim.Optimizer = torch.optim.SGD([values])
         compensation = None
@@ -142,16 +136,16 @@ class Play:
             if is_own or server._before not in server._lost:
                 state = capture(held.server)
                 state |= {"request": repr(request), "points": held.replica.points}
-                self.histories[held.home, is_own].append(plain(state))
+                self.histories[held.place, is_own].append(plain(state))
 
         held.take = noting
 
     def check_histories(self) -> None:
         """A replica holds what the other one held after as many requests, bit for bit."""
-        for home in range(self.servers):
-            own, mirror = self.histories[home, True], self.histories[home, False]
+        for number in range(self.servers):
+            own, mirror = self.histories[number, True], self.histories[number, False]
             for one, other in zip(own, mirror, strict=False):
-                assert one == other, f"slice {home} after {one['request']}"
+                assert one == other, f"slice {number} after {one['request']}"
 
     def check_reads(self) -> None:
         """Who was answered finds its own pushes there, once; nothing that was read goes away."""

@@ -188,8 +188,8 @@ class SameCuts(AllReduce):
         exchange.agree_on_parameters(worker)
         shards = exchange.Shards(worker, worker.workers)
 
-        def begin(bucket: Any, *, background: bool) -> list[Task[int]]:
-            begun = shards.sum(bucket, background=background)
+        def begin(bucket: Any, background: bool) -> list[Task[int]]:
+            begun = shards.sum(bucket, background)
             edges = shards._edges[bucket.first]
             gather = shards._all_gather.begin(
                 worker.transport, bucket.values[: edges[-1]], Tag.GRADIENTS, edges,

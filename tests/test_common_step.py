@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from orchestra.exchange import CommonStep
 from orchestra.exchange.common_step import LEASE
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.runtime import Runtime
-from orchestra.worker.worker import Worker
+from orchestra.worker.worker import Step, Worker
 
 TOKEN = 99
 
@@ -123,43 +124,47 @@ def test_without_a_wish_it_costs_a_message_to_oneself_every_few_steps() -> None:
         assert crossed == 0
 
 
-def test_after_settling_all_reports_have_been_judged() -> None:
-    heard: list[tuple[int, int]] = []
+def test_after_settling_all_reports_have_been_observed() -> None:
+    heard: list[float] = []
 
-    def judge(step: int, rank: int, report: list[float]) -> bool:
-        heard.append((step, rank))
+    def observe(step: Step) -> bool:
+        assert len(set(step.losses)) == 1
+        heard.append(step.loss)
         return False
 
     def program(runtime: Runtime) -> list[int]:
         worker = make_worker(runtime)
-        common = CommonStep(worker, judge=judge)
+        common = CommonStep(worker, observe=observe)
         known = []
         for step in range(1, 31):
-            common.report(step, 0.0)
+            common.report(step, 1, step, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
             assert not common.reached(step, wish=False)
             if step % 10 == 0:
                 common.settle()
-                known.append(sum(number <= step for number, _ in heard))
+                known.append(sum(number <= step for number in heard))
         common.close()
         return known
 
     for ranks in (2, 4):
         heard.clear()
-        assert run_ranks(ranks, program) == [[10 * ranks, 20 * ranks, 30 * ranks]] * ranks
+        assert run_ranks(ranks, program) == [[10, 20, 30]] * ranks
 
 
-def test_a_judge_hears_everyone_and_his_wish_counts() -> None:
-    heard: list[tuple[int, int, float]] = []
+def test_everyone_is_observed_together_and_the_wish_for_all_counts() -> None:
+    heard: list[tuple[float, ...]] = []
 
-    def judge(step: int, rank: int, report: list[float]) -> bool:
-        heard.append((step, rank, report[0]))
-        return sum(report) > 6.5 and rank == 2
+    def observe(step: Step) -> bool:
+        heard.append(step.losses)
+        assert step.counts == (0, 1, 2)
+        assert step.loss == pytest.approx((step.losses[1] + 2 * step.losses[2]) / 3)
+        return step.losses[2] > 8.5
 
     def program(runtime: Runtime) -> int:
         worker = make_worker(runtime)
-        common = CommonStep(worker, judge=judge)
+        common = CommonStep(worker, observe=observe)
         for step in range(1, 200):
-            common.report(step, float(step))
+            report = (runtime.rank, step + runtime.rank, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)
+            common.report(step, *report)
             if common.reached(step, wish=False):
                 break
         common.close()
@@ -168,4 +173,4 @@ def test_a_judge_hears_everyone_and_his_wish_counts() -> None:
     left = run_ranks(3, program)
     assert len(set(left)) == 1
     assert 7 <= left[0] < 199
-    assert sorted(heard) == [(k, r, float(k)) for k in range(1, left[0] + 1) for r in range(3)]
+    assert heard == [(k, k + 1, k + 2) for k in range(1, left[0] + 1)]

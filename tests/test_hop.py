@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,11 @@ from tests.training import equal, settings
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.exchange.hop import CLOSED, IterationQueues
 from orchestra.optimizers.settings import Optimizer
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.gossip import Gossip, Hop, HopState
+from orchestra.strategies.gossip import CLOSED, Gossip, Hop, HopState, IterationQueues
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.topologies import Complete, Exponential, Ring, Star, Topology
 from orchestra.transports.tags import Tag
@@ -211,9 +211,9 @@ def queues_of(
     spec = OptimizerSpec.from_settings(Optimizer.parse("SGD(lr=0.1)", where="test"), ["x"])
     runtime = Runtime(0, ranks, transport, FreeCompute(), Notes(), lambda _: None)
     worker = Worker(runtime, Place(), spec)
-    graph = topology.graph(ranks, 0)
-    bounds = {"max_gap": 9, **bounds}
-    return IterationQueues(worker, graph, **bounds), worker.parameters, transport
+    given = {"max_gap": 9, "backup": 0, "staleness": 0, "skip": 0, "behind": 1, **bounds}
+    hop: Any = SimpleNamespace(topology=topology, **given)  # Hop refuses a skip without effect
+    return IterationQueues(worker, hop), worker.parameters, transport
 
 
 def test_stale_updates_are_weighted_by_their_age() -> None:

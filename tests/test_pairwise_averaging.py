@@ -25,8 +25,11 @@ from tests.training import equal, train_threads
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.exchange import PairwiseAverage
-from orchestra.strategies.group_averaging import PairwiseAveraging, PairwiseState
+from orchestra.strategies.pairwise_averaging import (
+    PairwiseAverage,
+    PairwiseAveraging,
+    PairwiseState,
+)
 from orchestra.strategies.single import Single
 from orchestra.topologies import Exponential, Ring, Star
 from orchestra.transports.protocol import Transport

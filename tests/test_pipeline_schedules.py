@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestra.exchange.partition import SLACK, Chain, balanced_cuts
-from orchestra.schedules import PIPELINE
-from orchestra.schedules.pipeline import Pass
+from orchestra.exchange.pipeline import PIPELINE, Pass
+from orchestra.exchange.stages import SLACK, Chain, balanced_cuts
 
 SCHEDULES = sorted(PIPELINE)
 

@@ -30,11 +30,9 @@ from tests.threads import ask_to_stop
 from tests.training import equal, settings
 
 from orchestra.errors import InputError
-from orchestra.exchange import GroupAverage
-from orchestra.exchange.prague import GroupGenerator, Scheme
 from orchestra.settings import parse
-from orchestra.strategies.group_averaging import Prague, PragueState
 from orchestra.strategies.local_sgd import LocalSGD
+from orchestra.strategies.prague import GroupAverage, GroupGenerator, Prague, PragueState, Scheme
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.worker.worker import Worker
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,13 @@ from tests.waiting import wait_until
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
-from orchestra.exchange import PushSum
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.single import Single
-from orchestra.strategies.stochastic_gradient_push import PushState, StochasticGradientPush
+from orchestra.strategies.stochastic_gradient_push import (
+    PushState,
+    PushSum,
+    StochasticGradientPush,
+)
 from orchestra.topologies import (
     Exponential,
     RandomRegular,
@@ -189,6 +193,11 @@ class Values(nn.Module):
 Masses = list[tuple[Tensor, float, Tensor]]
 
 
+def pushing(topology: Topology, shares: Any, overlap: int, exchanges: str) -> Any:
+    """Settings of a push-sum, of shares that are none of the strategy's too."""
+    return SimpleNamespace(topology=topology, shares=shares, overlap=overlap, exchanges=exchanges)
+
+
 def pushed(
     topology: Topology,
     ranks: int,
@@ -203,7 +212,7 @@ def pushed(
 
     def program(runtime: Runtime) -> tuple[Tensor, float, Tensor]:
         worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
-        push = PushSum(worker, topology, shares, overlap, exchanges)
+        push = PushSum(worker, pushing(topology, shares, overlap, exchanges))
         for _ in range(steps):
             push.mix()
         then(push)
@@ -307,7 +316,7 @@ def test_a_rank_that_has_begun_more_exchanges_than_one_that_drains_does_not_wait
         kind = Eager if runtime.rank == 0 else Patient
         runtime = replace(runtime, transport=kind(runtime.transport))
         worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
-        push = PushSum(worker, Exponential(peers=1), uniform_shares, 3, "one_at_a_time")
+        push = PushSum(worker, StochasticGradientPush(overlap=3, exchanges="one_at_a_time"))
         for _ in range(8):
             push.mix()
         push.drain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,18 @@ from tests.threads import run_ranks
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.parameter_server import Client, Home, Server
-from orchestra.parameter_server.consistency import Asynchronous, Consistency, Synchronous
-from orchestra.parameter_server.placement import place
-from orchestra.parameter_server.state import Answer, Pause, ServerState
+from orchestra.parameter_server.client import Client
+from orchestra.parameter_server.placement import Slice, place
+from orchestra.parameter_server.server import Server
+from orchestra.parameter_server.state import (
+    Answer,
+    Asynchronous,
+    Consistency,
+    Pause,
+    Push,
+    ServerState,
+    Synchronous,
+)
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -27,30 +36,23 @@ def charge(kind: str, amount: int, function: Callable[[], None]) -> None:
     function()
 
 
-def make_homes(servers: Sequence[int]) -> list[Home]:
+def make_slices(servers: Sequence[int]) -> list[Slice]:
     slices = place([(0, SIZE)], SIZE, len(servers), divisible=True)
-    return [Home(rank, part) for rank, part in zip(servers, slices, strict=True)]
+    return [replace(part, rank=rank) for rank, part in zip(servers, slices, strict=True)]
 
 
-def make_server(home: Home, consistency: Consistency, workers: set[int], **more: Any) -> Server:
+def make_server(part: Slice, consistency: Consistency, workers: set[int], **more: Any) -> Server:
     """A server of its slice of zeros, with plain SGD."""
-    values = torch.zeros(home.slice.end - home.slice.first)
+    values = torch.zeros(part.end - part.first)
     optimizer = torch.optim.SGD([values], lr=0.1)
     state = ServerState(consistency, workers)
     return Server(state, values, [(values, 0)], optimizer, charge, **more)
 
 
 def push(client: Client, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
-    return client.push(
-        gradient,
-        into,
-        samples=samples,
-        step_samples=samples,
-        loss=0.0,
-        stop=False,
-        rates=(0.5,),
-        used=[True],
-    )
+    rank = client._transport.rank
+    own = Push(rank, client.clock + 1, samples, samples, 0.0, False, (0.5,), (True,))
+    return client.push(own, gradient, into)
 
 
 def gradient_of(rank: int, step: int) -> Tensor:
@@ -59,15 +61,15 @@ def gradient_of(rank: int, step: int) -> Tensor:
 
 def test_synchronous_servers_apply_the_weighted_average_in_rank_order() -> None:
     workers, servers = (0, 1, 2), (3, 4)
-    homes = make_homes(servers)
+    slices = make_slices(servers)
 
     def program(runtime: Runtime) -> Any:
         if runtime.rank in servers:
-            home = homes[runtime.rank - servers[0]]
-            server = make_server(home, Synchronous(), set(workers))
+            part = slices[runtime.rank - servers[0]]
+            server = make_server(part, Synchronous(), set(workers))
             server.serve_to_the_end(runtime.transport)
             return server.values
-        client, into = Client(runtime.transport, homes), torch.zeros(SIZE)
+        client, into = Client(runtime.transport, slices), torch.zeros(SIZE)
         for step in range(3):
             push(client, gradient_of(runtime.rank, step), into, samples=runtime.rank + 1)
         client.leave()
@@ -86,7 +88,7 @@ def test_synchronous_servers_apply_the_weighted_average_in_rank_order() -> None:
 
 
 def test_a_server_that_only_averages_returns_the_average() -> None:
-    homes = make_homes([2])
+    slices = make_slices([2])
 
     def program(runtime: Runtime) -> Any:
         if runtime.rank == 2:
@@ -94,7 +96,7 @@ def test_a_server_that_only_averages_returns_the_average() -> None:
             state = ServerState(Synchronous(), {0, 1})
             Server(state, values, [(values, 0)], None, charge).serve_to_the_end(runtime.transport)
             return values
-        client, vector = Client(runtime.transport, homes), gradient_of(runtime.rank, 0)
+        client, vector = Client(runtime.transport, slices), gradient_of(runtime.rank, 0)
         push(client, vector, vector)
         client.leave()
         return vector
@@ -107,16 +109,16 @@ def test_a_server_that_only_averages_returns_the_average() -> None:
 
 def test_a_worker_suspended_in_mid_push_holds_up_nobody() -> None:
     """Worker 1 gets half its message out, and the rest only after worker 0 took 20 steps."""
-    homes, finished = make_homes([2]), threading.Event()
+    slices, finished = make_slices([2]), threading.Event()
 
     def program(runtime: Runtime) -> Any:
         transport = runtime.transport
         if runtime.rank == 2:
-            server = make_server(homes[0], Asynchronous(), {0, 1})
+            server = make_server(slices[0], Asynchronous(), {0, 1})
             server.serve_to_the_end(transport)
             return server.state.staleness
         client, into = (
-            Client(Suspended(transport, runtime.rank, finished), homes),
+            Client(Suspended(transport, runtime.rank, finished), slices),
             torch.zeros(SIZE),
         )
         for step in range(1 if runtime.rank else 20):
@@ -151,19 +153,19 @@ class Suspended:
 @pytest.mark.parametrize("consistency", [Asynchronous(), Synchronous()])
 def test_the_loss_of_a_worker(consistency: Consistency) -> None:
     """An asynchronous server goes on; a synchronous one ends."""
-    homes = make_homes([2])
+    slices = make_slices([2])
 
     def program(runtime: Runtime) -> Any:
         transport = runtime.transport
         if runtime.rank == 2:
-            server = make_server(homes[0], consistency, {0, 1})
+            server = make_server(slices[0], consistency, {0, 1})
             server.serve_to_the_end(transport)
             return server.state.version
         if runtime.rank == 1:
             transport.send(torch.zeros(SIZE), 2, Tag.GRADIENT).wait()
             transport.abort(RuntimeError("killed"))  # type: ignore[attr-defined]
             return None
-        client, into = Client(transport, homes), torch.zeros(SIZE)
+        client, into = Client(transport, slices), torch.zeros(SIZE)
         for step in range(5):
             answers = push(client, gradient_of(0, step), into)
         client.leave()
@@ -178,14 +180,14 @@ def test_the_loss_of_a_worker(consistency: Consistency) -> None:
 
 def test_pause_returns_when_nothing_is_in_flight_and_tells_who_is_there() -> None:
     """Worker 1 leaves after the first quiet point, so that the second is not complete."""
-    homes = make_homes([2, 3])
+    slices = make_slices([2, 3])
 
     def program(runtime: Runtime) -> Any:
         transport = runtime.transport
         if runtime.rank >= 2:
-            server = make_server(homes[runtime.rank - 2], Asynchronous(), {0, 1})
+            server = make_server(slices[runtime.rank - 2], Asynchronous(), {0, 1})
             return [server.serve(transport) for _ in range(3)], server.state.version
-        client, into = Client(transport, homes), torch.zeros(SIZE)
+        client, into = Client(transport, slices), torch.zeros(SIZE)
         complete = []
         for step in (1, 2) if runtime.rank == 0 else (1,):
             for _ in range(3):
@@ -200,18 +202,18 @@ def test_pause_returns_when_nothing_is_in_flight_and_tells_who_is_there() -> Non
 
 
 def test_servers_and_clients_go_on_from_what_they_saved() -> None:
-    homes = make_homes([1])
+    slices = make_slices([1])
     saved: dict[str, Any] = {}
 
     def program(runtime: Runtime, resumed: bool) -> Any:
         if runtime.rank == 1:
-            server = make_server(homes[0], Asynchronous(), {0})
+            server = make_server(slices[0], Asynchronous(), {0})
             if resumed:
                 server.load_state_dict(saved["server"])
             server.serve_to_the_end(runtime.transport)
             saved["server"] = {**server.state_dict(), "optimizer": {}}
             return server.values
-        client, into = Client(runtime.transport, homes), torch.zeros(SIZE)
+        client, into = Client(runtime.transport, slices), torch.zeros(SIZE)
         if resumed:
             client.load_state_dict(saved["client"])
         push(client, gradient_of(0, client.clock), into)

@@ -22,15 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.state import capture
-from orchestra.parameter_server import (
-    Home,
-    ReplicatedServer,
-)
-from orchestra.parameter_server.consistency import Asynchronous, Bounded, Consistency, Synchronous
 from orchestra.parameter_server.placement import Slice
-from orchestra.parameter_server.state import Push
+from orchestra.parameter_server.replicated_server import ReplicatedServer
+from orchestra.parameter_server.state import Asynchronous, Bounded, Consistency, Push, Synchronous
 from orchestra.parameter_server.wire import Kind, Request, encode_request
-from orchestra.strategies.group_averaging import PairwiseAveraging
+from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterFraction
@@ -68,12 +64,12 @@ def test_without_a_death_replicas_are_equal_at_every_quiet_point() -> None:
         play = Play(Bounded(1), 2, 3, compensated=True)
         kept = play.run(random.Random(seed))[2:]
         assert [len(points) for points in kept] == [2 * play.pauses] * 3
-        for home in range(3):
-            own, mirror = kept[home], kept[(home + 1) % 3]
+        for place in range(3):
+            own, mirror = kept[place], kept[(place + 1) % 3]
             assert [point["own"] for point in own] == [point["mirror"] for point in mirror]
         play.check_histories()
-        for home in range(3):
-            lengths = {len(play.histories[home, is_own]) for is_own in (True, False)}
+        for place in range(3):
+            lengths = {len(play.histories[place, is_own]) for is_own in (True, False)}
             assert lengths == {2 * (play.steps + 2 * play.pauses + 1)}
         assert play.notices == []
 
@@ -97,8 +93,8 @@ class Script:
         following = self._arriving.pop(0)
         if isinstance(following, PeerLost):
             raise following
-        source, home, request = following
-        return Here(encode_request(home, request), source)
+        source, place, request = following
+        return Here(encode_request(request, place), source)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Here:
         self.sent.append((to, tag))
@@ -108,7 +104,7 @@ class Script:
 
     def serve(self) -> None:
         play = Play(Asynchronous(), 2, 2)
-        own, mirror = (play.make_slice(Home(rank, Slice(0, 1, ()))) for rank in (3, 2))
+        own, mirror = (play.make_slice(Slice(0, 1, (), rank)) for rank in (3, 2))
         server = ReplicatedServer(own, mirror, (2, 3), 1, lost=(), alone=lambda _: None)
         assert server.serve(self) is None  # type: ignore[arg-type]
         assert not self._arriving
@@ -229,9 +225,9 @@ def test_replicas_change_nothing_but_bytes(tmp_path: Path) -> None:
     assert curves[0] == curves[1]
     assert len(curves[0]) == 3
     pushes = sum(line["step"] > 0 for rank in (0, 1) for line in runs[1].lines(rank))
-    for home in runs[1].states[0].client.homes:
-        one, other = (run.reports[home.rank].bytes_sent for run in runs)
-        size = 4 * (home.slice.end - home.slice.first)
+    for part in runs[1].states[0].client.slices:
+        one, other = (run.reports[part.rank].bytes_sent for run in runs)
+        size = 4 * (part.end - part.first)
         assert (pushes - 1) * size <= other - one <= pushes * (size + 500)
 
 

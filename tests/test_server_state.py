@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestra.parameter_server.consistency import (
+from orchestra.parameter_server.state import (
     Asynchronous,
     Bounded,
     Consistency,
+    Decision,
     FirstArrivals,
+    Push,
+    ServerState,
     Synchronous,
 )
-from orchestra.parameter_server.state import Decision, Push, ServerState
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

@@ -25,9 +25,9 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.elastic_averaging import ElasticAveraging
 from orchestra.strategies.gossip import Gossip
-from orchestra.strategies.group_averaging import Prague
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.prague import Prague
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
 from orchestra.worker.reporters import SilentReporter

@@ -19,8 +19,8 @@ from orchestra.optimizers.settings import StepDecay
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.gossip import Gossip
-from orchestra.strategies.group_averaging import PairwiseAveraging
 from orchestra.strategies.local_sgd import LocalSGD
+from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from orchestra.parameter_server.state import Answer, Pause, Push
 from orchestra.parameter_server.wire import (
     Kind,
+    Request,
     decode_answer,
     decode_pause,
     decode_push,
-    encode_answer,
-    encode_pause,
+    decode_request,
     encode_push,
-    request,
+    encode_reply,
+    encode_request,
 )
 
 COUNT = st.integers(0, 2**53)
@@ -36,7 +37,7 @@ def test_push(push: Push) -> None:
     st.builds(Answer, COUNT, COUNT, COUNT, LOSS, st.booleans(), COUNT, COUNT, st.booleans(), FLAGS)
 )
 def test_answer(answer: Answer) -> None:
-    message = encode_answer(answer)
+    message = encode_reply(answer)
     assert message.dtype == torch.float64
     assert decode_answer(answer.worker, message) == answer
 
@@ -48,8 +49,10 @@ def test_a_loss_that_is_not_a_number_arrives_as_such() -> None:
 
 @given(st.builds(Pause, st.integers(-1, 2**53), st.booleans()))
 def test_pause(pause: Pause) -> None:
-    assert decode_pause(encode_pause(pause)) == pause
+    assert decode_pause(encode_reply(pause)) == pause
 
 
 def test_request() -> None:
-    assert request(Kind.PAUSE, -1).tolist() == [Kind.PAUSE, -1]
+    request = Request(3, Kind.PAUSE, step=-1, points=2, values=True)
+    assert encode_request(request).tolist() == [Kind.PAUSE, -1]
+    assert decode_request(encode_request(request, place=1)) == (1, request)

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
     from orchestra.strategies.gossip import Gossip, Hop
-    from orchestra.strategies.group_averaging import PairwiseAveraging, Prague
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
+    from orchestra.strategies.pairwise_averaging import PairwiseAveraging
     from orchestra.strategies.parameter_server import ParameterServer
     from orchestra.strategies.pipeline import Pipeline
+    from orchestra.strategies.prague import Prague
     from orchestra.strategies.single import Single
     from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
     from orchestra.strategies.switch import Switch
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
         Straggler,
     )
     from orchestra.tasks.task import Task
-    from orchestra.topologies.graphs import Complete, Exponential, RandomRegular, Ring, Star
+    from orchestra.topologies import Complete, Exponential, RandomRegular, Ring, Star
 
     __all__ = [
         "AfterDecay",
@@ -92,10 +93,10 @@ else:
         "AfterSteps": "strategies.switch_rules",
         "AllReduce": "strategies.all_reduce",
         "Average": "strategies.outer",
-        "Complete": "topologies.graphs",
+        "Complete": "topologies",
         "Elastic": "strategies.outer",
         "ElasticAveraging": "strategies.elastic_averaging",
-        "Exponential": "topologies.graphs",
+        "Exponential": "topologies",
         "Gossip": "strategies.gossip",
         "Hop": "strategies.gossip",
         "InputError": "errors",
@@ -104,17 +105,17 @@ else:
         "Nesterov": "strategies.outer",
         "NoiseScale": "strategies.switch_rules",
         "OrchestraError": "errors",
-        "PairwiseAveraging": "strategies.group_averaging",
+        "PairwiseAveraging": "strategies.pairwise_averaging",
         "ParameterServer": "strategies.parameter_server",
         "Pipeline": "strategies.pipeline",
-        "Prague": "strategies.group_averaging",
-        "RandomRegular": "topologies.graphs",
-        "Ring": "topologies.graphs",
+        "Prague": "strategies.prague",
+        "RandomRegular": "topologies",
+        "Ring": "topologies",
         "Roles": "strategies.base",
         "RunFailed": "errors",
         "Single": "strategies.single",
         "SlowMo": "strategies.outer",
-        "Star": "topologies.graphs",
+        "Star": "topologies",
         "StochasticGradientPush": "strategies.stochastic_gradient_push",
         "Straggler": "strategies.switch_rules",
         "Strategy": "strategies.base",

@@ -1,27 +1,69 @@
-"""The sample-weighted average of the gradient over the workers."""
+"""The sample-weighted average of the gradient over the workers, bucket by bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from orchestra.collectives import Group, all_reduce, broadcast, gather_objects
-from orchestra.optimizers.state import Moments, export_moments
-from orchestra.transports.protocol import Task
+from orchestra.collectives import Group, all_reduce
+from orchestra.errors import InputError
+from orchestra.optimizers.spec import set_rates
+from orchestra.optimizers.state import OptimizerPart, install_moments
+from orchestra.parameter_server.placement import place
+from orchestra.schedules import (
+    ALL_REDUCE,
+    Schedule,
+    hierarchical,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.transports.tags import Tag
+from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
 
-class Begin(Protocol):
-    """Begins the sum of a bucket over the workers."""
+@dataclass(frozen=True)
+class Bucket:
+    """The slots from `first_slot` to before `end_slot`, which are summed at once.
 
-    def __call__(self, bucket: Bucket, *, background: bool) -> Sequence[Task[int]]:
-        """The collectives that it takes, in their order; each gives the bytes of its buffer."""
-        ...
+    `values` begin at element `first` of the flat gradient.
+    """
+
+    first: int
+    values: Tensor
+    first_slot: int
+    end_slot: int
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return self.end_slot - self.first_slot
+
+
+def cut_into_buckets(worker: Worker) -> list[Bucket]:
+    """The flat gradient in buckets of about `worker.bucket_bytes`; the tail is in the last."""
+    storage, slots = worker.gradients.storage, worker.layout.slots
+    edges = [(0, 0)]
+    for index, slot in enumerate(slots[1:] if worker.overlap else (), start=1):
+        if (slot.offset - edges[-1][1]) * storage.element_size() >= worker.bucket_bytes:
+            edges.append((index, slot.offset))
+    edges.append((len(slots), storage.numel()))
+    return [
+        Bucket(start, storage[start:end], first, last)
+        for (first, start), (last, end) in pairwise(edges)
+    ]
+
+
+Begin = Callable[[Bucket, bool], Sequence[Task[int]]]
+"""begin(bucket, background): begins the sum of a bucket over the workers.
+
+Gives the collectives that it takes, in their order; each gives the bytes of its buffer.
+"""
 
 
 class GradientAverage:
@@ -53,7 +95,7 @@ class GradientAverage:
             while self._next < len(self._buckets):
                 self._begin_next()
             for collective in reversed(self._under_way):  # all are done when the last one is
-                self._note_buffer(collective.wait())
+                note_buffer(worker, collective.wait())
             self._under_way.clear()
             self._ready = [0] * len(self._buckets)
             self._next = 0
@@ -70,168 +112,219 @@ class GradientAverage:
         gradients, weight = self._worker.gradients, self._worker.step.weight
         for slot in range(first, end):
             gradients.collect(slot, weight)
-        for place in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
-            bucket = self._buckets[place]
-            self._ready[place] += min(end, bucket.last_slot) - max(first, bucket.first_slot)
+        for number in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
+            bucket = self._buckets[number]
+            self._ready[number] += min(end, bucket.end_slot) - max(first, bucket.first_slot)
         last = len(self._buckets) - 1  # waits for what travels with it
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
-            self._worker.compute.reached(self._buckets[self._next].last_slot - 1)
+            self._worker.compute.reached(self._buckets[self._next].end_slot - 1)
             self._begin_next()
 
     def _begin_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._under_way += self._begin(bucket, background=self._overlaps)
+        self._under_way += self._begin(self._buckets[self._next], self._overlaps)
         self._next += 1
 
-    def _note_buffer(self, buffer: int) -> None:
-        measures = self._worker.measures
-        measures.peak_buffer_bytes = max(measures.peak_buffer_bytes, buffer)
+
+def note_buffer(worker: Worker, size: int) -> None:
+    """An exchange has used `size` bytes of buffer."""
+    worker.measures.peak_buffer_bytes = max(worker.measures.peak_buffer_bytes, size)
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """A run of slots that is summed at once; `last_slot` is the end of the run.
+class Collective:
+    """A schedule, and the ranks in the order in which it numbers them."""
 
-    `values` begin at element `first` of the flat gradient.
+    schedule: Schedule
+    group: Group
+
+    def begin(
+        self,
+        transport: Transport,
+        vector: Tensor,
+        tag: int = Tag.GRADIENTS,
+        edges: Sequence[int] | None = None,
+        *,
+        background: bool = False,
+    ) -> Task[int]:
+        """Begin this rank's part; see `Transport.collective`."""
+        call = CollectiveCall(self.schedule, vector, self.group, tag, edges, background)
+        return transport.collective(call)
+
+    def of_buckets(self, worker: Worker) -> Begin:
+        """Sum each bucket by this collective."""
+        transport = worker.transport
+        return lambda bucket, background: [
+            self.begin(transport, bucket.values, background=background)
+        ]
+
+
+def make_collective(
+    worker: Worker,
+    algorithm: str,
+    order: Sequence[int] | None = None,
+    ranks_per_node: int | None = None,
+) -> Collective:
+    """Collective: the all-reduce `algorithm` over the workers, in their own order or in `order`."""
+    group = worker.workers
+    if order is not None:
+        group = Group(tuple(rank for rank in order if rank in group.ranks))
+    if algorithm == "hierarchical":
+        return Collective(hierarchical(_sizes_of_nodes(worker, group, ranks_per_node)), group)
+    return Collective(ALL_REDUCE[algorithm](len(group)), group)
+
+
+def _sizes_of_nodes(worker: Worker, group: Group, ranks_per_node: int | None) -> tuple[int, ...]:
+    """Runs of `ranks_per_node`, the last perhaps shorter; or the hosts, as they were launched."""
+    if ranks_per_node is not None:
+        places = [place % ranks_per_node for place in range(len(group))]
+    else:  # each rank tells its index among those of its host
+        local_ranks = torch.zeros(len(group), dtype=torch.int64)
+        local_ranks[group.index(worker.rank)] = worker.runtime.local_rank
+        all_reduce(worker.transport, local_ranks, "butterfly", group, Tag.AGREE)
+        places = local_ranks.tolist()
+    starts = [index for index, place in enumerate(places) if place == 0]
+    sizes = tuple(end - start for start, end in pairwise([*starts, len(places)]))
+    if places != [place for size in sizes for place in range(size)]:
+        raise InputError(
+            "AllReduce('hierarchical'): the ranks of a host do not follow one another (their "
+            f"places on their hosts are {', '.join(map(str, places))}): launch them host by host, "
+            "or set ranks_per_node and order"
+        )
+    return sizes
+
+
+@dataclass
+class NativeSum:
+    """torch.distributed's own all-reduce under way on `worker`."""
+
+    worker: Worker
+    work: Task[int]
+
+    def wait(self) -> int:
+        started = self.worker.transport.now()
+        buffer = self.work.wait()
+        self.worker.measures.native_seconds += self.worker.transport.now() - started
+        return buffer
+
+    def done(self) -> bool:
+        return self.work.done()
+
+
+def native_sum(worker: Worker) -> Begin:
+    """Collective: sum each bucket by torch.distributed's own all-reduce."""
+
+    def all_reduce(vector: Tensor) -> Task[int]:
+        return worker.transport.collective(
+            CollectiveCall(None, vector, worker.everyone, Tag.NATIVE)
+        )
+
+    def begin(bucket: Bucket, background: bool) -> Sequence[Task[int]]:
+        ranks = len(worker.workers)
+        worker.measures.native_bytes += 2 * (ranks - 1) * bucket.values.nbytes // ranks
+        return [NativeSum(worker, all_reduce(bucket.values))]
+
+    # The process group is made now, not inside the first step.
+    all_reduce(torch.zeros(1, device=worker.parameters.device)).wait()
+    return begin
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of which this worker updates the elements from `first` on: it, or a cut of it.
+
+    `values` and `gradient` share memory with the flat vectors.
     """
 
+    slot: int
     first: int
     values: Tensor
-    slots: int
-    last_slot: int
-
-    @property
-    def first_slot(self) -> int:
-        """The beginning of the run."""
-        return self.last_slot - self.slots
+    gradient: Tensor
 
 
-def cut_into_buckets(worker: Worker) -> list[Bucket]:
-    """The flat gradient in buckets of about `worker.bucket_bytes`; the tail is in the last."""
-    storage, layout = worker.gradients.storage, worker.layout
-    ends = []
-    if worker.overlap:
-        filled_to, itemsize = 0, storage.element_size()
-        for index, slot in enumerate(layout.slots[1:], start=1):
-            if (slot.offset - filled_to) * itemsize >= worker.bucket_bytes:
-                ends.append((index, slot.offset))
-                filled_to = slot.offset
-    ends.append((len(layout.slots), storage.numel()))
-    starts = [(0, 0), *ends]
-    return [
-        Bucket(start, storage[start:end], last - first, last)
-        for (first, start), (last, end) in zip(starts, ends, strict=False)
-    ]
+class Shards:
+    """ZeRO, stage 1 (Rajbhandari et al., SC 2020): the ring's first half, an update, its second.
 
-
-def agree_on_parameters(worker: Worker) -> None:
-    """Everyone takes the parameters and buffers of the first rank that is there."""
-    agree_within(worker, worker.everyone)
-
-
-def agree_within(worker: Worker, group: Group) -> None:
-    """Everyone in `group` takes the parameters and buffers of its first rank."""
-    if worker.agrees:
-        return
-    broadcast(worker.transport, worker.parameters, group.ranks[0], group, Tag.AGREE)
-    broadcast_buffers(worker, group)
-
-
-def wait_for_everyone(worker: Worker) -> None:
-    """Collective over all ranks: nobody returns before everybody has called."""
-    everyone = worker.everyone
-    if len(everyone) > 1:
-        all_reduce(worker.transport, torch.zeros(1), "butterfly", everyone, Tag.AGREE)
-
-
-def agree_on_position(worker: Worker, position: int, first: int) -> int:
-    """Collective over all ranks: the samples consumed, as the rank `first` knows them."""
-    samples = torch.tensor([position])
-    broadcast(worker.transport, samples, first, worker.everyone, Tag.AGREE)
-    return int(samples)
-
-
-def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
-    """Collective over all ranks: the plain JSON data that the rank `first` has."""
-    transport, own = worker.transport, worker.rank
-    if own != first:
-        return gather_objects(transport, None, Group((first, own)), own)[0]
-    for rank in worker.everyone.ranks:
-        if rank != own:
-            gather_objects(transport, data, Group((own, rank)), rank)
-    return data
-
-
-def start_together(worker: Worker, chief: int) -> None:
-    """Collective over all ranks: how far apart they return does not depend on when each called.
-
-    That depends on `chief` alone, which lets all go on. It tells a thousand ranks one after the
-    other; after a butterfly all are at the same place again (exactly, where ranks and links are
-    alike, for powers of two).
+    Every bucket is cut into one slice a worker, each of which owns the slice of which the
+    reduce-scatter leaves it the sum. Tensors are cut only where the optimizer treats each element
+    alone. `optimizer` holds the state of this worker's parts, and nothing else.
     """
-    gather_objects(worker.transport, None, worker.everyone, chief)
-    broadcast(worker.transport, torch.zeros(1), chief, worker.everyone, Tag.READY)
-    wait_for_everyone(worker)
 
+    def __init__(self, worker: Worker, ring: Group) -> None:
+        self._worker = worker
+        self._reduce_scatter = Collective(ring_reduce_scatter(len(ring)), ring)
+        self._all_gather = Collective(ring_all_gather(len(ring)), ring)
+        self._tail = Collective(ALL_REDUCE["butterfly"](len(ring)), ring)
+        self._buckets = cut_into_buckets(worker)
+        self._edges: dict[int, tuple[int, ...]] = {}  # of the slices of a bucket, by its beginning
+        self._parts: list[Part] = []
+        for bucket in self._buckets:
+            self._cut(bucket, len(ring), own=(ring.index(worker.rank) + 1) % len(ring))
+        names = [worker.layout.slots[part.slot].name for part in self._parts]
+        tensors = {
+            name: (part.values, part.first) for name, part in zip(names, self._parts, strict=True)
+        }
+        self.optimizer = worker.optimizer.build({name: t for name, (t, _) in tensors.items()})
+        install_moments(self.optimizer, tensors, worker.inherited)
+        self.part = OptimizerPart(self.optimizer, tensors)
 
-def broadcast_buffers(worker: Worker, group: Group) -> None:
-    """Everyone in `group` takes the buffers of its first rank, as DistributedDataParallel does."""
-    buffers = worker.buffers
-    if not buffers or len(group) == 1 or worker.rank not in group.ranks:
-        return
-    for vector in pack(buffers):
-        broadcast(worker.transport, vector.values, group.ranks[0], group, Tag.BUFFERS)
-        vector.unpack()
+    def _cut(self, bucket: Bucket, workers: int, own: int) -> None:
+        layout = self._worker.layout
+        slots = layout.slots[bucket.first_slot : bucket.end_slot]
+        spans = [(slot.offset - bucket.first, slot.size) for slot in slots]
+        size = min(bucket.values.numel(), layout.size - bucket.first)
+        divisible = self._worker.optimizer.elementwise
+        slices = place(spans, size, workers, divisible=divisible)
+        self._edges[bucket.first] = (*(part.first for part in slices), size)
+        for piece in slices[own].pieces:
+            start, end = bucket.first + piece.first, bucket.first + piece.end
+            self._parts.append(self._part(bucket.first_slot + piece.tensor, start, end))
 
+    def _part(self, index: int, start: int, end: int) -> Part:
+        """Elements [start, end) of the flat vectors; a tensor that is there whole has its shape."""
+        slot, worker = self._worker.layout.slots[index], self._worker
+        shape = slot.shape if end - start == slot.size else (end - start,)
+        values = worker.parameters[start:end].view(shape)
+        gradient = worker.gradients.vector[start:end].view(shape)
+        return Part(index, start - slot.offset, values, gradient)
 
-class Packed:
-    """Tensors of one dtype, copied end to end into `values`."""
+    def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
+        """Begin the sum of this worker's slice of `bucket`; of the tail behind it everybody's."""
+        transport = self._worker.transport
+        edges = self._edges[bucket.first]
+        gradient, tail = bucket.values[: edges[-1]], bucket.values[edges[-1] :]
+        begun = [
+            self._reduce_scatter.begin(transport, gradient, edges=edges, background=background)
+        ]
+        if tail.numel():
+            begun.append(self._tail.begin(transport, tail, background=background))
+        return begun
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self.values = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    def update(self) -> None:
+        """Clip and step on the own slices; then everybody's parameters are collected."""
+        worker = self._worker
+        for part in self._parts:
+            part.values.grad = part.gradient if worker.gradients.used[part.slot] else None
+        self._clip()
+        set_rates(self.optimizer, worker.step.rates)
+        elements = sum(part.values.numel() for part in self._parts)
+        worker.compute.run(Work("update", elements), self.optimizer.step)
+        for bucket in self._buckets:
+            edges = self._edges[bucket.first]
+            values = worker.parameters[bucket.first : bucket.first + edges[-1]]
+            self._all_gather.begin(worker.transport, values, Tag.SHARDS, edges).wait()
 
-    def unpack(self) -> None:
-        """Copy `values` back into the tensors."""
-        offset = 0
-        with torch.no_grad():
-            for tensor in self.tensors:
-                part = self.values[offset : offset + tensor.numel()]
-                tensor.copy_(part.view(tensor.shape))
-                offset += tensor.numel()
-
-
-def pack(named: list[tuple[str, Tensor]]) -> list[Packed]:
-    """One `Packed` for each dtype, in the order of first appearance."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for _, tensor in named:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [Packed(tensors) for tensors in by_dtype.values()]
-
-
-def hand_over_moments(
-    worker: Worker, optimizer: torch.optim.Optimizer | None, *, averaged: bool
-) -> None:
-    """Let the optimizers that this rank builds next inherit the moments of `optimizer`.
-
-    Without one here (the servers kept it, in slices) there is nothing to inherit.
-    """
-    worker.inherited = {}
-    if optimizer is None:
-        return
-    moments = export_moments(optimizer, worker.named_parameters())
-    worker.inherited = _averaged(worker, moments) if averaged else moments
-
-
-def _averaged(worker: Worker, moments: Moments) -> Moments:
-    """The moments averaged over `worker.workers`; numbers stay as they are."""
-    averaged: Moments = {}
-    for name in sorted(moments):
-        averaged[name] = dict(moments[name])
-        for key, value in moments[name].items():
-            if isinstance(value, Tensor) and value.dim():
-                flat = value.detach().reshape(-1) / len(worker.workers)
-                if len(worker.workers) > 1:
-                    all_reduce(worker.transport, flat, "ring", worker.workers, Tag.AGREE)
-                averaged[name][key] = flat.view(value.shape)
-    return averaged
+    def _clip(self) -> None:
+        """By the norm of the whole gradient: each worker knows the square of its part."""
+        worker, group = self._worker, self._reduce_scatter.group
+        if worker.clip_norm is None or len(group) == 1:
+            worker.clip()
+            return
+        gradients = [part.gradient for part in self._parts if part.values.grad is not None]
+        square = torch.zeros(1, dtype=torch.float64, device=worker.layout.device)
+        for gradient in gradients:
+            square += gradient.double().square().sum()
+        all_reduce(worker.transport, square, "butterfly", group, Tag.NORM)
+        factor = worker.clip_norm / (float(square.sqrt()) + 1e-6)
+        if factor < 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)

@@ -1,36 +1,40 @@
-"""A step that all workers leave after, agreed on while each goes at its own pace."""
+"""A step that all workers leave after, agreed on while each goes at its own pace.
+
+What the workers report of their steps is put together, for a rule that asks for such a step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from orchestra.errors import PeerLost
+from orchestra.schedules.work_queue import Report
 from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
-from orchestra.worker.worker import Worker
+from orchestra.worker.worker import Step, Worker
 
 LEASE = 4
 """Steps that a worker goes on without asking. More cost less, and a wish takes longer."""
 
-Judge = Callable[[int, int, list[float]], bool]
-"""judge(step, rank, report): take in a worker's report; True to wish for a common step now."""
+Observe = Callable[[Step], bool]
+"""Take note of a step as all workers know it together; True to wish for a common step now."""
 
 
-class Word(enum.IntEnum):
+class _Word(enum.IntEnum):
     """What a message of the control flows says; most carry a number of a step."""
 
     RENEW = 0  # my main flow has done that many steps, and asks for more
     GRANT = 1  # it may go up to that step
     WISH = 2  # let us leave at a common step
-    REPORT = 3  # of a worker's step, for the judge
+    REPORT = 3  # of a worker's step, to be observed
     REQUEST = 4  # promise a step that you will not go beyond
     PROMISE = 5  # this one
     ANNOUNCE = 6  # everyone leaves after that step
-    SETTLE = 7  # I wait until all reports have been judged, or: they have
+    SETTLE = 7  # I wait until all reports have been observed, or: they have
     END = 8  # I have finished, after so many steps
     BYE = 9  # all have finished
 
@@ -40,37 +44,32 @@ class CommonStep:
 
     Each rank has a control flow, which answers while the main flow computes or is blocked. It
     grants the main flow a lease, a step up to which it goes without asking. On a wish the flow
-    of the chief asks all flows for a promise, which is that lease, and announces the largest.
+    of the leader asks all flows for a promise, which is that lease, and announces the largest.
     A main flow at the end of its lease waits until the announcement, if a promise was given.
     So nobody has passed the step announced, and nobody waits for a main flow: there is no
     deadlock, whatever main flows wait for among themselves. Without a wish it costs a message
     to oneself every few steps.
 
-    All workers take part; the first one is the chief. `steps` is how many steps this one has done;
-    `level` keeps apart those that exist at the same time. Reports go to the chief, whose `judge`
-    may wish for everyone.
+    All workers take part; the first one is the leader. `steps` is how many steps this one has done;
+    `level` keeps apart those that exist at the same time. The leader puts the reports of a step
+    together for `observe`, which may wish for everyone.
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        *,
-        steps: int = 0,
-        level: int = 0,
-        judge: Judge | None = None,
+        self, worker: Worker, *, steps: int = 0, level: int = 0, observe: Observe | None = None
     ) -> None:
         self._transport = worker.transport
-        self._chief = worker.workers.ranks[0]
+        self._leader = worker.workers.ranks[0]
         self._tag = Tag.COMMON_STEP + 2 * level
         self._steps = steps
         self._lease = steps + LEASE
         self._final = False
         self._wished = False
-        self._judge = judge
+        self._reports = _Reports(worker, observe or (lambda step: False))
         self._flow: Task[None] | None = None
-        ranks = set(worker.workers.ranks)
-        if len(ranks) > 1:
-            control = _Control(ranks, self._chief, self._tag, self._lease, judge)
+        if len(worker.workers) > 1:
+            ranks = set(worker.workers.ranks)
+            control = _Control(ranks, self._leader, self._tag, self._lease, self._reports)
             self._flow = worker.transport.spawn(control.run)
 
     def reached(self, steps: int, *, wish: bool) -> bool:
@@ -84,42 +83,41 @@ class CommonStep:
             return self._wished
         if wish and not self._wished:
             self._wished = True
-            self._tell(self._chief, Word.WISH)
+            self._tell(self._leader, _Word.WISH)
         if steps >= self._lease and not self._final:
-            self._lease, self._final = self._renew(steps)
+            self._lease, self._final = self._renew(steps, self._flow)
         return self._final and steps >= self._lease
 
     def report(self, steps: int, *values: float) -> None:
-        """Tell the chief's judge what this worker saw in its step."""
+        """Tell the leader what this worker saw in its step: the fields that `Step` is made of."""
         if self._flow is not None:
-            self._tell(self._chief, Word.REPORT, steps, *values)
-        elif self._judge is not None:
-            self._wished = self._judge(steps, self._transport.rank, list(values)) or self._wished
+            self._tell(self._leader, _Word.REPORT, steps, *values)
+        elif self._reports.add(steps, self._transport.rank, list(values)):
+            self._wished = True
 
     def settle(self) -> None:
-        """Collective over the workers, after a step of all: every report has been judged."""
+        """Collective over the workers, after a step of all: every report has been observed."""
         if self._flow is not None:
-            self._tell(self._chief, Word.SETTLE)
-            self._transport.receive(self._chief, self._tag + 1).wait()
+            self._tell(self._leader, _Word.SETTLE)
+            self._transport.receive(self._leader, self._tag + 1).wait()
 
     def close(self) -> None:
         """Collective over the workers: end the control flow."""
         if self._flow is not None:
-            self._tell(self._chief, Word.END, self._steps)
+            self._tell(self._leader, _Word.END, self._steps)
             self._flow.wait()
             self._flow = None
 
-    def _renew(self, steps: int) -> tuple[int, bool]:
-        """The new lease, and whether it ends at the common step."""
+    def _renew(self, steps: int, flow: Task[None]) -> tuple[int, bool]:
+        """Return the new lease, and whether it ends at the common step."""
         own = self._transport.rank
-        self._tell(own, Word.RENEW, steps)
+        self._tell(own, _Word.RENEW, steps)
         word, number = self._transport.receive(own, self._tag + 1).wait().tolist()
-        if word == Word.END:
-            assert self._flow is not None
-            self._flow.wait()  # raises what the control flow raised
-        return int(number), word == Word.ANNOUNCE
+        if word == _Word.END:
+            flow.wait()  # raises what the control flow raised
+        return int(number), word == _Word.ANNOUNCE
 
-    def _tell(self, rank: int, word: Word, *values: float) -> None:
+    def _tell(self, rank: int, word: _Word, *values: float) -> None:
         _send(self._transport, rank, self._tag, word, *values)
 
 
@@ -128,21 +126,21 @@ def _send(transport: Transport, rank: int, tag: int, *values: float) -> None:
 
 
 class _Control:
-    """The control flow of one rank; that of the chief also gathers and announces."""
+    """The control flow of one rank; that of the leader also gathers and announces."""
 
     def __init__(
-        self, ranks: set[int], chief: int, tag: int, lease: int, judge: Judge | None
+        self, ranks: set[int], leader: int, tag: int, lease: int, reports: _Reports
     ) -> None:
         self._ranks = ranks
-        self._chief = chief
+        self._leader = leader
         self._tag = tag
         self._lease = lease
-        self._judge = judge
         self._promised = False
         self._asked = False  # the main flow waits for an answer
         self._common: int | None = None
         self._done = False
-        self._requested = False  # from here on of the chief alone
+        self._reports = reports  # from here on of the leader alone
+        self._requested = False
         self._announced = False
         self._promises: dict[int, int] = {}
         self._ended: set[int] = set()
@@ -155,7 +153,7 @@ class _Control:
             while not self._done:
                 self._answer_next()
         except BaseException:
-            _send(transport, transport.rank, self._tag + 1, Word.END, 0)
+            self._tell_main(_Word.END, 0)
             raise
 
     def _answer_next(self) -> None:
@@ -163,88 +161,152 @@ class _Control:
         try:
             word, *values = handle.wait().tolist()
         except PeerLost as lost:
-            if lost.rank == self._chief:
+            if lost.rank == self._leader:
                 raise
             self._end(lost.rank)
         else:
-            self._take(Word(int(word)), handle.source, values)
+            self._take(_Word(int(word)), handle.source, values)
 
-    def _take(self, word: Word, source: int, values: list[float]) -> None:
+    def _take(self, word: _Word, source: int, values: list[float]) -> None:
+        number = int(values[0]) if values else 0
         match word:
-            case Word.RENEW:
-                self._renew(int(values[0]))
-            case Word.REQUEST:
+            case _Word.RENEW if self._promised:
+                self._asked = True
+                self._grant()
+            case _Word.RENEW:
+                self._lease = number + LEASE
+                self._tell_main(_Word.GRANT, self._lease)
+            case _Word.REQUEST:
                 self._promised = True
-                self._tell(self._chief, Word.PROMISE, self._lease)
-            case Word.ANNOUNCE:
-                self._common = int(values[0])
-                if self._asked:
-                    self._grant()
-            case Word.BYE:
+                self._tell(self._leader, _Word.PROMISE, self._lease)
+            case _Word.ANNOUNCE:
+                self._common = number
+                self._grant()
+            case _Word.BYE:
                 self._done = True
-            case Word.WISH:
+            case _Word.WISH:
                 self._request()
-            case Word.REPORT:
-                assert self._judge is not None
-                if self._judge(int(values[0]), source, values[1:]):
+            case _Word.REPORT:
+                if self._reports.add(number, source, values[1:]):
                     self._request()
-            case Word.PROMISE:
-                self._promises[source] = int(values[0])
+            case _Word.PROMISE:
+                self._promises[source] = number
                 self._announce()
-            case Word.SETTLE:
+            case _Word.SETTLE:
                 self._settled.add(source)
                 self._settle()
-            case Word.END:
-                self._promises[source] = int(values[0])
+            case _Word.END:
+                self._promises[source] = number
                 self._end(source)
 
-    def _renew(self, steps: int) -> None:
-        if self._promised:
-            self._asked = True
-            if self._common is not None:
-                self._grant()
-            return
-        self._lease = steps + LEASE
-        _send(self._transport, self._transport.rank, self._tag + 1, Word.GRANT, self._lease)
-
     def _grant(self) -> None:
-        assert self._common is not None
-        own = self._transport.rank
-        _send(self._transport, own, self._tag + 1, Word.ANNOUNCE, self._common)
+        if self._asked and self._common is not None:
+            self._tell_main(_Word.ANNOUNCE, self._common)
 
-    # The chief's part
+    def _tell_main(self, word: _Word, number: int) -> None:
+        _send(self._transport, self._transport.rank, self._tag + 1, word, number)
+
+    # The leader's part
 
     def _request(self) -> None:
         if not self._requested:
             self._requested = True
-            self._tell_all(Word.REQUEST)
+            self._tell_all(_Word.REQUEST)
 
     def _announce(self) -> None:
         everyone = self._promises.keys() | self._ended >= self._ranks
         if self._promises and everyone and not self._announced:
             self._announced = True
-            self._tell_all(Word.ANNOUNCE, max(self._promises.values()))
+            self._tell_all(_Word.ANNOUNCE, max(self._promises.values()))
 
     def _settle(self) -> None:
         if self._settled and self._settled | self._ended >= self._ranks:
             for rank in sorted(self._settled):
                 with contextlib.suppress(PeerLost):
-                    _send(self._transport, rank, self._tag + 1, Word.SETTLE)
+                    _send(self._transport, rank, self._tag + 1, _Word.SETTLE)
             self._settled.clear()
 
     def _end(self, rank: int) -> None:
-        if self._transport.rank != self._chief:
+        if self._transport.rank != self._leader:
             return
         self._ended.add(rank)
         self._announce()
         self._settle()
         if self._ended >= self._ranks:
-            self._tell_all(Word.BYE)
+            self._tell_all(_Word.BYE)
 
-    def _tell_all(self, word: Word, *values: float) -> None:
+    def _tell_all(self, word: _Word, *values: float) -> None:
         for rank in sorted(self._ranks):
             self._tell(rank, word, *values)
 
-    def _tell(self, rank: int, word: Word, *values: float) -> None:
+    def _tell(self, rank: int, word: _Word, *values: float) -> None:
         with contextlib.suppress(PeerLost):
             _send(self._transport, rank, self._tag, word, *values)
+
+
+class _Reports:
+    """Puts the reports of all workers on a step together, for `observe`."""
+
+    def __init__(self, worker: Worker, observe: Observe) -> None:
+        self._worker = worker
+        self._observe = observe
+        self._of_step: dict[int, dict[int, list[float]]] = {}
+
+    def add(self, step: int, rank: int, report: list[float]) -> bool:
+        """Return whether, with this report of `rank`, all are to leave."""
+        there = self._of_step.setdefault(step, {})
+        there[rank] = report
+        if set(self._worker.workers.ranks) - self._worker.transport.lost() - there.keys():
+            return False
+        del self._of_step[step]
+        reports = [there[rank] for rank in sorted(there)]
+        samples, losses, seconds, rates, epochs, fractions, own, mean = zip(*reports, strict=True)
+        return self._observe(
+            Step(
+                samples=int(sum(samples)),
+                total_samples=int(sum(samples)),
+                loss=_mean(samples, losses),
+                losses=losses,
+                seconds=seconds,
+                rates=(min(rates),),
+                epoch=min(epochs),
+                fraction=min(fractions),
+                counts=tuple(map(int, samples)),
+                squares=own,
+                square=mean[0],
+            )
+        )
+
+
+def step_of_round(reports: Sequence[Report], seconds: tuple[float, ...]) -> Step:
+    """A round of batches as one step: all samples before its end are done."""
+    samples = [report.stop - report.start for report in reports]
+    losses = tuple(report.loss for report in reports)
+    return Step(
+        samples=sum(samples),
+        total_samples=sum(samples),
+        loss=_mean(samples, losses),
+        losses=losses,
+        seconds=seconds,
+        rates=(min(report.rate for report in reports),),
+        epoch=max(report.epoch for report in reports),
+        fraction=max(report.fraction for report in reports),
+        counts=tuple(samples),
+    )
+
+
+def counted(position: int, budget: int | None) -> Step:
+    """What rules that count know of the round that ends at `position`."""
+    assert budget is not None, "an open end has no fractions"
+    return Step(planned=position, fraction=position / budget)
+
+
+def own_seconds(worker: Worker) -> float:
+    """What `worker` has needed so far, without waiting for others."""
+    traffic = worker.transport.traffic
+    return worker.compute.seconds + traffic.seconds_communicating + traffic.seconds_in_background
+
+
+def _mean(samples: Sequence[float], losses: Sequence[float]) -> float:
+    total = sum(samples)
+    return sum(n * loss for n, loss in zip(samples, losses, strict=True)) / total if total else 0.0

@@ -7,7 +7,7 @@ import enum
 import torch
 from torch import Tensor
 
-from orchestra.exchange.collective import Collective
+from orchestra.exchange.average import Collective, note_buffer
 from orchestra.transports.protocol import Handle, Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
@@ -79,7 +79,7 @@ class PartialAverage:
         self._step += 1
 
     def _take(self, flow: Task[None]) -> int:
-        """The sum into the place of the gradient; the samples behind it."""
+        """Get the sum into the place of the gradient; return the samples behind it."""
         worker = self._worker
         handle = self._outcome or worker.transport.receive(worker.rank, Tag.DONE)
         self._outcome = None
@@ -102,35 +102,32 @@ class PartialAverage:
         message = torch.tensor([step, samples])
         self._worker.transport.send(message, self._first, Tag.ARRIVED).wait()
 
-    # The background flow
-
     def _take_part(self, transport: Transport) -> None:
-        """Carry out one collective after another; this worker's part in it, if it has one."""
+        """In the background, carry out one collective after another, late or not.
+
+        The main flow may be busy with a gradient meanwhile, and finds each outcome in the order
+        of the steps: messages to its own rank are the queue between the two, on every engine.
+        """
         storage, own = self._worker.gradients.storage, self._worker.workers.index(transport.rank)
         stand_in, step = torch.empty_like(storage), 0
         try:
             while (chosen := self._next_choice(transport, step)).any():
                 values = storage if chosen[own] else stand_in.zero_()
-                buffer = self._collective.begin(transport, values, Tag.GRADIENTS).wait()
-                self._note_buffer(buffer + stand_in.nbytes)
+                buffer = self._collective.begin(transport, values).wait()
+                note_buffer(self._worker, buffer + stand_in.nbytes)
                 outcome = Outcome.TOOK_PART if chosen[own] else Outcome.LATE
-                self._report(transport, outcome, int(chosen.sum()))
-                if outcome == Outcome.LATE:
+                report = torch.tensor([outcome, int(chosen.sum())])
+                transport.send(report, transport.rank, Tag.DONE)
+                if outcome is Outcome.LATE:
                     transport.send(values, transport.rank, Tag.AVERAGE)
                 step += 1
         except BaseException:
-            self._report(transport, Outcome.FAILED, 0)
+            transport.send(torch.tensor([Outcome.FAILED, 0]), transport.rank, Tag.DONE)
             raise
 
-    def _report(self, transport: Transport, outcome: Outcome, samples: int) -> None:
-        transport.send(torch.tensor([outcome, samples]), transport.rank, Tag.DONE)
-
-    def _note_buffer(self, size: int) -> None:
-        measures = self._worker.measures
-        measures.peak_buffer_bytes = max(measures.peak_buffer_bytes, size)
-
     def _next_choice(self, transport: Transport, step: int) -> Tensor:
-        """The samples of each worker that takes part in `step`, 0 for others; all 0 at the end."""
+        """Return the samples of each worker that takes part in `step`, 0 for others; all 0 at the
+        end."""
         if transport.rank != self._first:
             return transport.receive(self._first, Tag.CHOSEN).wait()
         chosen = self._choose(transport, step)

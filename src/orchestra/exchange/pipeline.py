@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.errors import InputError
-from orchestra.exchange.stages import Stage, divide
-from orchestra.exchange.tracing import Inputs
-from orchestra.schedules import PIPELINE
+from orchestra.exchange.stages import Inputs, Stage, divide
 from orchestra.transports.protocol import Handle
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, split_batch
 from orchestra.worker.runtime import Work
 from orchestra.worker.worker import Worker
 
+
+class Pass(NamedTuple):
+    """A pass of one micro-batch through one stage."""
+
+    backward: bool
+    microbatch: int
+
+
+PipelineSchedule = Callable[[int, int, int], tuple[Pass, ...]]
+"""The passes of a step, in their order, by the number of stages, the stage, and micro-batches.
+
+Both kinds go through the micro-batches from the first to the last, on every stage alike: messages
+between two stages need no numbers, and gradients add up in the same order as without stages.
+"""
+
+
+def gpipe(stages: int, stage: int, microbatches: int) -> tuple[Pass, ...]:
+    """All forward passes, then all backward passes (Huang et al., GPipe, NeurIPS 2019).
+
+    Each stage keeps the activations of all micro-batches.
+    """
+    forward = [Pass(False, number) for number in range(microbatches)]
+    return (*forward, *(Pass(True, number) for number in range(microbatches)))
+
+
+def one_forward_one_backward(stages: int, stage: int, microbatches: int) -> tuple[Pass, ...]:
+    """1F1B (Narayanan et al., SC 2021): as soon as it can, each stage takes the two in turns.
+
+    Stage s of S keeps the activations of S - s micro-batches at most. A step takes as long as
+    under `gpipe`.
+    """
+    ahead = min(stages - 1 - stage, microbatches)
+    passes = [Pass(False, number) for number in range(ahead)]
+    for number in range(ahead, microbatches):
+        passes += [Pass(False, number), Pass(True, number - ahead)]
+    passes += [Pass(True, number) for number in range(microbatches - ahead, microbatches)]
+    return tuple(passes)
+
+
+PIPELINE: Mapping[str, PipelineSchedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+
+
 ONE_AT_A_TIME = threading.Lock()  # while torch.fx traces, no thread can call any module
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank sits: the ranks of one pipeline follow each other."""
+class PipelineSlot:
+    """The place of `rank` in a pipeline: the ranks of one follow each other."""
 
     rank: int
     ranks: int
@@ -36,6 +76,16 @@ class Seat:
     def stage(self) -> int:
         """This rank's stage, from 0."""
         return self.rank % self.stages
+
+    @property
+    def is_first(self) -> bool:
+        """Its stage takes the batch."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Its stage knows the loss."""
+        return self.stage == self.stages - 1
 
     @property
     def pipeline(self) -> Group:
@@ -52,12 +102,12 @@ class Seat:
 def stage_of(
     module: nn.Module,
     loss_of: Callable[[nn.Module], Tensor],
-    seat: Seat,
+    slot: PipelineSlot,
     cuts: tuple[str, ...] | None,
 ) -> Stage:
     """The stage of one rank; `loss_of` gives a model's loss on a few samples."""
     with ONE_AT_A_TIME:
-        return divide(module, inputs_of(loss_of), seat.stages, cuts).stage(module, seat.stage)
+        return divide(module, inputs_of(loss_of), slot.stages, cuts).stage(module, slot.stage)
 
 
 def is_stage(module: nn.Module) -> bool:
@@ -126,28 +176,20 @@ class PipelineStep:
     """Runs this rank's passes of a step; `stash` are the micro-batches between their passes."""
 
     worker: Worker
-    seat: Seat
+    slot: PipelineSlot
     microbatches: int
     schedule: str
     stash: dict[int, _Passing] = field(default_factory=dict)
     sent: list[Handle] = field(default_factory=list)
     loss: float = 0.0
 
-    @property
-    def is_first(self) -> bool:
-        return self.seat.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.seat.stage == self.seat.stages - 1
-
     def run(self, batch: Batch) -> float:
         """The gradient of the mean loss over `batch`; the loss on the last stage, 0 on others."""
-        worker, seat = self.worker, self.seat
+        worker, own = self.worker, self.slot
         parts = split_batch(batch, self.microbatches, "Pipeline.microbatches")
         total = sum(samples for _, samples in parts)
         self.loss = 0.0
-        for backward, number in PIPELINE[self.schedule](seat.stages, seat.stage, len(parts)):
+        for backward, number in PIPELINE[self.schedule](own.stages, own.stage, len(parts)):
             part, samples = parts[number]
             worker.gradients.last_backward = backward and number == len(parts) - 1
             if backward:
@@ -160,22 +202,22 @@ class PipelineStep:
         return self.loss
 
     def _forward(self, number: int, part: Batch, samples: int, share: float) -> None:
-        received = [] if self.is_first else self._receive_activations()
+        received = [] if self.slot.is_first else self._receive_activations()
         results = self._charged("forward", samples, lambda: self._results(part, received, share))
         self.stash[number] = _Passing(received, results)
-        if not self.is_last:
+        if not self.slot.is_last:
             for result in results:
                 self._send(result.detach(), +1)
 
     def _results(self, part: Batch, received: list[Tensor], share: float) -> list[Tensor]:
         worker, stage = self.worker, self.worker.module
-        if not self.is_last:
+        if not self.slot.is_last:
             with worker.casting():
-                if not self.is_first:
+                if not self.slot.is_first:
                     return list(stage(*received))
                 inputs = inputs_of(lambda model: worker.loss_of(model, part))
                 return list(stage(*inputs.args, **inputs.kwargs))
-        if self.is_first:
+        if self.slot.is_first:
             loss = worker.loss_of(stage, part)
         else:
             model = StandIn(lambda *_, **__: stage(*received))
@@ -188,7 +230,7 @@ class PipelineStep:
     def _backward(self, number: int, samples: int) -> None:
         passing = self.stash.pop(number)
         gradients: list[Tensor | None] = [None]
-        if not self.is_last:
+        if not self.slot.is_last:
             gradients = [self._arriving(result) for result in passing.results]
         self._charged("backward", samples, lambda: _backward(passing.results, gradients))
         for tensor in passing.received:
@@ -230,39 +272,38 @@ def _backward(results: list[Tensor], gradients: list[Tensor | None]) -> None:
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
 
 
-def sum_tied(worker: Worker, seat: Seat) -> None:
+def sum_tied(worker: Worker, slot: PipelineSlot) -> None:
     """Parameters that several stages have get the sum of the stages' gradients, on each."""
     stage, gradients = worker.module, worker.gradients
     if not isinstance(stage, Stage):
         return
-    index = {slot.name: place for place, slot in enumerate(worker.layout.slots)}
+    index = {each.name: place for place, each in enumerate(worker.layout.slots)}
     for name, stages in stage.holders.items():
-        if len(stages) > 1 and seat.stage in stages:
+        if len(stages) > 1 and slot.stage in stages:
             place = index[name]
             view, used = gradients.views[place], gradients.used[place]
             total = torch.cat([view.reshape(-1), view.new_tensor([float(used)])])
-            group = Group(tuple(seat.pipeline.ranks[holder] for holder in stages))
+            group = Group(tuple(slot.pipeline.ranks[holder] for holder in stages))
             all_reduce(worker.transport, total, "ring", group, Tag.TIED)
             view.copy_(total[:-1].view(view.shape))
             gradients.used[place] = bool(total[-1] > 0)
     gradients.forget_unused()
 
 
-def agree_on_loss(worker: Worker, seat: Seat) -> None:
+def agree_on_loss(worker: Worker, slot: PipelineSlot) -> None:
     """All stages learn the loss, which the last one knows, and whether somebody wants to stop."""
     step = worker.step
-    is_last = seat.stage == seat.stages - 1
-    known = torch.zeros(2 + seat.ranks, dtype=torch.float64)
+    known = torch.zeros(2 + slot.ranks, dtype=torch.float64)
     known[0] = float(step.stop)
-    if is_last:
+    if slot.is_last:
         known[1] = step.loss
         known[2:] = torch.tensor(step.losses, dtype=torch.float64)
-    all_reduce(worker.transport, known, "butterfly", seat.pipeline, Tag.AGREE)
+    all_reduce(worker.transport, known, "butterfly", slot.pipeline, Tag.AGREE)
     stop, step.loss, *losses = known.tolist()
     step.stop, step.losses = stop > 0, tuple(losses)
 
 
-def clip_stages(worker: Worker, seat: Seat) -> None:
+def clip_stages(worker: Worker, slot: PipelineSlot) -> None:
     """By the norm of the gradient of all stages; a tied parameter counts once."""
     stage = worker.module
     if worker.clip_norm is None or not isinstance(stage, Stage):
@@ -270,9 +311,9 @@ def clip_stages(worker: Worker, seat: Seat) -> None:
         return
     places = {name: place for place, name in enumerate(stage.holders)}
     norms = torch.zeros(len(places), dtype=worker.layout.dtype)
-    for slot, parameter in zip(worker.layout.slots, worker.gradients.parameters, strict=True):
-        if parameter.grad is not None and stage.holders[slot.name][0] == seat.stage:
-            norms[places[slot.name]] = torch.linalg.vector_norm(parameter.grad)
-    all_reduce(worker.transport, norms, "butterfly", seat.pipeline, Tag.NORM)
+    for name, parameter in worker.named_parameters().items():
+        if parameter.grad is not None and stage.holders[name][0] == slot.stage:
+            norms[places[name]] = torch.linalg.vector_norm(parameter.grad)
+    all_reduce(worker.transport, norms, "butterfly", slot.pipeline, Tag.NORM)
     total = torch.linalg.vector_norm(norms.flip(0))
     nn.utils.clip_grads_with_norm_(worker.gradients.parameters, worker.clip_norm, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +13,13 @@ from torch.optim import Optimizer
 
 from orchestra.collectives import Group, all_reduce, gather_objects
 from orchestra.errors import PeerLost
-from orchestra.exchange.average import agree_within
+from orchestra.exchange.agreement import agree_within
 from orchestra.optimizers.state import OptimizerPart, capture, install_moments, restore
-from orchestra.parameter_server.client import Client, Home
-from orchestra.parameter_server.consistency import Consistency
+from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.replicated_server import ReplicatedServer
 from orchestra.parameter_server.server import DelayCompensation, Server
-from orchestra.parameter_server.state import ServerState
+from orchestra.parameter_server.state import Consistency, Push, ServerState
 from orchestra.schedules.work_queue import Applied, WorkQueue
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
@@ -29,7 +29,7 @@ from orchestra.worker.worker import Worker
 Compensate = Callable[[Tensor, Sequence[int]], DelayCompensation]
 
 
-def homes_of(worker: Worker, servers: Sequence[int], *, updates: bool) -> list[Home]:
+def slices_of(worker: Worker, servers: Sequence[int], *, updates: bool) -> list[Slice]:
     """Cut the parameters over the ranks in `servers`, balanced by bytes.
 
     Where the servers update, a tensor is cut only if the optimizer works element by element.
@@ -37,12 +37,12 @@ def homes_of(worker: Worker, servers: Sequence[int], *, updates: bool) -> list[H
     spans = [(slot.offset, slot.size) for slot in worker.layout.slots]
     divisible = worker.optimizer.elementwise or not updates
     slices = place(spans, worker.layout.size, len(servers), divisible=divisible)
-    return [Home(rank, part) for rank, part in zip(servers, slices, strict=True)]
+    return [replace(part, rank=rank) for rank, part in zip(servers, slices, strict=True)]
 
 
 def make_server(
     worker: Worker,
-    homes: Sequence[Home],
+    slices: Sequence[Slice],
     workers: Sequence[int],
     consistency: Consistency,
     *,
@@ -51,7 +51,7 @@ def make_server(
     rate_divisor: Callable[[int], int] = lambda staleness: 1,
     compensate: Compensate | None = None,
     queue: WorkQueue | None = None,
-    mirrors: Home | None = None,
+    mirrors: Slice | None = None,
     elastic: bool = False,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
@@ -59,15 +59,13 @@ def make_server(
     With `mirrors` it is a replica of that one. Where workers take batches from `queue`, the first
     server, or a replica of it, hands them out. Where it is `elastic` its slice is a centre.
     """
-    home = mirrors or next(home for home in homes if home.rank == worker.rank)
-    part = home.slice
+    part = mirrors or next(part for part in slices if part.rank == worker.rank)
     values = worker.parameters[part.first : part.end].clone()
     tensors = _tensors_of(worker, part, values)
     optimizer = None
     if updates:
         optimizer = worker.optimizer.build({name: tensor for name, (tensor, _) in tensors.items()})
         install_moments(optimizer, tensors, worker.inherited)
-    servers = Group(tuple(home.rank for home in homes))
 
     def offer(consumed: int, now: Tensor) -> None:
         worker.snapshots.offer(consumed, now, offset=part.first, mirror=mirrors is not None)
@@ -76,17 +74,16 @@ def make_server(
     state = ServerState(consistency, live, consumed=worker.step.consumed)
     if queue is not None:
         state.applied, state.round = Applied(queue.start), queue.round
-        if home == homes[0]:
+        if part == slices[0]:
             for gone in queue.restart().keys() - live:
                 queue.lose(gone)
             state.queue = queue
+    servers = Group(tuple(each.rank for each in slices))
+    places = [piece.first - part.first for piece in part.pieces]
     return Server(
         state,
         values,
-        [
-            (tensor, piece.first - part.first)
-            for (tensor, _), piece in zip(tensors.values(), part.pieces, strict=True)
-        ],
+        [(tensor, first) for (tensor, _), first in zip(tensors.values(), places, strict=True)],
         optimizer,
         lambda kind, amount, function: worker.compute.run(Work(kind, amount), function),
         clip=_clip_together(worker.clip_norm, servers) if clips else None,
@@ -98,19 +95,19 @@ def make_server(
 
 
 def optimizer_parts(
-    worker: Worker, homes: Sequence[Home], server: Server | ReplicatedServer
+    worker: Worker, slices: Sequence[Slice], server: Server | ReplicatedServer
 ) -> list[OptimizerPart]:
     """The optimizers of the slices on this rank, replicas last."""
     if isinstance(server, ReplicatedServer):
-        held = [(homes[place], each) for place, each in server.servers]
+        held = [(slices[place], each) for place, each in server.servers]
     else:
-        held = [(home, server) for home in homes if home.rank == worker.rank]
+        held = [(part, server) for part in slices if part.rank == worker.rank]
     parts = []
-    for home, each in held:
-        slots = [worker.layout.slots[piece.tensor] for piece in home.slice.pieces]
+    for part, each in held:
+        slots = [worker.layout.slots[piece.tensor] for piece in part.pieces]
         tensors = {
             slot.name: (tensor, piece.first - slot.offset)
-            for slot, tensor, piece in zip(slots, each.tensors, home.slice.pieces, strict=True)
+            for slot, (tensor, _), piece in zip(slots, each.parts, part.pieces, strict=True)
         }
         if each.optimizer is not None:
             parts.append(OptimizerPart(each.optimizer, tensors))
@@ -118,12 +115,12 @@ def optimizer_parts(
 
 
 def make_replicated_server(
-    worker: Worker, homes: Sequence[Home], make: Callable[[Home | None], Server]
+    worker: Worker, slices: Sequence[Slice], make: Callable[[Slice | None], Server]
 ) -> ReplicatedServer:
     """The server on this rank, with a replica of the one before it; `make(mirrors)` makes each."""
-    ranks = tuple(home.rank for home in homes)
+    ranks = tuple(part.rank for part in slices)
     place = ranks.index(worker.rank)
-    own, mirror = make(None), make(homes[place - 1])
+    own, mirror = make(None), make(slices[place - 1])
     before, after, lost = ranks[place - 1], ranks[(place + 1) % len(ranks)], worker.transport.lost()
     if after not in lost:
         _hand_on_moments(worker.transport, own.optimizer, after)
@@ -144,14 +141,14 @@ def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int)
         for index, state in capture(optimizer).items()
         for name, value in state.items()
     ]
-    tensors = [value for _, _, value in moments if isinstance(value, Tensor)]
     heads = [
-        (index, name, isinstance(value, Tensor), None if isinstance(value, Tensor) else value)
+        (index, name, True, None) if isinstance(value, Tensor) else (index, name, False, value)
         for index, name, value in moments
     ]
     gather_objects(transport, heads, Group((transport.rank, to)), to)
-    for tensor in tensors:
-        transport.send(tensor.contiguous(), to, Tag.AGREE).wait()
+    for _, _, value in moments:
+        if isinstance(value, Tensor):
+            transport.send(value.contiguous(), to, Tag.AGREE).wait()
 
 
 def _take_over_moments(transport: Transport, optimizer: Optimizer | None, source: int) -> None:
@@ -197,18 +194,11 @@ def _clip_together(
 def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: bool) -> None:
     """Push this step's gradient; pull flat `into`; note what the servers say of the step."""
     step, gradients = worker.step, worker.gradients
-    answers = client.push(
-        gradients.vector,
-        into,
-        samples=step.samples,
-        step_samples=step.total_samples,
-        loss=step.loss,
-        stop=step.stop,
-        rates=step.rates,
-        used=gradients.used,
-        position=step.position,
-        report=step.report,
-    )
+    push = Push(
+        worker.rank, client.clock + 1, step.samples, step.total_samples, step.loss, step.stop,
+        step.rates, tuple(gradients.used), step.position, step.report,
+    )  # fmt: skip
+    answers = client.push(push, gradients.vector, into)
     if synchronous:
         step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)
         step.agreed = True
@@ -217,28 +207,24 @@ def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: 
         step.staleness = tuple(answer.staleness for answer in answers if not answer.dropped)
         worker.measures.staleness.extend(step.staleness)
         worker.measures.dropped += any(answer.dropped for answer in answers)
-    for home, answer in zip(client.homes, answers, strict=True):
-        for piece, used in zip(home.slice.pieces, answer.used, strict=True):
+    for part, answer in zip(client.slices, answers, strict=True):
+        for piece, used in zip(part.pieces, answer.used, strict=True):
             gradients.used[piece.tensor] = used
 
 
-def collect_slices(worker: Worker, homes: Sequence[Home], server: Server | None) -> None:
+def collect_slices(worker: Worker, slices: Sequence[Slice], server: Server | None) -> None:
     """Every rank that is still there gets the servers' values into its parameters."""
-    for home in homes:
-        mine = worker.parameters[home.slice.first : home.slice.end]
-        if home.rank != worker.rank:
-            worker.transport.receive(home.rank, Tag.COLLECT, mine).wait()
+    for part in slices:
+        mine = worker.parameters[part.first : part.end]
+        if part.rank != worker.rank:
+            worker.transport.receive(part.rank, Tag.COLLECT, mine).wait()
             continue
         assert server is not None
         with torch.no_grad():
             mine.copy_(server.values)
         server.all_have_read()
-        handles = [
-            (worker.transport.send(mine, rank, Tag.COLLECT))
-            for rank in worker.everyone.ranks
-            if rank != worker.rank
-        ]
-        for handle in handles:
+        others = [rank for rank in worker.everyone.ranks if rank != worker.rank]
+        for handle in [worker.transport.send(mine, rank, Tag.COLLECT) for rank in others]:
             try:
                 handle.wait()
             except PeerLost as lost:
@@ -247,11 +233,11 @@ def collect_slices(worker: Worker, homes: Sequence[Home], server: Server | None)
                 worker.reporter.notice(f"rank {lost.rank} left before the end")
 
 
-def tell_servers(worker: Worker, servers: Sequence[int], chief: int) -> None:
-    """The `servers` without data take the parameters and buffers of the `chief`, a worker."""
+def tell_servers(worker: Worker, servers: Sequence[int], leader: int) -> None:
+    """The `servers` without data take the parameters and buffers of the `leader`, a worker."""
     if worker.rank in servers:
-        agree_within(worker, Group((chief, worker.rank)))
-    elif worker.rank == chief:
+        agree_within(worker, Group((leader, worker.rank)))
+    elif worker.rank == leader:
         for server in servers:
             with contextlib.suppress(PeerLost):
-                agree_within(worker, Group((chief, server)))
+                agree_within(worker, Group((leader, server)))

@@ -15,7 +15,7 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 
-class Word(enum.IntEnum):
+class _Word(enum.IntEnum):
     """What a worker asks of the flow that holds the queue."""
 
     NEXT = 0  # give me the item after the one that I begin now
@@ -83,10 +83,10 @@ class SharedWork:
         self._begun = item.kind is Kind.BATCH
         if self._begun:
             stop = self._worker.reporter.stop_requested()
-            self._tell(Word.STOP if stop else Word.NEXT, report)
+            self._tell(_Word.STOP if stop else _Word.NEXT, report)
             self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
         elif report or item.kind is Kind.WAIT:
-            self._tell(Word.DONE, report)
+            self._tell(_Word.DONE, report)
             answer = self._worker.transport.receive(self._holder, Tag.WORK)
             if item.kind is Kind.WAIT:
                 self._asked = answer
@@ -108,11 +108,11 @@ class SharedWork:
     def close(self) -> None:
         """Collective over the workers and the holder: nobody takes anything more."""
         if self._works:
-            self._tell(Word.CLOSE)
+            self._tell(_Word.CLOSE)
         if self._flow is not None:
             self._flow.wait()
 
-    def _tell(self, word: Word, report: tuple[float, ...] = ()) -> None:
+    def _tell(self, word: _Word, report: tuple[float, ...] = ()) -> None:
         message = torch.tensor([word, *report], dtype=torch.float64)
         self._worker.transport.send(message, self._holder, Tag.WORK_REQUEST).wait()
 
@@ -120,7 +120,7 @@ class SharedWork:
 class _Holder:
     """The background flow: it answers at once, whatever the main flows do.
 
-    Where workers are expendable, one for whom nothing is left is told to wait, and asks again when
+    Where workers are expendable, one for whom nothing is left has to wait, and asks again when
     its last batch is done. That question is answered when another worker's batch has come back, or
     when all batches are done.
     """
@@ -129,7 +129,7 @@ class _Holder:
         self._queue = queue
         self._open = set(workers)
         self._expendable = expendable
-        self._told_to_wait: set[int] = set()
+        self._has_to_wait: set[int] = set()
         self._waiting: set[int] = set()
 
     def _restart(self) -> None:
@@ -153,17 +153,17 @@ class _Holder:
                 if report:
                     start, stop, *seen = report
                     self._queue.report(Report(request.source, int(start), int(stop), *seen))
-                self._heed(transport, request.source, Word(int(number)))
+                self._heed(transport, request.source, _Word(int(number)))
             self._end_waiting(transport)
 
-    def _heed(self, transport: Transport, worker: int, word: Word) -> None:
-        if word is Word.CLOSE:
+    def _heed(self, transport: Transport, worker: int, word: _Word) -> None:
+        if word is _Word.CLOSE:
             self._open.discard(worker)
             del self._held[worker]
-        elif word is not Word.DONE:
+        elif word is not _Word.DONE:
             self._answer(transport, worker, self._next(worker, word))
-        elif worker in self._told_to_wait:
-            self._told_to_wait.remove(worker)
+        elif worker in self._has_to_wait:
+            self._has_to_wait.remove(worker)
             self._held[worker] = []
             self._waiting.add(worker)
         else:
@@ -174,16 +174,16 @@ class _Holder:
         with contextlib.suppress(PeerLost):
             transport.send(answer, worker, Tag.WORK).wait()
 
-    def _next(self, worker: int, word: Word) -> WorkItem:
+    def _next(self, worker: int, word: _Word) -> WorkItem:
         """The item after the one that `worker` begins; what it had before that one is done."""
         if worker in self._paused:  # all have passed the quiet point, and this one is the first
             self._restart()
-        if word is Word.STOP:
+        if word is _Word.STOP:
             self._queue.close()
         self._held[worker] = self._held[worker][-1:]
         item = self._queue.next(worker)
         if item.kind is Kind.END and self._expendable:
-            self._told_to_wait.add(worker)
+            self._has_to_wait.add(worker)
             return WorkItem(Kind.WAIT, item.start, item.stop)
         self._hold(worker, item)
         return item

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.errors import InputError
-from orchestra.exchange.partition import Chain, balanced_cuts
-from orchestra.exchange.tracing import Inputs, Measured, measure, trace
 
 OUTSIDE = ("placeholder", "get_attr", "output")  # of a graph's nodes, those that compute nothing
 
@@ -74,11 +78,9 @@ def divide(module: nn.Module, inputs: Inputs, stages: int, cuts: Sequence[str] |
         InputError: the model cannot be traced or has not so many places to be cut at.
     """
     graph = trace(module)
-    measured = measure(module, graph, inputs)
-    line = _Line(module, graph, measured)
+    line = _Line(module, graph, measure(module, graph, inputs))
     places = line.places_of(cuts) if cuts is not None else line.balanced(stages)
-    edges = (0, *places, len(line.nodes))
-    spans = list(pairwise(edges))
+    spans = list(pairwise((0, *places, len(line.nodes))))
     used = [line.parameters_in(first, end) for first, end in spans]
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     holders = {
@@ -166,16 +168,11 @@ class _Line:
                 layer = self.module.get_submodule(str(node.target))
                 found |= {id(p) for p in layer.parameters() if p.requires_grad}
             for used in node.all_input_nodes:
-                value = self._attribute(used)
-                if isinstance(value, nn.Parameter) and value.requires_grad:
-                    found.add(id(value))
+                if used.op == "get_attr":
+                    value = operator.attrgetter(str(used.target))(self.module)
+                    if isinstance(value, nn.Parameter) and value.requires_grad:
+                        found.add(id(value))
         return found
-
-    def _attribute(self, node: fx.Node) -> Any:
-        if node.op != "get_attr":
-            return None
-        path, _, leaf = str(node.target).rpartition(".")
-        return getattr(self.module.get_submodule(path), leaf)
 
     def subgraph(self, first: int, end: int) -> fx.Graph:
         """The operations [first, end) as a graph of their own."""
@@ -209,3 +206,195 @@ def _attach(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
             owner.add_module(part, nn.Module())
         owner = getattr(owner, part)
     owner.register_parameter(leaf, parameter)
+
+
+SLACK = 0.05  # the largest stage may be so much above the best if less crosses the cuts
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`costs` of operations in a row; place p lies before operation p.
+
+    `crossing` has for each place the elements that a cut there sends, None where none can be, and
+    `trained` tells of each operation whether it has parameters of its own to train.
+    """
+
+    costs: Sequence[int]
+    crossing: Sequence[int | None]
+    trained: Sequence[bool]
+
+
+def balanced_cuts(chain: Chain, stages: int) -> tuple[int, ...] | None:
+    """The places of `stages` - 1 cuts, None if there are not so many.
+
+    The dearest stage costs as little as can be; among the cuts for which that is true to within
+    `SLACK`, those that send the least. Every stage has something to train.
+    """
+    found = _best(chain, stages, max, lambda _: 0, math.inf)
+    if found is None:
+        return None
+    limit = found[0] * (1 + SLACK)
+    cheapest = _best(chain, stages, operator.add, lambda place: chain.crossing[place] or 0, limit)
+    assert cheapest is not None
+    return cheapest[1]
+
+
+Cuts = tuple[float, tuple[int, ...]]
+"""What the dearest stage costs, or the cuts send; and the places of the cuts."""
+
+
+def _best(
+    chain: Chain,
+    stages: int,
+    combine: Callable[[float, float], float],
+    price: Callable[[int], int],
+    limit: float,
+) -> Cuts | None:
+    """Dynamic program over the places: the least of all stages' costs, combined, and its cuts.
+
+    Without a `limit` a stage costs what its operations do. With one no stage may cost more, and
+    what counts is the `price` of the cuts.
+    """
+    end = len(chain.costs)
+    sums = [0, *accumulate(chain.costs)]
+    trained = [0, *accumulate(map(int, chain.trained))]
+    places = [place for place in range(1, end) if chain.crossing[place] is not None]
+
+    def cost(first: int, last: int) -> float:
+        inside = sums[last] - sums[first]
+        if trained[last] == trained[first] or inside > limit:
+            return math.inf
+        return inside if limit == math.inf else price(first)
+
+    best: dict[int, Cuts] = {0: (0.0, ())}
+    for stage in range(1, stages + 1):
+        reached: dict[int, Cuts] = {}
+        for last in places if stage < stages else [end]:
+            options = [
+                (combine(so_far, cost(first, last)), (*cuts, first))
+                for first, (so_far, cuts) in best.items()
+                if first < last
+            ]
+            finite = [option for option in options if option[0] < math.inf]
+            if finite:
+                reached[last] = min(finite)
+        best = reached
+    if end not in best:
+        return None
+    value, cuts = best[end]
+    return value, cuts[1:]
+
+
+FACTORIES = ("arange", "empty", "full", "ones", "zeros")
+
+
+class Closing(fx.Tracer):
+    """Traces into Sequential only: for modules whose forward depends on what they are given."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not isinstance(m, nn.Sequential)
+
+
+def trace(module: nn.Module) -> fx.Graph:
+    """The operations of `module`, in their order, with names as in `module`.
+
+    Raises:
+        InputError: its forward cannot be traced.
+    """
+    try:
+        with _recorded_factories():
+            return fx.Tracer().trace(module)
+    except Exception:  # whatever the model's own code raises when it is given no numbers
+        try:
+            with _recorded_factories():
+                return Closing().trace(module)
+        except Exception as error:
+            raise InputError(
+                f"Pipeline: torch.fx cannot trace the forward of {type(module).__name__} "
+                f"({error}); make the model a Sequential of its parts"
+            ) from error
+
+
+@contextmanager
+def _recorded_factories() -> Iterator[None]:
+    """torch.arange(x.shape[1]) and its like become operations of the graph, too."""
+    kept = {name: getattr(torch, name) for name in FACTORIES}
+    for name, function in kept.items():
+        setattr(torch, name, _recorded(function))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(torch, name, function)
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, fx.Proxy):
+                return value.tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@dataclass
+class Measured:
+    """What a forward pass showed of each node.
+
+    `costs`: multiplications, additions, and the elements that come out. `elements` of nodes that
+    give a tensor. `changed`: (a node, a later one that changes its value in place).
+    """
+
+    costs: dict[fx.Node, int]
+    elements: dict[fx.Node, int]
+    changed: list[tuple[fx.Node, fx.Node]]
+
+
+def measure(module: nn.Module, graph: fx.Graph, inputs: Inputs) -> Measured:
+    """Run `graph` once, without gradients; buffers of `module` stay as they are."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    meter = _Meter(module, graph)
+    with torch.no_grad():
+        meter.run(*inputs.bound_to(module))
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return meter.measured
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model was called with."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def bound_to(self, module: nn.Module) -> tuple[Any, ...]:
+        """In the order of the parameters of the module's forward."""
+        bound = inspect.signature(module.forward).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+
+class _Meter(fx.Interpreter):
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(module, graph=graph)
+        self.measured = Measured({}, {}, [])
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = {
+            node: (value, value._version)
+            for node, value in self.env.items()
+            if isinstance(value, Tensor)
+        }
+        with FlopCounterMode(display=False) as counter:
+            value = super().run_node(n)
+        measured = self.measured
+        measured.costs[n] = counter.get_total_flops()
+        measured.changed += [
+            (node, n) for node, (tensor, version) in before.items() if tensor._version > version
+        ]
+        if isinstance(value, Tensor):
+            measured.elements[n] = value.numel()
+            measured.costs[n] += value.numel()
+        return value

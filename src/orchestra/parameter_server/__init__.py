@@ -2,32 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.registry import lazy_names
+from orchestra.settings.registry import lazy_package
 
 if TYPE_CHECKING:
-    from orchestra.parameter_server.client import Client, Home, ReplicatedClient
-    from orchestra.parameter_server.replicated_server import ReplicatedServer
-    from orchestra.parameter_server.server import DelayCompensation, Server
-    from orchestra.parameter_server.state import Pause
-
-    __all__ = [
-        "Client",
-        "DelayCompensation",
-        "Home",
-        "Pause",
-        "ReplicatedClient",
-        "ReplicatedServer",
-        "Server",
-    ]
+    from orchestra.parameter_server.client import *  # noqa: F403
+    from orchestra.parameter_server.replicated_server import *  # noqa: F403
+    from orchestra.parameter_server.server import *  # noqa: F403
+    from orchestra.parameter_server.state import *  # noqa: F403
 else:
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "Client": "client",
-            "DelayCompensation": "server",
-            "Home": "client",
-            "ReplicatedClient": "client",
-            "ReplicatedServer": "replicated_server",
-            "Server": "server",
-        },
-    )
+    __getattr__ = lazy_package(__name__, "state", "client", "server", "replicated_server")

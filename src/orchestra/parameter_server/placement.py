@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,11 +30,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [first, end) of the flat vector, owned by one server."""
+    """Elements [first, end) of the flat vector, owned by the server on `rank`.
+
+    `place` numbers the servers from 0 in place of that.
+    """
 
     first: int
     end: int
     pieces: tuple[Piece, ...]
+    rank: int
 
     @functools.cached_property
     def tensors(self) -> tuple[int, ...]:
@@ -51,46 +55,30 @@ def place(
     (at multiples of 64 of its elements); without, the largest slice of whole tensors is as small
     as it can be. A server may own nothing where there are more servers than tensors.
     """
-    return _placed(tuple(spans), size, servers, divisible)
+    return _place(tuple(spans), size, servers, divisible)
 
 
-def slice_edges(
-    spans: Sequence[tuple[int, int]], size: int, servers: int, *, divisible: bool
-) -> tuple[int, ...]:
-    """Where each of these slices begins, and the end."""
-    return _edges(tuple(spans), size, servers, divisible)
-
-
-# All ranks of a simulation ask for the same.
-
-
-@functools.lru_cache(maxsize=256)
-def _placed(spans: Spans, size: int, servers: int, divisible: bool) -> tuple[Slice, ...]:
-    edges = _edges(spans, size, servers, divisible)
-    return tuple(_slice(spans, first, end) for first, end in pairwise(edges))
-
-
-@functools.lru_cache(maxsize=256)
-def _edges(spans: Spans, size: int, servers: int, divisible: bool) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=256)  # all ranks of a simulation ask for the same
+def _place(spans: Spans, size: int, servers: int, divisible: bool) -> tuple[Slice, ...]:
     edges = [*(offset for offset, _ in spans), size]
     if divisible:
         cuts = [_next_cut(edges, -(-size * k // servers)) for k in range(servers)]
     else:
         cuts = _cuts_between_tensors(edges, servers)
-    return (*cuts, size)
-
-
-def _slice(spans: Sequence[tuple[int, int]], first: int, end: int) -> Slice:
-    pieces = tuple(
-        Piece(index, max(first, offset), min(end, offset + elements))
-        for index, (offset, elements) in enumerate(spans)
-        if max(first, offset) < min(end, offset + elements)
+    return tuple(
+        Slice(first, end, tuple(_pieces(spans, first, end)), number)
+        for number, (first, end) in enumerate(pairwise([*cuts, size]))
     )
-    return Slice(first, end, pieces)
+
+
+def _pieces(spans: Spans, first: int, end: int) -> Iterator[Piece]:
+    for index, (offset, elements) in enumerate(spans):
+        if max(first, offset) < min(end, offset + elements):
+            yield Piece(index, max(first, offset), min(end, offset + elements))
 
 
 def _next_cut(edges: Sequence[int], wanted: int) -> int:
-    """The first place at `wanted` or after it where the vector may be cut."""
+    """Find the first place at `wanted` or after it where the vector may be cut."""
     after = bisect_right(edges, wanted)
     if after == len(edges):
         return edges[-1]
@@ -99,7 +87,7 @@ def _next_cut(edges: Sequence[int], wanted: int) -> int:
 
 
 def _cuts_between_tensors(edges: Sequence[int], servers: int) -> list[int]:
-    """Where each server's run of whole tensors begins, the largest run being minimal."""
+    """Find where each server's run of whole tensors begins, the largest run being minimal."""
     size = edges[-1]
 
     def cuts_for(capacity: int) -> list[int]:

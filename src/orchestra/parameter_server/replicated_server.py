@@ -23,10 +23,8 @@ from orchestra.parameter_server.wire import (
     Kind,
     Request,
     decode_request,
-    encode_answer,
-    encode_pause,
+    encode_reply,
     encode_request,
-    encode_work,
 )
 from orchestra.schedules.work_queue import WorkItem
 from orchestra.transports.protocol import Handle, Transport
@@ -161,13 +159,13 @@ class Replica:
 
 @dataclass
 class HeldSlice:
-    """A slice as one of its two servers holds it; `home` is the place of the slice among all.
+    """A slice as one of its two servers holds it; `place` is that of the slice among all.
 
     `given` are the values that each worker's last answer holds, `agreed` those of the last quiet
     point that was to give them.
     """
 
-    home: int
+    place: int
     server: Server
     replica: Replica
     answer_tag: int
@@ -195,7 +193,7 @@ class HeldSlice:
         for reply in sorted(replies, key=lambda reply: reply.worker == transport.rank):
             worker, content, handles = reply.worker, reply.content, []
             if content is not None:
-                handles.append(transport.send(_encode(content), worker, self.answer_tag))
+                handles.append(transport.send(encode_reply(content), worker, self.answer_tag))
             if reply.values:
                 handles.append(transport.send(self._values_of(reply), worker, self.values_tag))
             self.sending[worker] = handles
@@ -218,31 +216,31 @@ class HeldSlice:
 
 
 class ReplicatedServer:
-    """Serves the slice of `home`, and keeps a replica of the slice of the home before it.
+    """Serves the slice at `place`, and keeps a replica of the slice before it.
 
-    `own` and `mirror` are the two slices. The servers of slice i are the ranks homes[i], which
-    serves it, and the next of `homes`, which serves it once homes[i] is lost. `lost` are the ranks
-    that were lost before; `alone` is called with a message about
-    a slice that has no other replica now.
+    `own` and `mirror` are the two slices. The servers of slice i are the ranks ranks[i], which
+    serves it, and the next of `ranks`, which serves it once ranks[i] is lost. `lost` are the ranks
+    that were lost before; `alone` is called with a message about a slice that has no other
+    replica now.
     """
 
     def __init__(
         self,
         own: Server,
         mirror: Server,
-        homes: tuple[int, ...],
-        home: int,
+        ranks: tuple[int, ...],
+        place: int,
         *,
         lost: Collection[int],
         alone: Callable[[str], None],
     ) -> None:
         for server in (own, mirror):
             server.state.live.difference_update(lost)
-        self._before, self._after = homes[home - 1], homes[(home + 1) % len(homes)]
+        self._before, self._after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
         backed = self._after not in lost
-        self._own = HeldSlice(home, own, Replica(own.state, backed=backed), Tag.ANSWER, Tag.VALUES)
+        self._own = HeldSlice(place, own, Replica(own.state, backed=backed), Tag.ANSWER, Tag.VALUES)
         self._mirror = HeldSlice(
-            (home - 1) % len(homes), mirror, Replica(mirror.state, backed=False),
+            (place - 1) % len(ranks), mirror, Replica(mirror.state, backed=False),
             Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES,
         )  # fmt: skip
         self._alone = alone
@@ -260,7 +258,7 @@ class ReplicatedServer:
     @property
     def servers(self) -> list[tuple[int, Server]]:
         """Of each slice that is held here its place, and what holds it; the replica last."""
-        return [(held.home, held.server) for held in (self._own, self._mirror)]
+        return [(held.place, held.server) for held in (self._own, self._mirror)]
 
     def serve_to_the_end(self, transport: Transport) -> None:
         """Serve until no worker needs anything more: the flow of a server beside a worker."""
@@ -285,7 +283,7 @@ class ReplicatedServer:
         return None
 
     def _expected(self) -> frozenset[int]:
-        """The workers that may still want something."""
+        """Return the workers that may still want something."""
         return self._workers - self._done - self._lost
 
     def _is_quiet(self) -> bool:
@@ -298,23 +296,23 @@ class ReplicatedServer:
         self._mirror.finish_sending()
 
     def _hear(self, transport: Transport, source: int, message: Tensor) -> None:
-        home, request = decode_request(message)
+        place, request = decode_request(message)
         if request.kind is Kind.CONFIRMED:
             self._own.send(transport, self._own.replica.confirmed())
             return
         if request.kind is Kind.DONE:
             self._done.add(source)
             return
-        passed_on = home != self._own.home and source == self._before
+        passed_on = place != self._own.place and source == self._before
         gradient = None
         if request.kind is Kind.PUSH:  # its gradient came before it
             tag = Tag.BACKUP_GRADIENT if passed_on else Tag.GRADIENT
             gradient = transport.receive(source, tag).wait()
         if passed_on:
             self._mirror.take(transport, request, gradient)
-            confirmation = encode_request(home, Request(request.worker, Kind.CONFIRMED))
+            confirmation = encode_request(Request(request.worker, Kind.CONFIRMED), place)
             _send(transport, confirmation, self._before, Tag.REQUEST)
-        elif home == self._own.home:
+        elif place == self._own.place:
             self._answer(transport, self._own, request, message, gradient)
         elif self._before in self._lost:
             self._answer(transport, self._mirror, request, message, gradient)
@@ -350,7 +348,7 @@ class ReplicatedServer:
                 if not held.replica.state.consistency.tolerates_loss:
                     raise lost
                 request = Request(worker, Kind.LOST)
-                message = encode_request(held.home, request)
+                message = encode_request(request, held.place)
                 self._answer(transport, held, request, message, None)
         if rank == self._before:
             early, self._early = self._early, []
@@ -371,12 +369,6 @@ class ReplicatedServer:
         """Go on from `saved`."""
         self._own.server.load_state_dict(saved["own"])
         self._mirror.server.load_state_dict(saved["mirror"])
-
-
-def _encode(content: Answer | Pause | WorkItem) -> Tensor:
-    if isinstance(content, Answer):
-        return encode_answer(content)
-    return encode_pause(content) if isinstance(content, Pause) else encode_work(content)
 
 
 def _send(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:

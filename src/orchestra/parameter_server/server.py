@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -12,19 +13,12 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import restore
-from orchestra.parameter_server.state import Answer, Decision, Pause, ServerState, Update
-from orchestra.parameter_server.wire import (
-    Kind,
-    decode_push,
-    encode_answer,
-    encode_pause,
-    encode_work,
-)
+from orchestra.parameter_server.state import Decision, Pause, ServerState, Update
+from orchestra.parameter_server.wire import Kind, decode_push, encode_reply
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
-Charge = Callable[[str, int, Callable[[], None]], None]
-
+Charge = Callable[[str, int, Callable[[], Any]], None]
 
 EPSILON = 1e-7
 """Inside the root of the adaptive strength, as in the authors' code of DC-ASGD."""
@@ -82,49 +76,38 @@ class DelayCompensation:
         self._squares = {int(worker): mean.to(device) for worker, mean in saved["squares"].items()}
 
 
+@dataclass(eq=False)
 class Server:
     """Owner of one slice: `values`, flat, [elements of the slice].
 
-    `tensors` are the parts of parameters inside the slice (views of `values`) that `optimizer`
-    updates; without an optimizer the server only averages, and answers with the average.
-    `charge(kind, amount, function)` runs and charges computation; `clip` clips an averaged
-    gradient together with the other servers; `rate_divisor` gives, for the staleness of an
-    update, what its learning rates are divided by; `compensation` corrects a push before it is
-    applied; `on_update` is called with the samples consumed and the new values. An `elastic`
-    server owns a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha
-    (x - c), and the answer is alpha (x - c).
+    `parts` are those of parameters inside the slice (views of `values`, each with the element at
+    which it begins) that `optimizer` updates; without an optimizer the server only averages, and
+    answers with the average. `charge(kind, amount, function)` runs and charges computation; `clip`
+    clips an averaged gradient together with the other servers; `rate_divisor` gives, for the
+    staleness of an update, what its learning rates are divided by; `compensation` corrects a push
+    before it is applied; `on_update` is called with the samples consumed and the new values. An
+    `elastic` server owns a centre c: a push holds x of a worker and, as its rate, alpha; c <- c +
+    alpha (x - c), and the answer is alpha (x - c).
     """
 
-    def __init__(
-        self,
-        state: ServerState,
-        values: Tensor,
-        tensors: Sequence[tuple[Tensor, int]],
-        optimizer: torch.optim.Optimizer | None,
-        charge: Charge,
-        *,
-        clip: Callable[[Transport, Tensor], None] | None = None,
-        rate_divisor: Callable[[int], int] = lambda staleness: 1,
-        compensation: DelayCompensation | None = None,
-        on_update: Callable[[int, Tensor], None] | None = None,
-        elastic: bool = False,
-    ) -> None:
-        self.state = state
-        self.values = values
-        self.optimizer = optimizer
-        self.tensors = [tensor for tensor, _ in tensors]
-        self._spans = [(first, first + tensor.numel()) for tensor, first in tensors]
-        self._charge = charge
-        self._clip = clip
-        self._rate_divisor = rate_divisor
-        self._compensation = compensation
-        self._on_update = on_update
-        self._elastic = elastic
-        self._total = torch.zeros_like(values)
+    state: ServerState
+    values: Tensor
+    parts: Sequence[tuple[Tensor, int]]
+    optimizer: torch.optim.Optimizer | None
+    charge: Charge
+    _: KW_ONLY
+    clip: Callable[[Transport, Tensor], None] | None = None
+    rate_divisor: Callable[[int], int] = lambda staleness: 1
+    compensation: DelayCompensation | None = None
+    on_update: Callable[[int, Tensor], None] | None = None
+    elastic: bool = False
+
+    def __post_init__(self) -> None:
+        self._total = torch.zeros_like(self.values)
         self._buffers: dict[int, Tensor] = {}
         self._sending: dict[int, list[Handle]] = {}
         self._paused_at = 0
-        self._workers = frozenset(state.live)
+        self._workers = frozenset(self.state.live)
         self._lost: set[int] = set()
 
     def serve_to_the_end(self, transport: Transport) -> None:
@@ -156,8 +139,8 @@ class Server:
             return self.state.wait(worker)
         for sending in self._sending.pop(worker, ()):
             sending.wait()
-        gradient = transport.receive(worker, Tag.GRADIENT).wait()  # it came before the request
-        self.keep(worker, gradient)
+        # The gradient came before the request.
+        self.keep(worker, transport.receive(worker, Tag.GRADIENT).wait())
         return self.state.push(decode_push(worker, message))
 
     def _lose(self, lost: PeerLost) -> Decision:
@@ -181,9 +164,13 @@ class Server:
     def _follow(self, transport: Transport, decision: Decision) -> None:
         self.apply(transport, decision.apply)
         for answer in decision.answers:
-            self._answer(transport, answer)
+            copy, worker = self.copy_for(answer.worker), answer.worker
+            self._sending[worker] = [
+                transport.send(encode_reply(answer), worker, Tag.ANSWER),
+                transport.send(copy, worker, Tag.VALUES),
+            ]
         for worker, item in decision.work:
-            self._finish([transport.send(encode_work(item), worker, Tag.ANSWER)])
+            self._finish([transport.send(encode_reply(item), worker, Tag.ANSWER)])
 
     def apply(self, transport: Transport, updates: Sequence[Update]) -> None:
         """Apply `updates`, in order; the gradients of their pushes are kept."""
@@ -192,10 +179,10 @@ class Server:
             count = len(update.pushes)
             if count > 1:
                 add_up = functools.partial(self._add_up, update)
-                self._charge("mix", 2 * count * elements, add_up)
-            self._charge("update", elements, functools.partial(self._apply, transport, update))
-            if self._on_update is not None:
-                self._on_update(self.state.consumed, self.values)
+                self.charge("mix", 2 * count * elements, add_up)
+            self.charge("update", elements, functools.partial(self._apply, transport, update))
+            if self.on_update is not None:
+                self.on_update(self.state.consumed, self.values)
 
     def _add_up(self, update: Update) -> None:
         """The sample-weighted average of several pushes, summed in rank order."""
@@ -207,7 +194,7 @@ class Server:
     def _apply(self, transport: Transport, update: Update) -> None:
         """One update from the gradient of its push, or from the average of several."""
         pushes = update.pushes
-        if self._elastic:
+        if self.elastic:
             (push,) = pushes
             force = self._buffers[push.worker].sub_(self.values).mul_(push.rates[0])
             self.values.add_(force)
@@ -215,41 +202,31 @@ class Server:
         if not any(push.samples for push in pushes):
             return
         average = self._buffers[pushes[0].worker] if len(pushes) == 1 else self._total
-        if self._clip is not None:
-            self._clip(transport, average)
-        if self._compensation is not None:
+        if self.clip is not None:
+            self.clip(transport, average)
+        if self.compensation is not None:
             (push,) = pushes
-            self._compensation.correct(push.worker, average, self.values)
+            self.compensation.correct(push.worker, average, self.values)
         if self.optimizer is None:
             self._total.copy_(average)
             return
         used = map(any, zip(*(push.used for push in pushes), strict=True))
-        for (first, end), tensor, is_used in zip(self._spans, self.tensors, used, strict=True):
-            tensor.grad = average[first:end].view(tensor.shape) if is_used else None
-        divisor = self._rate_divisor(update.staleness)
+        for (tensor, first), is_used in zip(self.parts, used, strict=True):
+            own = average[first : first + tensor.numel()]
+            tensor.grad = own.view(tensor.shape) if is_used else None
+        divisor = self.rate_divisor(update.staleness)
         set_rates(self.optimizer, [rate / divisor for rate in pushes[0].rates])
         self.optimizer.step()
-
-    def _answer(self, transport: Transport, answer: Answer) -> None:
-        copy = self.copy_for(answer.worker)
-        self._sending[answer.worker] = [
-            transport.send(encode_answer(answer), answer.worker, Tag.ANSWER),
-            transport.send(copy, answer.worker, Tag.VALUES),
-        ]
 
     def copy_for(self, worker: int) -> Tensor:
         """The values for `worker`: a copy, so that a slow worker holds up nobody."""
         copy = self._buffers[worker]
-        if self._elastic:
+        if self.elastic:
             return copy
         values = self.values if self.optimizer is not None else self._total
-
-        def take() -> None:
-            copy.copy_(values)
-
-        self._charge("encode", values.numel(), take)
-        if self._compensation is not None:
-            self._compensation.give(worker, copy)  # its next gradient comes in a new buffer
+        self.charge("encode", values.numel(), lambda: copy.copy_(values))
+        if self.compensation is not None:
+            self.compensation.give(worker, copy)  # its next gradient comes in a new buffer
         return copy
 
     def _become_quiet(self, transport: Transport) -> Pause | None:
@@ -260,7 +237,7 @@ class Server:
         self.state.resume()  # before anybody takes a checkpoint of it
         # The worker on this rank comes last: then all that this server has sent is counted.
         for worker in sorted(self.state.live, key=lambda rank: (rank == transport.rank, rank)):
-            self._finish([transport.send(encode_pause(pause), worker, Tag.ANSWER)])
+            self._finish([transport.send(encode_reply(pause), worker, Tag.ANSWER)])
         return pause if self.state.live else None
 
     def _finish(self, sending: Sequence[Handle]) -> None:
@@ -273,10 +250,10 @@ class Server:
     def all_have_read(self) -> None:
         """At a quiet point: every worker was given the values as they are now."""
         self.state.all_have_read()
-        if self._compensation is not None:
+        if self.compensation is not None:
             given = self.values.clone()
             for worker in self.state.live:
-                self._compensation.give(worker, given)
+                self.compensation.give(worker, given)
 
     def state_dict(self) -> Mapping[str, Any]:
         """State for a checkpoint, taken at a quiet point."""
@@ -289,15 +266,15 @@ class Server:
             "staleness": self.state.staleness,
             "dropped": self.state.dropped,
             "optimizer": self.optimizer,
-            "compensation": self._compensation,
+            "compensation": self.compensation,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
         if self.optimizer is not None:
             restore(self.optimizer, saved["optimizer"])
-        if self._compensation is not None:
-            restore(self._compensation, saved["compensation"])
+        if self.compensation is not None:
+            restore(self.compensation, saved["compensation"])
         self.values.copy_(saved["values"])
         self.state.version = saved["version"]
         self.state.consumed = saved["consumed"]

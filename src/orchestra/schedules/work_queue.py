@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 Sizes = tuple[tuple[int, int], ...]
 
@@ -56,18 +56,6 @@ class Report(NamedTuple):
     fraction: float
 
 
-class Watch(Protocol):
-    """Is told what becomes of the batches of a queue."""
-
-    def report(self, report: Report) -> None:
-        """A batch is done."""
-        ...
-
-    def lose(self, worker: int) -> None:
-        """`worker` is gone."""
-        ...
-
-
 class WorkQueue:
     """Hands out the samples [start, stop) of the global order, each once, to whoever is free.
 
@@ -92,7 +80,7 @@ class WorkQueue:
         self._level = 0
         self._due: int | None = None
         self._pausing = True
-        self._watches: list[Watch] = []
+        self._rounds: list[Rounds] = []
         self._sizes = sizes
         self._size_of = dict(sizes)
         self._pause_every = pause_every
@@ -125,7 +113,10 @@ class WorkQueue:
         over = self._next == self._stop and not (self._returned or self._closed)
         if over and self._held:
             return WorkItem(Kind.WAIT, self._next, self._next)
-        return self._hold(worker)
+        item = self.next(worker)
+        if item.kind is Kind.BATCH:
+            self._held[worker] = item
+        return item
 
     def lose(self, worker: int) -> None:
         """`worker` is gone: another one takes the batch that it holds, if any."""
@@ -135,8 +126,8 @@ class WorkQueue:
 
     def forget(self, worker: int) -> None:
         """`worker` is gone, and reports nothing more."""
-        for watch in self._watches:
-            watch.lose(worker)
+        for rounds in self._rounds:
+            rounds.lose(worker)
 
     def give_back(self, item: WorkItem) -> None:
         """Nobody computes the batch `item`: it is the next one to be handed out."""
@@ -155,7 +146,7 @@ class WorkQueue:
     def end(self, level: int) -> None:
         """The phase `level` ends as soon as can be: with the samples that are handed out.
 
-        Workers that have been told to pause here go on first: each with the batch that it knows.
+        Workers that are to pause here go on first: each with the batch that it knows.
         """
         self._due = level
         if not self._pausing:
@@ -163,14 +154,14 @@ class WorkQueue:
             if self._next != self._stop:
                 self._stop, self._level = self._next, level
 
-    def watch(self, watch: Watch) -> None:
-        """Let `watch` know of what is reported."""
-        self._watches.append(watch)
+    def watch(self, rounds: Rounds) -> None:
+        """Let `rounds` know of what is reported."""
+        self._rounds.append(rounds)
 
     def report(self, report: Report) -> None:
         """A batch is done, by a worker that reports."""
-        for watch in self._watches:
-            watch.report(report)
+        for rounds in self._rounds:
+            rounds.report(report)
 
     def next(self, worker: int) -> WorkItem:
         """An item for `worker`, which may still hold another one."""
@@ -188,12 +179,6 @@ class WorkQueue:
     def _pause_after(self, position: int) -> int | None:
         every = self._pause_every
         return None if every is None else (position // every + 1) * every
-
-    def _hold(self, worker: int) -> WorkItem:
-        item = self.next(worker)
-        if item.kind is Kind.BATCH:
-            self._held[worker] = item
-        return item
 
 
 @lru_cache(maxsize=16)  # all workers of a simulation ask for the same
@@ -251,7 +236,7 @@ class Rounds:
     """Puts the reports of batches together, by rounds of the global order.
 
     A round is as many samples as all workers take in a step; batches belong to the one in which
-    they begin. Once all of a round are done, whoever did them, `observe(reports, seconds)` is told
+    they begin. Once all of a round are done, whoever did them, `observe(reports, seconds)` hears
     of them, in their order, with the seconds of a batch of each worker, in rank order: their mean
     in this round, or what is known of before.
     """
@@ -275,16 +260,14 @@ class Rounds:
         self._applied.add(report.start, report.stop)
         while self._applied.before >= self._end:
             begun = sorted(start for start in self._reports if start < self._end)
+            reports = [self._reports.pop(start) for start in begun]
             self._end += self._round
-            self._complete([self._reports.pop(start) for start in begun])
+            own: dict[int, list[float]] = {}
+            for done in reports:
+                own.setdefault(done.worker, []).append(done.seconds)
+            self._seconds.update((worker, fmean(seconds)) for worker, seconds in own.items())
+            self._observe(reports, tuple(self._seconds[rank] for rank in sorted(self._seconds)))
 
     def lose(self, worker: int) -> None:
         """`worker` is gone."""
         self._seconds.pop(worker, None)
-
-    def _complete(self, reports: Sequence[Report]) -> None:
-        own: dict[int, list[float]] = {}
-        for report in reports:
-            own.setdefault(report.worker, []).append(report.seconds)
-        self._seconds.update((worker, fmean(seconds)) for worker, seconds in own.items())
-        self._observe(reports, tuple(self._seconds[rank] for rank in sorted(self._seconds)))

@@ -116,6 +116,32 @@ def _failed_import(name: str, where: str, error: Exception) -> InputError:
     return InputError(f"{where}: importing {name} failed: {type(error).__name__}: {reason}")
 
 
+class LazyModule:
+    """Stands for a module that is imported when something of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._module = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(importlib.import_module(self._module), name)
+        setattr(self, name, found)  # from now on
+        return found
+
+
+def lazy_package(package: str, *modules: str) -> Callable[[str], Any]:
+    """A package's `__getattr__` that finds each name in the first of its `modules` which has it."""
+
+    def find(name: str) -> Any:
+        for module in () if name.startswith("_") else modules:
+            there = importlib.import_module(f"{package}.{module}")
+            if hasattr(there, name):
+                setattr(sys.modules[package], name, getattr(there, name))  # from now on
+                return getattr(there, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find
+
+
 def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     """A module's `__getattr__` that finds each name in the submodule `places` gives for it."""
 

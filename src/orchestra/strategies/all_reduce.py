@@ -80,14 +80,11 @@ class AllReduce(Strategy[AllReduceState]):
     ] = setting("ring", "how the average is made; see above")  # fmt: skip
     _: KW_ONLY
     order: tuple[int, ...] | None = setting(
-        None,
-        "the ranks as they follow each other in the ring; None: by number",
-        low=0,
-        high=MOST_RANKS,
+        None, "the ranks in their order in the ring; None: by number", low=0, high=MOST_RANKS
     )
     ranks_per_node: int | None = setting(
         None,
-        "hierarchical: ranks that are close to each other; None: those of a host",
+        "hierarchical: ranks close to each other; None: those of a host",
         low=1,
         high=MOST_RANKS,
     )
@@ -95,14 +92,10 @@ class AllReduce(Strategy[AllReduceState]):
         "nothing", "optimizer: each worker keeps its state for 1/N of the parameters (ZeRO-1)"
     )
     backup: int = setting(
-        0,
-        "workers that a step does not wait for: the first N - backup make the average",
-        low=0,
-        high=MOST_RANKS,
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MOST_RANKS
     )
 
     def check(self) -> None:
-        """Which settings go together."""
         if self.order is not None and sorted(self.order) != list(range(len(self.order))):
             raise InputError(
                 f"AllReduce.order: {self.order!r} does not hold each of the ranks 0 to "
@@ -121,7 +114,6 @@ class AllReduce(Strategy[AllReduceState]):
 
     @property
     def native(self) -> bool:
-        """By the algorithm of that name."""
         return self.algorithm == "native"
 
     def roles(self, ranks: int) -> Roles:
@@ -173,11 +165,11 @@ class AllReduce(Strategy[AllReduceState]):
             partial = exchange.PartialAverage(worker, collective, needed)
             return AllReduceState(worker.local_optimizer(), partial)
         if self.shard == "nothing":
-            average = exchange.GradientAverage(worker, collective.sum_on(worker.transport))
+            average = exchange.GradientAverage(worker, collective.of_buckets(worker))
             return AllReduceState(worker.local_optimizer(), average)
         shards = exchange.Shards(worker, collective.group)
         # A loop of the user's own may read the gradient, to clip it: it gets the whole of it.
-        begin = collective.sum_on(worker.transport) if worker.own_loop else shards.sum
+        begin = collective.of_buckets(worker) if worker.own_loop else shards.sum
         return AllReduceState(shards.optimizer, exchange.GradientAverage(worker, begin), shards)
 
     def before_forward(self, worker: Worker, state: AllReduceState) -> None:
@@ -214,14 +206,8 @@ class AllReduce(Strategy[AllReduceState]):
             exchange.broadcast_buffers(worker, worker.everyone)
 
     def stop(self, worker: Worker, state: AllReduceState) -> None:
-        """End the background flows."""
         state.average.close()
         self.agree(worker, state)
 
-    def optimizer_of(self, state: AllReduceState) -> Optimizer:
-        """The optimizer, which is the same on every worker, or this worker's part of it."""
-        return state.optimizer
-
     def optimizer_parts(self, worker: Worker, state: AllReduceState) -> list[OptimizerPart]:
-        """That of this worker's slices."""
         return [] if state.shards is None else [state.shards.part]

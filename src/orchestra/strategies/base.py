@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from orchestra import exchange, optimizers
+from orchestra.errors import InputError
 from orchestra.settings import Settings
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from orchestra.exchange import SharedWork
     from orchestra.optimizers.state import OptimizerPart
-    from orchestra.parameter_server import Pause
+    from orchestra.parameter_server.state import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -70,19 +71,41 @@ class Roles:
         return next(rank for rank in self.workers if rank not in self.servers)
 
 
+def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
+    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
+    if placement == "beside":
+        if servers > ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside workers need as many ranks, "
+                f"not {ranks}: lower servers or raise ranks"
+            )
+        if replicas and servers == ranks:
+            raise InputError(
+                f"{name}: {servers} servers beside {ranks} workers leave none "
+                "that could evaluate after any server's death: lower servers or raise ranks"
+            )
+        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
+    workers = ranks - servers
+    if workers < 1:
+        raise InputError(
+            f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
+            "worker: raise ranks, lower servers, or set placement='beside'"
+        )
+    shares = (1.0,) * workers + (0.0,) * servers
+    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
+
+
 class WorkSource(Protocol):
     """Gives one worker its batches, one after the other."""
 
     def take(self) -> WorkItem:
         """The next item of work; the one before is done."""
-        ...
 
     def skip(self, values: Tensor) -> None:
         """Nobody computes the batch of the last item; the flat parameters `values` may be renewed.
 
         For loops of the user's own, which may take a batch and make no step with it.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -126,6 +149,15 @@ class Strategy(Settings, ABC, Generic[S]):
 
     variants: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Notable settings of it, in the notation, each with when to use them."""
+
+    distributed: ClassVar[bool] = True
+    """Several processes train, given several ranks; False of `Single` alone."""
+
+    switches: ClassVar[bool] = False
+    """A rule may end a phase and begin another one, as in `Switch`."""
+
+    divides_model: ClassVar[bool] = False
+    """Each rank has a part of the model only."""
 
     @property
     def synchronous(self) -> bool:
@@ -186,23 +218,8 @@ class Strategy(Settings, ABC, Generic[S]):
         return True
 
     @property
-    def distributed(self) -> bool:
-        """Whether several processes train, given several ranks; False of `Single` alone."""
-        return True
-
-    @property
-    def switches(self) -> bool:
-        """Whether a rule may end a phase and begin another one, as in `Switch`."""
-        return False
-
-    @property
     def native(self) -> bool:
         """Whether torch.distributed's own collectives (gloo, NCCL) are used."""
-        return False
-
-    @property
-    def divides_model(self) -> bool:
-        """Each rank has a part of the model only."""
         return False
 
     def part_of(
@@ -301,25 +318,25 @@ class Strategy(Settings, ABC, Generic[S]):
         return self.start(worker)
 
     def optimizer_of(self, state: S) -> Optimizer | None:
-        """The optimizer whose moments a following phase may inherit, None if there is none."""
-        return None
+        """That whose moments a following phase may inherit: `state.optimizer`, if there is one."""
+        optimizer: Optimizer | None = getattr(state, "optimizer", None)
+        return optimizer
 
     def optimizer_parts(self, worker: Worker, state: S) -> list[OptimizerPart]:
         """What this rank has of optimizers whose moments lie in parts on several ranks."""
         return []
 
 
+_roles_of = lru_cache(maxsize=256)(lambda strategy, ranks: strategy.roles(ranks))
+
+
 def roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
     """`strategy.roles(ranks)`, worked out once: with many ranks that takes a while."""
     try:
-        return _roles_of(strategy, ranks)
+        roles: Roles = _roles_of(strategy, ranks)
+        return roles
     except TypeError:  # a setting of it, such as a list, cannot be looked up
         return strategy.roles(ranks)
-
-
-@lru_cache(maxsize=256)
-def _roles_of(strategy: Strategy[Any], ranks: int) -> Roles:
-    return strategy.roles(ranks)
 
 
 @dataclass
@@ -360,19 +377,28 @@ class Replicas(Strategy[R]):
     def allocate(self, worker: Worker, work: SharedWork | None) -> R:
         """The state at the start."""
 
+    def settle(self, worker: Worker, state: R) -> None:
+        """Collective over the workers: return when nothing of theirs is in flight."""
+
+    def quiesce(self, worker: Worker, state: R, step: int) -> bool:
+        """Nothing is in flight; all workers are here."""
+        self.settle(worker, state)
+        return True
+
     def reduce(self, worker: Worker, state: R) -> None:
         """The gradient stays here."""
         exchange.keep_gradient(worker)
 
     def agree(self, worker: Worker, state: R) -> None:
         """The exact mean of the replicas, and of their buffers."""
+        self.settle(worker, state)
         exchange.exact_mean(worker)
         exchange.exact_mean_of_buffers(worker)
 
     def stop(self, worker: Worker, state: R) -> None:
         """The exact mean of the replicas."""
+        self.settle(worker, state)
+        if state.work is not None:
+            state.work.close()
+            worker.snapshots.offer(worker.step.consumed, worker.parameters)
         exchange.exact_mean(worker)
-
-    def optimizer_of(self, state: R) -> Optimizer:
-        """This worker's own."""
-        return state.optimizer

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
-from orchestra.parameter_server.consistency import Asynchronous
 from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
-from orchestra.strategies.parameter_server import (
-    ParameterServer,
-    ParameterServerState,
-    placed_roles,
-)
+from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
+from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
 
     from orchestra.exchange import SharedWork
-    from orchestra.parameter_server import Pause
-    from orchestra.parameter_server.state import Answer
+    from orchestra.parameter_server import Answer, Pause
     from orchestra.worker.worker import Worker
 
 
@@ -85,7 +79,6 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     )
 
     def work(self, state: ElasticAveragingState) -> SharedWork | None:
-        """From the first server."""
         return state.work
 
     def roles(self, ranks: int) -> Roles:
@@ -115,13 +108,18 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         """Everyone begins with the parameters of the first rank, and so does the centre."""
         exchange.agree_on_parameters(worker)
         roles = self.roles(worker.budget_ranks)
-        state = ElasticAveragingState(exchange.homes_of(worker, roles.servers, updates=False))
+        state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
         if worker.rank in roles.servers:
             state.server = exchange.make_server(
-                worker, state.homes, roles.workers, Asynchronous(), updates=False, elastic=True
+                worker,
+                state.slices,
+                roles.workers,
+                parameter_server.Asynchronous(),
+                updates=False,
+                elastic=True,
             )
         if worker.rank in roles.workers:
-            state.client = parameter_server.Client(worker.transport, state.homes)
+            state.client = parameter_server.Client(worker.transport, state.slices)
             state.optimizer = worker.local_optimizer()
             if self.momentum:
                 state.velocity = worker.parameters.new_zeros(worker.parameters.shape)
@@ -145,35 +143,49 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
             step.consumed += step.total_samples  # as if all took the step that begins
             step.staleness = tuple(answer.staleness for answer in answers)
             worker.measures.staleness.extend(step.staleness)
-        if state.velocity is not None:
-            exchange.look_ahead(worker, state.velocity, self.momentum)
+        if (v := state.velocity) is not None:
+            x = worker.parameters
+            exchange.charge(worker, "mix", x.numel(), lambda: x.add_(v, alpha=self.momentum))
 
     def _push(
         self, worker: Worker, state: ElasticAveragingState, alpha: float, into: Tensor
     ) -> list[Answer]:
+        """c <- c + alpha (x - c) on the servers, and alpha (x - c) into flat `into`."""
         assert state.client is not None
-        answers = exchange.pull_on_centre(worker, state.client, into, alpha, state.samples)
+        step, used = worker.step, (True,) * len(worker.layout.slots)
+        push = parameter_server.Push(
+            worker.rank, state.client.clock + 1, state.samples, state.samples, step.loss, step.stop,
+            (alpha,), used,
+        )  # fmt: skip
+        answers = state.client.push(push, worker.parameters, into)
         state.samples = 0
         worker.step.consumed = max(answer.consumed for answer in answers)
         return answers
 
     def reduce(self, worker: Worker, state: ElasticAveragingState) -> None:
-        """The gradient stays here."""
         exchange.keep_gradient(worker)
 
     def update(self, worker: Worker, state: ElasticAveragingState) -> None:
         """A local step, and the elastic force of where it began."""
         assert state.optimizer is not None
         worker.clip()
-        exchange.step_elastically(
-            worker, state.optimizer, state.force, state.velocity, self.momentum
-        )
+        x, v, force = worker.parameters, state.velocity, state.force
+
+        def charged(function: Callable[[], Tensor]) -> None:
+            exchange.charge(worker, "mix", x.numel(), function)
+
+        if v is not None:  # x is at x + delta v: v becomes what x moves by without the force
+            charged(lambda: v.mul_(self.momentum).sub_(x))
+        worker.update_locally(state.optimizer)
+        if v is not None:
+            charged(lambda: v.add_(x))
+        if force is not None:
+            charged(lambda: x.sub_(force))
         state.force = None
         state.clock += 1
         state.samples += worker.step.samples
 
     def serve(self, worker: Worker, state: ElasticAveragingState) -> Pause | None:
-        """Serve until all workers pause or have left."""
         return self._owners.serve(worker, state)
 
     def quiesce(self, worker: Worker, state: ElasticAveragingState, step: int) -> bool:
@@ -200,6 +212,3 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         if state.samples:
             nothing = worker.parameters.new_empty(worker.parameters.shape)
             self._push(worker, state, 0.0, nothing)
-
-    def optimizer_of(self, state: ElasticAveragingState) -> Optimizer | None:
-        return state.optimizer

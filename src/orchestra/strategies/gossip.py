@@ -1,4 +1,4 @@
-"""Gossip: everyone averages parameters with a few neighbours, each step (D-PSGD, Hop)."""
+"""Gossip: everyone averages parameters with a few neighbours (D-PSGD, Hop)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
+from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
+from orchestra.transports.tags import Tag
 
 if TYPE_CHECKING:
-    from orchestra.exchange import IterationQueues, SharedWork
+    import torch
+    from torch import Tensor
+
+    from orchestra.exchange import SharedWork
+    from orchestra.transports.protocol import Handle
     from orchestra.worker.worker import Worker
+else:
+    torch = LazyModule("torch")  # settings load without it
 
 
 @dataclass
@@ -75,6 +83,10 @@ class Gossip(Replicas[GossipState]):
         state.step += 1
 
 
+CLOSED = 2**63 - 1
+"""In place of an iteration: no more before the next quiet point."""
+
+
 @dataclass
 class HopState(ReplicaState):
     """`queues` hold the updates of neighbours; they are empty at a quiet point."""
@@ -114,7 +126,7 @@ class Hop(Replicas[HopState]):
     - Where updates are missing, their weights are divided among the others in proportion.
     - With `staleness` an update is mixed again until a newer one comes or it is too old, and may be
       of an iteration after k. Each neighbour but `backup` has to be heard of once before.
-    - Neighbours are told which iterations were skipped, and wait for no update of them.
+    - Neighbours learn which iterations were skipped, and wait for no update of them.
     - A jump goes as far as tokens are there, and not beyond the furthest neighbour. It is made only
       if the updates are there already; the worker's own parameters have their part in the average.
 
@@ -130,10 +142,7 @@ class Hop(Replicas[HopState]):
     topology: Topology = setting(Ring(), "who mixes with whom; the same in every step")
     _: KW_ONLY
     max_gap: int = setting(
-        5,
-        "max_ig: iterations that a worker may be ahead of those that it sends to",
-        low=1,
-        high=MOST_STEPS,
+        5, "max_ig: iterations a worker may be ahead of those it sends to", low=1, high=MOST_STEPS
     )
     backup: int = setting(
         0, "neighbours whose updates a worker does not wait for", low=0, high=MOST_RANKS
@@ -143,10 +152,7 @@ class Hop(Replicas[HopState]):
         0, "iterations that a worker leaves out at most when it is behind", low=0, high=MOST_STEPS
     )
     behind: int = setting(
-        2,
-        "with skip: it is behind when a neighbour is more iterations ahead",
-        low=1,
-        high=MOST_STEPS,
+        2, "with skip: behind when a neighbour is more iterations ahead", low=1, high=MOST_STEPS
     )
 
     def check(self) -> None:
@@ -196,17 +202,7 @@ class Hop(Replicas[HopState]):
         return replace(super().footprint(rank, ranks), copies=float(moving * (1 + ahead)))
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> HopState:
-        """Queues for the updates of the neighbours."""
-        queues = exchange.IterationQueues(
-            worker,
-            self.topology.graph(len(worker.workers), 0),
-            max_gap=self.max_gap,
-            backup=self.backup,
-            staleness=self.staleness,
-            skip=self.skip,
-            behind=self.behind,
-        )
-        return HopState(worker.local_optimizer(), queues, work=work)
+        return HopState(worker.local_optimizer(), IterationQueues(worker, self), work=work)
 
     def before_forward(self, worker: Worker, state: HopState) -> None:
         """Parameters leave here, and travel while the gradient of them is taken."""
@@ -219,20 +215,171 @@ class Hop(Replicas[HopState]):
         worker.update_locally(state.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
-    def quiesce(self, worker: Worker, state: HopState, step: int) -> bool:
+    def settle(self, worker: Worker, state: HopState) -> None:
         """Nobody is in an iteration."""
         state.queues.drain()
-        return True
 
-    def agree(self, worker: Worker, state: HopState) -> None:
-        """The exact mean of the replicas, and of their buffers."""
-        state.queues.drain()
-        super().agree(worker, state)
 
-    def stop(self, worker: Worker, state: HopState) -> None:
-        """The exact mean of the replicas."""
-        state.queues.drain()
-        if state.work is not None:
-            state.work.close()
-            worker.snapshots.offer(worker.step.consumed, worker.parameters)
-        exchange.exact_mean(worker)
+class IterationQueues:
+    """What this rank knows of the iterations of its neighbours, and the parameters they sent.
+
+    A worker that enters iteration k sends its parameters to those that the graph tells it to, its
+    targets, and then k to all neighbours. From a target, k is what the paper counts as tokens:
+    `max_gap` + Iter(target) - Iter(own) are left. From a source, it says that the parameters of k
+    are here, and that those of iterations before k which did not come were skipped.
+
+    Iterations are counted from the last quiet point, so that a checkpoint keeps nothing of them.
+    """
+
+    def __init__(self, worker: Worker, hop: Hop) -> None:
+        graph = hop.topology.graph(len(worker.workers), 0)
+        own, ranks = worker.workers.index(worker.rank), worker.workers.ranks
+        weights = doubly_stochastic(graph)[own]
+        self._worker = worker
+        self._hop = hop
+        self._weights = {ranks[peer]: weight for peer, weight in sorted(weights.items())}
+        self._targets = [ranks[peer] for peer in graph[own]]
+        self._sources = [ranks[peer] for peer in sources_of(graph)[own]]
+        self._neighbours = sorted({*self._targets, *self._sources})
+        self._leaving: list[Handle] = []
+        self._arrival: Handle | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.iteration = 0
+        self._entered = False
+        self._iterations = dict.fromkeys(self._neighbours, -1)  # entered, as far as is known
+        self._updates: dict[int, dict[int, Tensor]] = {source: {} for source in self._sources}
+
+    def enter(self) -> None:
+        """Enter the iteration that is next, once there is a token of each target."""
+        if self._entered:
+            return
+        self._take_what_is_here()
+        if self._hop.skip and self.iteration:
+            self._jump()
+        while any(self._ahead_of(target) > self._hop.max_gap for target in self._targets):
+            self._take_next()
+        self._entered = True
+        self._leaving = [handle for handle in self._leaving if not handle.done()]
+        if self._targets:  # a copy, since the parameters change before it has arrived everywhere
+            copy = exchange.copy_of(self._worker, self._worker.parameters)
+            send = self._worker.transport.send
+            self._leaving += [send(copy, target, Tag.UPDATE) for target in self._targets]
+        self._tell(self.iteration)
+
+    def mix(self) -> None:
+        """Once enough updates are here, the parameters become the average of all that are."""
+        self.enter()
+        while not self._enough(self.iteration):
+            self._take_next()
+        self._take_what_is_here()
+        self._average(self.iteration)
+        self._entered = False
+        self._go_to(self.iteration + 1)
+
+    def drain(self) -> None:
+        """Collective: all have ended their iterations, and nothing is on its way."""
+        self._tell(CLOSED)
+        while self._open():
+            self._take_next()
+        for handle in self._leaving:
+            handle.wait()
+        self._leaving.clear()
+        exchange.wait_for_workers(self._worker)  # none of them begins anew before all are here
+        self._begin()
+
+    # Tokens
+
+    def _ahead_of(self, target: int) -> int:
+        """Return by how much the iteration that is next is ahead of that of `target`."""
+        return self.iteration - max(self._iterations[target], 0)
+
+    def _jump(self) -> None:
+        """Leave out iterations, if this worker is behind and the updates to do so are here."""
+        theirs = [self._iterations[target] for target in self._targets]
+        theirs = [iteration for iteration in theirs if iteration < CLOSED]
+        furthest, slowest = max(theirs, default=-1), min(theirs, default=-1)
+        to = min(self.iteration + self._hop.skip, furthest, max(slowest, 0) + self._hop.max_gap)
+        if furthest - (self.iteration - 1) <= self._hop.behind or to <= self.iteration:
+            return
+        if self._usable(to - 1) and self._enough(to - 1):
+            self._average(to - 1)
+            self._go_to(to)
+
+    def _go_to(self, iteration: int) -> None:
+        """Drop the updates that come too late for `iteration`."""
+        self.iteration = iteration
+        if not self._hop.staleness:
+            for source, updates in self._updates.items():
+                self._updates[source] = {k: x for k, x in updates.items() if k >= iteration}
+
+    # Updates
+
+    def _usable(self, iteration: int) -> dict[int, int]:
+        """Find the sources whose updates can be mixed in `iteration`, and the newest of each."""
+        newest = {
+            source: max(updates, default=-1) if self._hop.staleness else iteration
+            for source, updates in self._updates.items()
+        }
+        return {
+            source: k
+            for source, k in newest.items()
+            if k in self._updates[source] and k >= iteration - self._hop.staleness
+        }
+
+    def _enough(self, iteration: int) -> bool:
+        """Tell whether all but `backup` sources sent what can be mixed, or no more can come."""
+        usable, oldest = self._usable(iteration), max(iteration - self._hop.staleness, 0)
+        return len(usable) >= len(self._sources) - self._hop.backup or not any(
+            self._iterations[source] < oldest for source in self._sources if source not in usable
+        )
+
+    def _average(self, iteration: int) -> None:
+        """x <- sum_u w_u u / sum_u w_u with w_u = W (Iter(u) - (iteration - staleness) + 1)."""
+        oldest = iteration - self._hop.staleness
+        taken = {self._worker.rank: iteration, **self._usable(iteration)}
+        if len(taken) == 1:
+            return
+        weights = {rank: self._weights[rank] * (k - oldest + 1) for rank, k in taken.items()}
+        total = sum(weights.values())
+        x = self._worker.parameters
+
+        def mix() -> None:
+            x.mul_(weights.pop(self._worker.rank) / total)
+            for source, weight in weights.items():
+                x.add_(self._updates[source][taken[source]], alpha=weight / total)
+
+        exchange.charge(self._worker, "mix", (len(taken) - 1) * x.numel(), mix)
+
+    # Messages
+
+    def _tell(self, iteration: int) -> None:
+        """Send the number of `iteration` behind its update: who reads this has all of that."""
+        word, transport = torch.tensor([iteration]), self._worker.transport
+        self._leaving += [transport.send(word, peer, Tag.ITERATION) for peer in self._neighbours]
+
+    def _open(self) -> bool:
+        """Return whether anything can come before the next quiet point."""
+        return any(iteration < CLOSED for iteration in self._iterations.values())
+
+    def _take_what_is_here(self) -> None:
+        while self._open() and self._next_arrival().done():
+            self._take_next()
+
+    def _next_arrival(self) -> Handle:
+        if self._arrival is None:
+            self._arrival = self._worker.transport.receive(None, Tag.ITERATION)
+        return self._arrival
+
+    def _take_next(self) -> None:
+        """Wait for what comes next, from any neighbour."""
+        arrival = self._next_arrival()
+        iteration = int(arrival.wait())
+        self._arrival = None
+        self._iterations[arrival.source] = iteration
+        if iteration < CLOSED and arrival.source in self._updates:
+            into = torch.empty_like(self._worker.parameters)
+            update = self._worker.transport.receive(arrival.source, Tag.UPDATE, into).wait()
+            kept = {} if self._hop.staleness else self._updates[arrival.source]
+            self._updates[arrival.source] = {**kept, iteration: update}  # or the newest alone

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
@@ -15,10 +14,8 @@ from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
 
     from orchestra.exchange import SharedWork
-    from orchestra.exchange.replicas import Counts
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -28,13 +25,15 @@ NOTHING = 2.0**-100
 
 @dataclass
 class Fragment:
-    """A part of the parameters that is averaged at once, and how it stands.
+    """Elements [first, end) of the flat parameters, which are averaged at once, and how they stand.
 
     `samples` are this worker's since the last average, `total` those of all workers; `averages`
     are those made so far. While one is on its way `travelling` holds it, to be applied at step
     `due`.
     """
 
+    first: int = field(metadata=optimizers.TRANSIENT)
+    end: int = field(metadata=optimizers.TRANSIENT)
     outer: OuterState
     samples: int = 0
     total: int = 0
@@ -48,17 +47,30 @@ class Fragment:
         """Of this replica in an exact mean: the samples behind it since the last average."""
         return self.samples or NOTHING
 
+    def replica(self, worker: Worker) -> Tensor:
+        """This worker's own values."""
+        return worker.parameters[self.first : self.end]
+
+    def counts(self, worker: Worker) -> tuple[int, int | None]:
+        """`samples` and `total`, which a loop of the user's own may not know."""
+        return self.samples, None if worker.own_loop else self.total
+
+    def land(self) -> None:
+        """Wait for an average that is on its way."""
+        if self.flow is not None:
+            self.flow.wait()
+            self.flow = None
+
 
 @dataclass
 class LocalSGDState(ReplicaState):
-    """`fragments` lie at `cuts` (first, end) of the flat parameters; `epochs` are those over.
+    """`epochs` are those over.
 
     `ended` are the fragments whose round is over, where the outer rule takes them with the next
     gradient. `samples` are this worker's since its buffers were last averaged.
     """
 
     fragments: list[Fragment]
-    cuts: list[tuple[int, int]] = field(metadata=optimizers.TRANSIENT)
     steps: int = 0
     epochs: int = 0
     ended: list[int] = field(default_factory=list)
@@ -172,75 +184,73 @@ class LocalSGD(Replicas[LocalSGDState]):
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> LocalSGDState:
         """An outer state for each fragment."""
-        cuts = exchange.fragments_of(worker, self.fragments)
-        fragments = [Fragment(self.outer.begin(worker.parameters[a:b])) for a, b in cuts]
-        return LocalSGDState(
-            worker.local_optimizer(), fragments, cuts, epochs=int(worker.step.epoch)
-        )
+        fragments = [
+            Fragment(first, end, self.outer.begin(worker.parameters[first:end]))
+            for first, end in exchange.fragments_of(worker, self.fragments)
+        ]
+        return LocalSGDState(worker.local_optimizer(), fragments, epochs=int(worker.step.epoch))
 
     def update(self, worker: Worker, state: LocalSGDState) -> None:
         """A local step; then what is due: averages arrive, and others leave."""
         worker.clip()
-        moves = [self._move_beside_gradient(worker, state, index) for index in state.ended]
+        ended = [state.fragments[index] for index in state.ended]
+        moves = [self._move_beside_gradient(worker, fragment) for fragment in ended]
         worker.update_locally(state.optimizer)
-        for own, move in moves:
-            own.add_(move)
-        state.ended = []
+        for fragment, move in zip(ended, moves, strict=True):
+            fragment.replica(worker).add_(move)
         state.steps += 1
         state.samples += worker.step.samples
         for fragment in state.fragments:
             fragment.samples += worker.step.samples
             fragment.total += worker.step.total_samples
-        for index, fragment in enumerate(state.fragments):
+        for fragment in state.fragments:
             if fragment.travelling is not None and state.steps >= fragment.due:
-                self._arrive(worker, state, index)
+                self._arrive(worker, fragment)
         leaving = self._leaving(worker, state)
-        if self.outer.beside_gradient:
-            state.ended = leaving
-        else:
+        state.ended = leaving if self.outer.beside_gradient else []
+        if not self.outer.beside_gradient:
             for index in leaving:
-                self._send(worker, state, index)
-        for (first, end), worth, weight in self._worth(worker, state):
-            worker.snapshots.offer(worker.step.consumed, worth, offset=first, weight=weight)
-            if self.outer.beside_gradient:  # its centre is not what a worker has
-                own = worker.parameters[first:end]
-                worker.snapshots.offer(worker.step.consumed, own, offset=first, kind="replica")
+                self._send(worker, state, state.fragments[index])
+        self._offer(worker, state)
 
-    def _move_beside_gradient(
-        self, worker: Worker, state: LocalSGDState, index: int
-    ) -> tuple[Tensor, Tensor]:
-        """A fragment, and what the outer rule adds to it where the gradient was computed."""
-        fragment, own = state.fragments[index], worker.parameters[slice(*state.cuts[index])]
-        average, moved = exchange.scaled_copy(worker, own), own.clone()
+    def _offer(self, worker: Worker, state: LocalSGDState) -> None:
+        consumed, offer = worker.step.consumed, worker.snapshots.offer
+        for fragment in state.fragments:
+            worth, offset = self._worth(worker, fragment), fragment.first
+            offer(consumed, worth, offset=offset, weight=fragment.weight)
+            if self.outer.beside_gradient:  # its centre is not what a worker has
+                offer(consumed, fragment.replica(worker), offset=offset, kind="replica")
+
+    def _worth(self, worker: Worker, fragment: Fragment) -> Tensor:
+        """Return what this replica contributes to a model."""
+        return self.outer.worth(fragment.outer, fragment.replica(worker))
+
+    def _move_beside_gradient(self, worker: Worker, fragment: Fragment) -> Tensor:
+        """Find what the outer rule adds to a fragment where the gradient was computed."""
+        own = fragment.replica(worker)
+        average, moved = exchange.copy_of(worker, own), own.clone()
         self._averaging(worker, fragment, average)(worker.transport)
         self.outer.step(fragment.outer, moved, average, self._round(worker))
-        return own, moved.sub_(own)
+        return moved.sub_(own)
 
     def _averaging(
         self, worker: Worker, fragment: Fragment, values: Tensor
     ) -> Callable[[Transport], None]:
-        """A function that averages `values`, a copy of `fragment`; its samples count anew."""
-        average = partial(
-            exchange.average_replicas,
-            worker,
-            values=values,
-            algorithm=self.algorithm,
-            **self._counts(worker, fragment),
-        )
+        """Make a function that averages `values`, a copy of `fragment`; its samples count anew."""
+        samples, total = fragment.counts(worker)
         fragment.samples = fragment.total = 0
         fragment.averages += 1
-        return average
 
-    def _counts(self, worker: Worker, fragment: Fragment) -> Counts:
-        """A loop of the user's own may not know the samples of other workers."""
-        total = None if worker.own_loop else fragment.total
-        return {"samples": fragment.samples, "total": total}
+        def average(transport: Transport) -> None:
+            exchange.average_replicas(worker, transport, values, self.algorithm, samples, total)
+
+        return average
 
     def _round(self, worker: Worker) -> Round:
         return Round(worker.step.rates[0], len(worker.workers))
 
     def _leaving(self, worker: Worker, state: LocalSGDState) -> list[int]:
-        """The fragments whose round ends with this step."""
+        """Find the fragments whose round ends with this step."""
         if self.every_epochs is not None:
             before, state.epochs = state.epochs, int(worker.step.epoch)
             ends = state.epochs // self.every_epochs > before // self.every_epochs
@@ -252,26 +262,27 @@ class LocalSGD(Replicas[LocalSGDState]):
             k for k in range(count) if (state.steps + k * self.every // count) % self.every == 0
         ]
 
-    def _send(self, worker: Worker, state: LocalSGDState, index: int) -> None:
-        fragment, (first, end) = state.fragments[index], state.cuts[index]
-        counts = self._counts(worker, fragment)
-        fragment.travelling = exchange.scaled_copy(worker, worker.parameters[first:end])
+    def _send(self, worker: Worker, state: LocalSGDState, fragment: Fragment) -> None:
+        counts = fragment.counts(worker)
+        fragment.travelling = exchange.copy_of(worker, fragment.replica(worker))
         fragment.due = state.steps + self.overlap
         average = self._averaging(worker, fragment, fragment.travelling)
         if self.overlap:
             fragment.flow = worker.transport.spawn(average)
-        else:
-            average(worker.transport)
-            self._arrive(worker, state, index)
-            if isinstance(self.outer, SlowMo) and self._rule(fragment) is self.outer:
-                self._treat_moments(worker, state.optimizer, counts)
+            return
+        average(worker.transport)
+        self._arrive(worker, fragment)
+        if isinstance(self.outer, SlowMo) and self._rule(fragment) is self.outer:
+            if self.outer.buffers == "reset":
+                state.optimizer.state.clear()
+            elif self.outer.buffers == "average":
+                exchange.average_moments(worker, state.optimizer, self.algorithm, *counts)
 
-    def _arrive(self, worker: Worker, state: LocalSGDState, index: int) -> None:
+    def _arrive(self, worker: Worker, fragment: Fragment) -> None:
         """Apply the outer rule to the replica and the average."""
-        fragment, (first, end) = state.fragments[index], state.cuts[index]
-        self._land(fragment)
+        fragment.land()
         assert fragment.travelling is not None
-        own = worker.parameters[first:end]
+        own = fragment.replica(worker)
         learnt = own.clone() if self.overlap else own
         self._rule(fragment).step(fragment.outer, own, fragment.travelling, self._round(worker))
         if self.overlap:
@@ -279,35 +290,21 @@ class LocalSGD(Replicas[LocalSGDState]):
         fragment.travelling = None
 
     def _rule(self, fragment: Fragment) -> Outer:
-        """The outer rule for the last average of `fragment`."""
+        """Return the outer rule for the last average of `fragment`."""
         if isinstance(self.outer, SlowMo) and self.outer.every is not None:
             assert self.every is not None
             if fragment.averages % (self.outer.every // self.every):
                 return Average()
         return self.outer
 
-    def _treat_moments(self, worker: Worker, optimizer: Optimizer, counts: Counts) -> None:
-        """After a slow update, as `SlowMo.buffers` says."""
-        assert isinstance(self.outer, SlowMo)
-        if self.outer.buffers == "reset":
-            optimizer.state.clear()
-        elif self.outer.buffers == "average":
-            exchange.average_moments(worker, optimizer, self.algorithm, **counts)
-
-    def _land(self, fragment: Fragment) -> None:
-        if fragment.flow is not None:
-            fragment.flow.wait()
-            fragment.flow = None
-
-    def quiesce(self, worker: Worker, state: LocalSGDState, step: int) -> bool:
+    def settle(self, worker: Worker, state: LocalSGDState) -> None:
         """Averages on their way land; they are applied when they are due."""
         for fragment in state.fragments:
-            self._land(fragment)
-        return True
+            fragment.land()
 
     def agree(self, worker: Worker, state: LocalSGDState) -> None:
         """The exact mean of what the workers have learnt, and of their buffers."""
-        self._settle(worker, state)
+        self._apply(worker, state)
         self._average_exactly(worker, state)
         exchange.exact_mean_of_buffers(worker, state.samples or NOTHING)
         state.samples, state.ended = 0, []
@@ -316,29 +313,23 @@ class LocalSGD(Replicas[LocalSGDState]):
 
     def stop(self, worker: Worker, state: LocalSGDState) -> None:
         """The exact mean of what the workers have learnt."""
-        self._settle(worker, state)
-        for (first, _), worth, weight in self._worth(worker, state):
-            worker.snapshots.renew(worker.step.consumed, worth, offset=first, weight=weight)
+        self._apply(worker, state)
+        for fragment in state.fragments:
+            worth, weight = self._worth(worker, fragment), fragment.weight
+            worker.snapshots.renew(
+                worker.step.consumed, worth, offset=fragment.first, weight=weight
+            )
         self._average_exactly(worker, state)
 
-    def _settle(self, worker: Worker, state: LocalSGDState) -> None:
-        """Apply averages that are on their way; replicas become what `worth` says of them."""
-        self.quiesce(worker, state, state.steps)
-        for index, fragment in enumerate(state.fragments):
+    def _apply(self, worker: Worker, state: LocalSGDState) -> None:
+        """Apply averages that are on their way; replicas become what they contribute."""
+        self.settle(worker, state)
+        for fragment in state.fragments:
             if fragment.travelling is not None:
-                self._arrive(worker, state, index)
-        for (first, end), worth, _ in self._worth(worker, state):
-            worker.parameters[first:end].copy_(worth)
+                self._arrive(worker, fragment)
+            fragment.replica(worker).copy_(self._worth(worker, fragment))
 
     def _average_exactly(self, worker: Worker, state: LocalSGDState) -> None:
-        """The average of a round that is cut short here."""
-        for cut, fragment in zip(state.cuts, state.fragments, strict=True):
-            exchange.exact_mean(worker, fragment.weight, slice(*cut))
-
-    def _worth(
-        self, worker: Worker, state: LocalSGDState
-    ) -> Iterator[tuple[tuple[int, int], Tensor, float]]:
-        """Of each fragment the place, what this replica is worth, and its weight in the average."""
-        for cut, fragment in zip(state.cuts, state.fragments, strict=True):
-            worth = self.outer.worth(fragment.outer, worker.parameters[slice(*cut)])
-            yield cut, worth, fragment.weight
+        """Close a round that is cut short here."""
+        for fragment in state.fragments:
+            exchange.exact_mean(worker, fragment.weight, slice(fragment.first, fragment.end))

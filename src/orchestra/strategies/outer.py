@@ -67,7 +67,6 @@ class Average(Outer):
     copies = 0
 
     def begin(self, parameters: Tensor) -> OuterState:
-        """Nothing is kept."""
         return OuterState()
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:

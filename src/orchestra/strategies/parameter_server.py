@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
-from orchestra.parameter_server.consistency import (
-    Asynchronous,
-    Bounded,
-    Consistency,
-    FirstArrivals,
-    Synchronous,
-)
 from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
-from orchestra.strategies.base import Footprint, Roles, Strategy, roles_of
+from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange.servers import Compensate
     from orchestra.optimizers.state import OptimizerPart
-    from orchestra.parameter_server import Client, Home, Pause, ReplicatedServer, Server
+    from orchestra.parameter_server import Client, Consistency, Pause, ReplicatedServer, Server
+    from orchestra.parameter_server.placement import Slice
     from orchestra.schedules.work_queue import WorkQueue
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
@@ -52,36 +45,12 @@ class ParameterServerState:
     where the servers return gradients.
     """
 
-    homes: list[Home] = field(metadata=optimizers.TRANSIENT)
+    slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
     client: Client | None = None
     server: Server | ReplicatedServer | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
     missed: Missed = field(default_factory=Missed)
-
-
-def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
-    """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
-    if placement == "beside":
-        if servers > ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside workers need as many ranks, "
-                f"not {ranks}: lower servers or raise ranks"
-            )
-        if replicas and servers == ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside {ranks} workers leave none "
-                "that could evaluate after any server's death: lower servers or raise ranks"
-            )
-        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
-    workers = ranks - servers
-    if workers < 1:
-        raise InputError(
-            f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
-            "worker: raise ranks, lower servers, or set placement='beside'"
-        )
-    shares = (1.0,) * workers + (0.0,) * servers
-    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,10 +129,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
     staleness: int | None = setting(
-        None,
-        "with bounded: steps that a worker may be ahead of the slowest",
-        low=0,
-        high=MOST_STEPS,
+        None, "with bounded: steps a worker may be ahead of the slowest", low=0, high=MOST_STEPS
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -172,10 +138,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
     backup: int = setting(
-        0,
-        "workers that a step does not wait for: the first N - backup make the average",
-        low=0,
-        high=MOST_RANKS,
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MOST_RANKS
     )
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
         "kept",
@@ -188,10 +151,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         None, "strength of delay compensation; none: 0.04 constant, 2 adaptive", low=0, high=1e9
     )
     mean_square: float | None = setting(
-        None,
-        "m, adaptive only: what the mean square of gradients keeps in a push; none: 0.95",
-        low=0,
-        high=1,
+        None, "m, adaptive: what the mean square keeps in a push; none: 0.95", low=0, high=1
     )
     replicas: int = setting(
         0, "further copies of each slice, on the next server: the run survives a server", low=0,
@@ -200,73 +160,69 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def check(self) -> None:
         """Refuse settings that contradict each other."""
-        if self.staleness is not None and self.consistency != "bounded":
-            raise InputError(
-                f"ParameterServer: staleness={self.staleness} needs consistency='bounded', "
-                f"not {self.consistency!r}"
-            )
-        if self.staleness is None and self.consistency == "bounded":
-            raise InputError(
-                "ParameterServer: consistency='bounded' needs its bound: give both, as in "
-                "ParameterServer(consistency='bounded', staleness=1), or set "
-                "consistency='asynchronous'"
-            )
-        if self.averages:
-            self._check_synchronous()
-        else:
-            self._check_on_arrival()
-        if self.replicas:
-            self._check_replicas()
-        if self.lambda0 is not None and self.delay_compensation == "none":
-            raise InputError(
-                "ParameterServer: lambda0 needs delay_compensation='constant' or 'adaptive'"
-            )
-        if self.mean_square is not None and self.delay_compensation != "adaptive":
-            raise InputError("ParameterServer: mean_square needs delay_compensation='adaptive'")
-        if self.backup and (self.servers > 1 or self.returns == "gradients"):
-            raise InputError(
-                "ParameterServer: backup needs servers=1 and returns='parameters': several servers "
-                "would not drop the same gradients, and a late worker would miss updates"
-            )
-
-    def _check_on_arrival(self) -> None:
-        if self.returns == "gradients":
-            raise InputError(
-                "ParameterServer: returns='gradients' needs consistency='synchronous': "
-                f"a server that is {self.consistency} has no average to return"
-            )
-        if self.backup:
-            raise InputError(
-                "ParameterServer: backup needs consistency='synchronous': "
-                f"where it is {self.consistency!r}, no gradient comes too late"
-            )
-
-    def _check_replicas(self) -> None:
-        if self.servers < 2:
-            raise InputError(
-                "ParameterServer: replicas=1 needs servers=2 or more: the replica of a server's "
-                "slice lies on the next server"
-            )
-        if self.returns == "gradients":
-            raise InputError(
-                "ParameterServer: replicas=1 needs returns='parameters': servers that only average "
-                "keep nothing that could be lost"
-            )
-        if self.averages and self.placement == "beside":
-            raise InputError(
-                "ParameterServer: replicas=1 beside workers needs consistency='asynchronous', or "
-                "'bounded' with a staleness above 0: with a server its worker dies, and a "
-                "synchronous step needs all workers; or set placement='dedicated'"
-            )
-
-    def _check_synchronous(self) -> None:
-        for name, neutral in (("learning_rate", "kept"), ("delay_compensation", "none")):
-            if getattr(self, name) != neutral:
-                raise InputError(
-                    f"ParameterServer: {name}={getattr(self, name)!r} needs "
-                    "consistency='asynchronous', or 'bounded' with a staleness above 0: "
-                    "a synchronous server averages gradients of the same parameters"
+        on_arrival = "consistency='asynchronous', or 'bounded' with a staleness above 0"
+        beside = self.placement == "beside"
+        gradients = self.returns == "gradients"
+        bounded = self.consistency == "bounded"
+        for refused, reason in (
+            (
+                self.staleness is not None and not bounded,
+                f"staleness={self.staleness} needs consistency='bounded', not {self.consistency!r}",
+            ),
+            (
+                self.staleness is None and bounded,
+                "consistency='bounded' needs its bound: give both, as in ParameterServer("
+                "consistency='bounded', staleness=1), or set consistency='asynchronous'",
+            ),
+            *(
+                (
+                    self.averages and getattr(self, name) != neutral,
+                    f"{name}={getattr(self, name)!r} needs {on_arrival}: "
+                    "a synchronous server averages gradients of the same parameters",
                 )
+                for name, neutral in (("learning_rate", "kept"), ("delay_compensation", "none"))
+            ),
+            (
+                gradients and not self.averages,
+                "returns='gradients' needs consistency='synchronous': "
+                f"a server that is {self.consistency} has no average to return",
+            ),
+            (
+                self.backup > 0 and not self.averages,
+                "backup needs consistency='synchronous': "
+                f"where it is {self.consistency!r}, no gradient comes too late",
+            ),
+            (
+                self.replicas > 0 and self.servers < 2,
+                "replicas=1 needs servers=2 or more: the replica of a server's slice lies on the "
+                "next server",
+            ),
+            (
+                self.replicas > 0 and gradients,
+                "replicas=1 needs returns='parameters': servers that only average keep nothing "
+                "that could be lost",
+            ),
+            (
+                self.replicas > 0 and self.averages and beside,
+                f"replicas=1 beside workers needs {on_arrival}: with a server its worker dies, and "
+                "a synchronous step needs all workers; or set placement='dedicated'",
+            ),
+            (
+                self.lambda0 is not None and self.delay_compensation == "none",
+                "lambda0 needs delay_compensation='constant' or 'adaptive'",
+            ),
+            (
+                self.mean_square is not None and self.delay_compensation != "adaptive",
+                "mean_square needs delay_compensation='adaptive'",
+            ),
+            (
+                self.backup > 0 and (self.servers > 1 or gradients),
+                "backup needs servers=1 and returns='parameters': several servers would not drop "
+                "the same gradients, and a late worker would miss updates",
+            ),
+        ):
+            if refused:
+                raise InputError(f"ParameterServer: {reason}")
 
     @property
     def averages(self) -> bool:
@@ -275,7 +231,6 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     @property
     def synchronous(self) -> bool:
-        """All workers take each step together."""
         return self.averages and not self.backup
 
     @property
@@ -284,7 +239,6 @@ class ParameterServer(Strategy[ParameterServerState]):
         return not self.averages
 
     def work(self, state: ParameterServerState) -> Client | None:
-        """The batches that come with answers."""
         client = state.client
         return None if client is None or client.work is None else client
 
@@ -333,65 +287,60 @@ class ParameterServer(Strategy[ParameterServerState]):
             )
         exchange.agree_on_parameters(worker)
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
-        state = ParameterServerState(exchange.homes_of(worker, roles.servers, updates=updates))
-        if worker.rank in roles.servers:
-            state.server = self._make_server(worker, roles, state.homes)
+        is_server = worker.rank in roles.servers
+        state = ParameterServerState(exchange.slices_of(worker, roles.servers, updates=updates))
+        if is_server:
+            state.server = self._make_server(worker, roles, state.slices)
         if worker.rank in roles.workers:
-            state.client = self._make_client(worker, roles, state.homes)
+            parameters = worker.parameters if self.replicas else None
+            queue = self._queue(worker, roles)
+            state.client = parameter_server.Client(
+                worker.transport, state.slices, queue, parameters
+            )
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
-        is_server = worker.rank in roles.servers
         replaceable = bool(self.replicas) if is_server else not self.synchronous
         worker.reporter.expendable(replaceable and worker.rank != roles.chief)
         return state
 
-    def _make_server(
-        self, worker: Worker, roles: Roles, homes: list[Home]
-    ) -> Server | ReplicatedServer:
-        updates = self.returns == "parameters"
-        make = functools.partial(
-            exchange.make_server,
-            worker,
-            homes,
-            roles.workers,
-            self._consistency(len(roles.workers)),
-            updates=updates,
-            clips=updates and self.averages,
-            rate_divisor=self._rate_divisor(len(roles.workers)),
-            compensate=self._compensate(),
-        )
-        if not self.replicas:
-            return make(queue=self._queue(worker, roles))
-        return exchange.make_replicated_server(
-            worker, homes, lambda mirrors: make(mirrors=mirrors, queue=self._queue(worker, roles))
-        )
-
-    def _make_client(self, worker: Worker, roles: Roles, homes: list[Home]) -> Client:
-        queue = self._queue(worker, roles)
-        if self.replicas:
-            return parameter_server.ReplicatedClient(
-                worker.transport, homes, worker.parameters, queue
-            )
-        return parameter_server.Client(worker.transport, homes, queue)
-
     def _queue(self, worker: Worker, roles: Roles) -> WorkQueue | None:
-        """A copy of the queue that self-paced workers share; None where work is dealt out."""
+        """Make a copy of the queue that self-paced workers share; None where work is dealt out."""
         return worker.make_queue(roles.shares) if self.self_paced else None
+
+    def _make_server(
+        self, worker: Worker, roles: Roles, slices: list[Slice]
+    ) -> Server | ReplicatedServer:
+        updates, workers = self.returns == "parameters", len(roles.workers)
+        by_staleness = self.learning_rate == "by_staleness"
+        divisor = workers if self.learning_rate == "divided" else 1
+
+        def make(mirrors: Slice | None = None) -> Server:
+            return exchange.make_server(
+                worker,
+                slices,
+                roles.workers,
+                self._consistency(workers),
+                updates=updates,
+                clips=updates and self.averages,
+                rate_divisor=lambda staleness: max(staleness, 1) if by_staleness else divisor,
+                compensate=self._compensate(),
+                queue=self._queue(worker, roles),
+                mirrors=mirrors,
+            )
+
+        return exchange.make_replicated_server(worker, slices, make) if self.replicas else make()
 
     def _consistency(self, workers: int) -> Consistency:
         if self.backup:
-            return FirstArrivals(workers - self.backup)
+            return parameter_server.FirstArrivals(workers - self.backup)
         if self.averages:
-            return Synchronous()
-        return Asynchronous() if self.staleness is None else Bounded(self.staleness)
-
-    def _rate_divisor(self, workers: int) -> Callable[[int], int]:
-        """The divisor of a push's learning rate, for its staleness."""
-        if self.learning_rate == "by_staleness":
-            return lambda staleness: max(staleness, 1)
-        divisor = workers if self.learning_rate == "divided" else 1
-        return lambda staleness: divisor
+            return parameter_server.Synchronous()
+        return (
+            parameter_server.Asynchronous()
+            if self.staleness is None
+            else parameter_server.Bounded(self.staleness)
+        )
 
     def _compensate(self) -> Compensate | None:
         """Makes the compensation of a slice, with the paper's strengths for CIFAR-10 by default."""
@@ -441,11 +390,9 @@ class ParameterServer(Strategy[ParameterServerState]):
             worker.clip()
         if self.backup and not worker.step.samples:
             return
-        before = state.client.clock
-        exchange.push_and_pull(
-            worker, state.client, worker.parameters, synchronous=self.synchronous
-        )
-        passed_over = state.client.clock - before - 1
+        client, before = state.client, state.client.clock
+        exchange.push_and_pull(worker, client, worker.parameters, synchronous=self.synchronous)
+        passed_over = client.clock - before - 1
         state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
 
     def serve(self, worker: Worker, state: ParameterServerState) -> Pause | None:
@@ -465,17 +412,14 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.returns == "gradients":
             exchange.agree_on_parameters(worker)
             return
-        if self.replicas:
-            self._agree_with_replicas(worker, state)
+        if not self.replicas:
+            assert not isinstance(state.server, parameter_server.ReplicatedServer)
+            exchange.collect_slices(worker, state.slices, state.server)
+            if self.synchronous:
+                exchange.broadcast_buffers(worker, worker.everyone)
             return
-        assert not isinstance(state.server, parameter_server.ReplicatedServer)
-        exchange.collect_slices(worker, state.homes, state.server)
-        if self.synchronous:
-            exchange.broadcast_buffers(worker, worker.everyone)
-
-    def _agree_with_replicas(self, worker: Worker, state: ParameterServerState) -> None:
-        """Any server may be lost: workers ask for the values, and one of them tells the servers."""
-        if isinstance(state.client, parameter_server.ReplicatedClient):
+        # Any server may be lost: workers ask for the values, and one of them tells the servers.
+        if state.client is not None:
             state.client.agree()
             if self.synchronous:
                 exchange.broadcast_buffers(worker, worker.workers)
@@ -495,12 +439,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             state.server.serve_to_the_end(worker.transport)
         self.agree(worker, state)
 
-    def optimizer_of(self, state: ParameterServerState) -> Optimizer | None:
-        """The workers' optimizer, where they have one."""
-        return state.optimizer
-
     def optimizer_parts(self, worker: Worker, state: ParameterServerState) -> list[OptimizerPart]:
-        """Those of the slices that this rank serves."""
         if state.server is None:
             return []
-        return exchange.optimizer_parts(worker, state.homes, state.server)
+        return exchange.optimizer_parts(worker, state.slices, state.server)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from orchestra.exchange import GradientAverage, PipelineStep, Seat
+    from orchestra.exchange import GradientAverage, PipelineSlot, PipelineStep
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -74,8 +74,8 @@ class Pipeline(Strategy[PipelineState]):
             return len(self.cuts) + 1
         return ranks if self.stages is None else self.stages
 
-    def _seat(self, rank: int, ranks: int) -> Seat:
-        return exchange.Seat(rank, ranks, self._stages(ranks))
+    def _slot(self, rank: int, ranks: int) -> PipelineSlot:
+        return exchange.PipelineSlot(rank, ranks, self._stages(ranks))
 
     def roles(self, ranks: int) -> Roles:
         """A pipeline's batch is that of all its ranks, and all of them read it."""
@@ -91,41 +91,41 @@ class Pipeline(Strategy[PipelineState]):
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """Of its stage, with a part of the activations of each micro-batch that is under way."""
-        seat = self._seat(rank, ranks)  # S batches come in, and 1 / S of their activations are here
+        slot = self._slot(rank, ranks)  # S batches come in, and 1 / S of their activations are here
         kept = self.microbatches
         if self.schedule == "1f1b":
-            kept = min(kept, seat.stages - seat.stage)
+            kept = min(kept, slot.stages - slot.stage)
         return Footprint(batches=kept / self.microbatches)
 
     def part_of(
         self, module: nn.Module, loss_of: Callable[[nn.Module], Tensor], rank: int, ranks: int
     ) -> ModelPart | None:
         """The stage of `rank`; the first pipeline answers for the parameters."""
-        seat = self._seat(rank, ranks)
-        if seat.stages == 1:
+        slot = self._slot(rank, ranks)
+        if slot.stages == 1:
             return None
-        stage = exchange.stage_of(module, loss_of, seat, self.cuts)
-        owned = [name for name, stages in stage.holders.items() if stages[0] == seat.stage]
+        stage = exchange.stage_of(module, loss_of, slot, self.cuts)
+        owned = [name for name, stages in stage.holders.items() if stages[0] == slot.stage]
         owned += [name for name, _ in stage.named_buffers()]
-        return ModelPart(stage, frozenset(owned if rank < seat.stages else ()))
+        return ModelPart(stage, frozenset(owned if rank < slot.stages else ()))
 
     def start(self, worker: Worker) -> PipelineState:
         """The replicas of a stage begin with equal parameters."""
-        seat = self._seat(worker.rank, worker.runtime.ranks)
-        if worker.own_loop or (seat.stages > 1 and not exchange.is_stage(worker.module)):
+        slot = self._slot(worker.rank, worker.runtime.ranks)
+        if worker.own_loop or (slot.stages > 1 and not exchange.is_stage(worker.module)):
             raise InputError(
                 "Pipeline: a rank holds one stage of the model from the beginning on, so it needs "
                 "orchestra's own loop (orchestra train)"
             )
-        worker.set_workers(seat.replicas.ranks)
+        worker.set_workers(slot.replicas.ranks)
         worker.reporter.expendable(False)
         exchange.agree_within(worker, worker.workers)
         collective = exchange.make_collective(worker, "ring")
         parts = self.microbatches * worker.accumulation
         return PipelineState(
             worker.local_optimizer(),
-            exchange.GradientAverage(worker, collective.sum_on(worker.transport)),
-            exchange.PipelineStep(worker, seat, parts, self.schedule),
+            exchange.GradientAverage(worker, collective.of_buckets(worker)),
+            exchange.PipelineStep(worker, slot, parts, self.schedule),
         )
 
     def before_forward(self, worker: Worker, state: PipelineState) -> None:
@@ -143,22 +143,18 @@ class Pipeline(Strategy[PipelineState]):
     def reduce(self, worker: Worker, state: PipelineState) -> None:
         """Averages over the replicas, and sums over the stages that share a parameter."""
         state.average.finish()
-        exchange.sum_tied(worker, state.passes.seat)
-        exchange.agree_on_loss(worker, state.passes.seat)
+        exchange.sum_tied(worker, state.passes.slot)
+        exchange.agree_on_loss(worker, state.passes.slot)
 
     def update(self, worker: Worker, state: PipelineState) -> None:
         """Each stage on its own; tied parameters get the same update in all of theirs."""
-        seat = state.passes.seat
-        exchange.clip_stages(worker, seat)
+        slot = state.passes.slot
+        exchange.clip_stages(worker, slot)
         worker.update_locally(state.optimizer)
-        if seat.stage:
+        if slot.stage:
             worker.step.samples = 0  # they are counted where they come in
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def stop(self, worker: Worker, state: PipelineState) -> None:
         """End the background flows; every rank keeps its stage."""
         state.average.close()
-
-    def optimizer_of(self, state: PipelineState) -> Optimizer:
-        """That of the stage."""
-        return state.optimizer

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ STRATEGIES = Registry(
         "Gossip": "orchestra.strategies.gossip:Gossip",
         "Hop": "orchestra.strategies.gossip:Hop",
         "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
-        "PairwiseAveraging": "orchestra.strategies.group_averaging:PairwiseAveraging",
+        "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",
         "ParameterServer": "orchestra.strategies.parameter_server:ParameterServer",
         "Pipeline": "orchestra.strategies.pipeline:Pipeline",
-        "Prague": "orchestra.strategies.group_averaging:Prague",
+        "Prague": "orchestra.strategies.prague:Prague",
         "Single": "orchestra.strategies.single:Single",
         "StochasticGradientPush": (
             "orchestra.strategies.stochastic_gradient_push:StochasticGradientPush"
@@ -40,17 +39,17 @@ STRATEGIES = Registry(
         "AfterSteps": "orchestra.strategies.switch_rules:AfterSteps",
         "Average": "orchestra.strategies.outer:Average",
         "Both": "orchestra.strategies.switch_rules:Both",
-        "Complete": "orchestra.topologies.graphs:Complete",
+        "Complete": "orchestra.topologies:Complete",
         "Either": "orchestra.strategies.switch_rules:Either",
         "Elastic": "orchestra.strategies.outer:Elastic",
-        "Exponential": "orchestra.topologies.graphs:Exponential",
+        "Exponential": "orchestra.topologies:Exponential",
         "LossStable": "orchestra.strategies.switch_rules:LossStable",
         "Nesterov": "orchestra.strategies.outer:Nesterov",
         "NoiseScale": "orchestra.strategies.switch_rules:NoiseScale",
-        "RandomRegular": "orchestra.topologies.graphs:RandomRegular",
-        "Ring": "orchestra.topologies.graphs:Ring",
+        "RandomRegular": "orchestra.topologies:RandomRegular",
+        "Ring": "orchestra.topologies:Ring",
         "SlowMo": "orchestra.strategies.outer:SlowMo",
-        "Star": "orchestra.topologies.graphs:Star",
+        "Star": "orchestra.topologies:Star",
         "Straggler": "orchestra.strategies.switch_rules:Straggler",
     },
     elsewhere={
@@ -102,36 +101,27 @@ class Standing:
         clusters, remark = _seconds(simulated["clusters"]), simulated["remark"]
         return replace(known, simulated=clusters, simulated_remark=remark)
 
-    @cached_property
-    def _good_on(self) -> dict[str, list[str]]:
-        return _good_on(self.seconds)
-
-    @cached_property
-    def _good_in_simulation(self) -> dict[str, list[str]]:
-        return _good_on(self.simulated)
-
     def good_on(self, notation: str) -> list[str]:
         """The tasks on which this strategy was the best in real runs, or within 5 % of that."""
-        return self._good_on.get(normal(notation), [])
+        return _good_on(self.seconds, normal(notation))
 
     def good_in_simulation(self, notation: str) -> list[str]:
         """The clusters on which it was that in simulated runs."""
-        return self._good_in_simulation.get(normal(notation), [])
+        return _good_on(self.simulated, normal(notation))
 
 
 def _seconds(measured: Mapping[str, Mapping[str, Any]]) -> Seconds:
     return {place: found["seconds"] for place, found in measured.items()}
 
 
-def _good_on(seconds: Seconds) -> dict[str, list[str]]:
-    """Of each strategy the places where it was good."""
-    found: dict[str, list[str]] = {}
+def _good_on(seconds: Seconds, strategy: str) -> list[str]:
+    """Find the places where `strategy` was good."""
+    good = []
     for place, measured in seconds.items():
-        reached = {name: value for name, value in measured.items() if value is not None}
-        for name, value in reached.items():
-            if value <= NEAR * min(reached.values()):
-                found.setdefault(name, []).append(place)
-    return found
+        own, reached = measured.get(strategy), [s for s in measured.values() if s is not None]
+        if own is not None and own <= NEAR * min(reached):
+            good.append(place)
+    return good
 
 
 def normal(notation: str) -> str:

@@ -29,13 +29,9 @@ class Single(Strategy[SingleState]):
 
     use = "first of all: on one host it mostly is faster than any distribution"
 
-    @property
-    def distributed(self) -> bool:
-        """No."""
-        return False
+    distributed = False
 
     def roles(self, ranks: int) -> Roles:
-        """One process that takes everybody's share."""
         return Roles((float(ranks),))
 
     def start(self, worker: Worker) -> SingleState:
@@ -51,6 +47,3 @@ class Single(Strategy[SingleState]):
         worker.update_locally(state.optimizer)
         worker.step.agreed = True
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
-
-    def optimizer_of(self, state: SingleState) -> Optimizer:
-        return state.optimizer

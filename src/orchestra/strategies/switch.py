@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.optimizers.state import OptimizerPart
-    from orchestra.parameter_server import Pause
+    from orchestra.parameter_server.state import Pause
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -42,6 +42,8 @@ class Switch(Strategy[SwitchState]):
     observes on the rank that holds the queue, once all batches of a round are done, and then no
     further batch is handed out.
     """
+
+    switches = True
 
     use = "where the early steps need another strategy than the late ones"
     variants = (
@@ -89,13 +91,7 @@ class Switch(Strategy[SwitchState]):
             )
 
     @property
-    def switches(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
     def native(self) -> bool:
-        """As a phase does."""
         return self.first.native or self.then.native
 
     @property
@@ -125,7 +121,6 @@ class Switch(Strategy[SwitchState]):
         return roles
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """The most of each phase."""
         return self.first.footprint(rank, ranks).joined(self.then.footprint(rank, ranks), max)
 
     def _check_moments(self, first: Roles, then: Roles) -> None:
@@ -148,7 +143,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def steps_together(self) -> bool:
-        """In a phase at least."""
         return self.first.steps_together or self.then.steps_together
 
     def currently_together(self, state: SwitchState) -> bool:
@@ -163,15 +157,14 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def self_paced(self) -> bool:
-        """As the second phase is."""
         return self.then.self_paced
 
     def work(self, state: SwitchState) -> WorkSource | None:
         return self._phase(state).work(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
-        state = SwitchState(None, self.when.begin())
-        state.limit_queues(worker, self.when, self.nesting)
+        state = SwitchState(self.when, self.nesting, self.when.begin())
+        state.limit_queues(worker)
         state.inner = self.first.start(worker)
         self._begin_first(worker, state)
         return state
@@ -203,14 +196,14 @@ class Switch(Strategy[SwitchState]):
     def _share_count(self, worker: Worker, state: SwitchState) -> None:
         """Collective over all ranks, where a phase inside the first one ends after a step.
 
-        Its workers have counted their steps, and judge this one. Other ranks have not, but may
+        Its workers have counted their steps, and observe this one. Other ranks have not, but may
         have to in the phase that begins. Of batches from a queue all know the number.
         """
         if state.switched or self._takes(worker, state):
             return
         workers = worker.workers.ranks
         if worker.rank in workers and not self.when.counts:
-            state.fired = self._is_over(worker, state, square=0.0)
+            state.fired = state.is_over(worker, square=0.0)
             if state.leaving is not None:
                 state.leaving.settle()
         counted = (state.steps, state.fired, optimizers.capture(state.rule))
@@ -222,11 +215,9 @@ class Switch(Strategy[SwitchState]):
         """Where the first phase has gone on from the phase `before` inside it, go on from there."""
         if state.switched or self._innermost(state) is before:
             return
-        if state.leaving is not None:
-            state.leaving.close()
-            state.leaving = None
+        state.end_watch()
         if worker.queue_of is not None and before.self_paced:
-            state.count_rounds(self.when, worker.step.consumed)
+            state.count_rounds(worker.step.consumed)
         if not self._takes(worker, state):
             state.begun = None
         if state.fired:
@@ -243,13 +234,8 @@ class Switch(Strategy[SwitchState]):
             return
         if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
             worker.reporter.expendable(False)  # it announces the step to leave after
-        if not self._announced or worker.rank not in worker.workers.ranks:
-            return
-        judge = exchange.Judge(functools.partial(self.when.observe, state.rule), worker)
-        level = self.nesting + 1
-        state.leaving = exchange.CommonStep(worker, steps=state.steps, level=level, judge=judge)
-        state.seconds = exchange.own_seconds(worker)
-        worker.gradients.measures_square = self.when.reads_gradients
+        if self._announced and worker.rank in worker.workers.ranks:
+            state.watch(worker)
 
     @property
     def nesting(self) -> int:
@@ -259,7 +245,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def hands_over_moments(self) -> bool:
-        """As the second phase does."""
         return self.then.hands_over_moments
 
     @property
@@ -268,7 +253,6 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def reads_values(self) -> bool:
-        """If `when` or a phase does."""
         rule = self.when.reads_loss or self.when.reads_gradients
         return rule or self.first.reads_values or self.then.reads_values
 
@@ -288,7 +272,7 @@ class Switch(Strategy[SwitchState]):
             return
         if self._takes(worker, state):
             if self._announced:
-                worker.step.report = self._report(worker, state)
+                worker.step.report = state.report(worker)
             self.first.update(worker, state.inner)
             return
         square = 0.0
@@ -297,32 +281,16 @@ class Switch(Strategy[SwitchState]):
         state.steps += 1
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
         if self.when.counts:
-            state.fired = self.when.observe(state.rule, worker.step)
+            state.fired = state.observe(worker.step)
         before = self._innermost(state)
         self.first.update(worker, state.inner)
         if self._innermost(state) is not before:
             self._follow(worker, state, before)
             return
         if not self.when.counts:
-            state.fired = self._is_over(worker, state, square)
+            state.fired = state.is_over(worker, square)
         if state.fired:
             self._switch(worker, state)
-
-    def _report(self, worker: Worker, state: SwitchState) -> tuple[float, ...]:
-        """The fields of a `Report` of the step, from its loss on."""
-        step, before = worker.step, state.seconds
-        state.seconds = exchange.own_seconds(worker)
-        rate = step.rates[0] if step.rates else 0.0
-        return (step.loss, state.seconds - before, rate, step.epoch, step.fraction)
-
-    def _is_over(self, worker: Worker, state: SwitchState, square: float) -> bool:
-        if state.leaving is None:
-            return self.when.observe(state.rule, worker.step)
-        loss, spent, rate, epoch, fraction = self._report(worker, state)
-        squares = (worker.gradients.square, square)
-        report = (worker.step.samples, loss, spent, rate, epoch, fraction, *squares)
-        state.leaving.report(state.steps, *report)
-        return state.leaving.reached(state.steps, wish=False)
 
     def _switch(self, worker: Worker, state: SwitchState) -> None:
         """Nothing in flight, parameters agreed, moments handed over, then the second phase."""
@@ -345,8 +313,7 @@ class Switch(Strategy[SwitchState]):
     def _leave_together(self, worker: Worker, state: SwitchState, position: int) -> None:
         """End the watch; agree on what workers at their own pace could not agree on before."""
         if state.leaving is not None:
-            state.leaving.close()
-            state.leaving = None
+            state.end_watch()
             worker.gradients.measures_square = False
         if self.first.synchronous:
             exchange.wait_for_everyone(worker)  # a server may still wait for one who is to leave
@@ -357,11 +324,10 @@ class Switch(Strategy[SwitchState]):
         there = next(rank for rank in worker.everyone.ranks if rank in roles.workers)
         worker.step.consumed = exchange.agree_on_position(worker, position, there)
         if self._takes(worker, state):
-            state.count_rounds(self.when, worker.step.consumed)
+            state.count_rounds(worker.step.consumed)
 
     def _begin_second(self, worker: Worker, state: SwitchState) -> None:
-        first = len(worker.workers)
-        roles = self.then.roles(worker.budget_ranks)
+        first, roles = len(worker.workers), self.then.roles(worker.budget_ranks)
         worker.begin_phase(roles.workers)
         worker.snapshots.skip(worker.step.consumed)
         worker.queue_of = state.queue_of
@@ -372,8 +338,7 @@ class Switch(Strategy[SwitchState]):
         state.switched = True
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
-        """Resume in the phase that the checkpoint was taken in."""
-        state = SwitchState(None, self.when.begin(), steps=saved["steps"])
+        state = SwitchState(self.when, self.nesting, self.when.begin(), steps=saved["steps"])
         optimizers.restore(state.rule, saved["rule"])
         if saved["switched"]:
             state.queue_of = worker.queue_of
@@ -381,7 +346,7 @@ class Switch(Strategy[SwitchState]):
             state.inner = self.then.resume(worker, saved["inner"])
         else:
             state.begun, state.fired = saved["begun"], saved["fired"]
-            state.limit_queues(worker, self.when, self.nesting)
+            state.limit_queues(worker)
             state.inner = self.first.resume(worker, saved["inner"])
             self._begin_first(worker, state)
         return state
@@ -410,11 +375,9 @@ class Switch(Strategy[SwitchState]):
 
     def stop(self, worker: Worker, state: SwitchState) -> None:
         self._phase(state).stop(worker, state.inner)
-        if state.leaving is not None:
-            state.leaving.close()
+        state.end_watch()
 
     def restart(self, worker: Worker, state: SwitchState, renew: Callable[[], None]) -> SwitchState:
-        """The phase under way alone."""
         state.inner = self._phase(state).restart(worker, state.inner, renew)
         return state
 
@@ -422,7 +385,6 @@ class Switch(Strategy[SwitchState]):
         return self._phase(state).optimizer_of(state.inner)
 
     def optimizer_parts(self, worker: Worker, state: SwitchState) -> list[OptimizerPart]:
-        """Those of the phase under way."""
         return self._phase(state).optimizer_parts(worker, state.inner)
 
     def _phase(self, state: SwitchState) -> Strategy[Any]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from statistics import fmean, median_low
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from orchestra.errors import InputError
 from orchestra.settings import MOST_STEPS, Settings, setting
@@ -35,6 +35,8 @@ class Rule(Settings, ABC):
     they report to one, which observes for all. Rules combine: `a & b`, `a | b`.
     """
 
+    memory: ClassVar[type[RuleState]] = RuleState
+
     @property
     def reads_loss(self) -> bool:
         """It depends on the training loss."""
@@ -57,7 +59,7 @@ class Rule(Settings, ABC):
 
     def begin(self) -> RuleState:
         """The memory at the beginning."""
-        return RuleState()
+        return self.memory()
 
     @abstractmethod
     def observe(self, state: Any, step: Step) -> bool:
@@ -113,13 +115,11 @@ class AfterDecay(Rule):
     A warm-up before it is no decay.
     """
 
+    memory = DecayState
+
     below: float = setting(
         1.0, "a decay is a rate below so much of the largest before", above=0.0, high=1.0
     )
-
-    def begin(self) -> DecayState:
-        """No rate so far."""
-        return DecayState()
 
     def observe(self, state: DecayState, step: Step) -> bool:
         """True while the rate is lower than it was."""
@@ -148,6 +148,7 @@ class Straggler(Rule):
     """
 
     compares_workers = True
+    memory = StragglerState
 
     ratio: float = setting(
         1.5, "seconds of the slowest over the median that make one", above=1.0, high=1e9
@@ -155,10 +156,6 @@ class Straggler(Rule):
     _: KW_ONLY
     window: int = setting(10, "steps that the seconds are the mean of", low=1, high=1_000_000)
     present: bool = setting(True, "false: when there is none any more")
-
-    def begin(self) -> StragglerState:
-        """No step so far."""
-        return StragglerState()
 
     def observe(self, state: StragglerState, step: Step) -> bool:
         """True where the last `window` steps say so, all of the same number of workers."""
@@ -196,6 +193,7 @@ class NoiseScale(Rule):
 
     compares_workers = True  # by their gradients
     reads_gradients = True
+    memory = NoiseState
 
     ratio: float = setting(
         1.0, "B over the samples of a step, from which on it fires", above=0.0, high=1e9
@@ -203,10 +201,6 @@ class NoiseScale(Rule):
     _: KW_ONLY
     smoothing: float = setting(0.95, "of the two estimates, from step to step", low=0.0, high=1.0)
     least: int = setting(20, "steps before it may fire", low=1, high=MOST_STEPS)
-
-    def begin(self) -> NoiseState:
-        """Nothing is known."""
-        return NoiseState()
 
     def observe(self, state: NoiseState, step: Step) -> bool:
         """True where B is at least `ratio` times the batch."""
@@ -307,10 +301,7 @@ class LossStable(Rule):
         "mean", "a step's loss: the sample-weighted mean over the workers, or the largest of them"
     )
     floor: float = setting(
-        1e-12,
-        "losses nearer to 0 than it count as this much in the denominator",
-        above=0.0,
-        high=1e9,
+        1e-12, "losses nearer to 0 count as this much in the denominator", above=0.0, high=1e9
     )
 
     def observe(self, state: RuleState, step: Step) -> bool:
@@ -318,18 +309,16 @@ class LossStable(Rule):
         state.steps += 1
         state.total += step.loss if self.source == "mean" else max(step.losses)
         state.count += 1
-        if not self._interval_ends(state, step):
+        if self.every == "epoch":
+            before, state.epoch = state.epoch, int(step.epoch)
+            if state.epoch <= before:
+                return False
+        elif state.count < self.every:
             return False
         state.observations.append(state.total / state.count)
         del state.observations[: -self.window]
         state.total, state.count = 0.0, 0
         return self.change(state.observations) <= self.threshold
-
-    def _interval_ends(self, state: RuleState, step: Step) -> bool:
-        if self.every != "epoch":
-            return state.count >= self.every
-        before, state.epoch = state.epoch, int(step.epoch)
-        return state.epoch > before
 
     def change(self, losses: list[float]) -> float:
         """s of the `window` losses in `losses`; infinite while there are fewer."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from orchestra.exchange.average import pack
+from orchestra.exchange.agreement import pack
 from orchestra.records.report import Point
 from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.task import Task

@@ -1,4 +1,6 @@
-"""All-reduce algorithms: every rank ends with the sum over the ranks, bit for bit the same.
+"""Schedules: rounds of transfers as integer arrays, free of any transport.
+
+All-reduce algorithms: every rank ends with the sum over the ranks, bit for bit the same.
 
 N ranks, n elements, p the largest power of two up to N. A rank sends: ring 2(N-1)/N n;
 halving_doubling 2(p-1)/p n; butterfly log2(p) n; both n more where it stands in for one of the
@@ -9,11 +11,73 @@ its root (N-1) n.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
-from orchestra.schedules.schedule import COPY, REDUCE, Round, Schedule
+Round = NDArray[np.int64]
+"""One round: [transfers, 5] with the columns source, target, first, end, operation.
+
+A transfer is one message: the pieces from `first` to before `end`, which lie side by side. All
+transfers of a round may be under way together, and carry what their source held when the round
+began; a rank begins a round when it has finished its part of the one before. A target reduces
+what arrives in one round in the order of the rows.
+"""
+
+REDUCE = 0
+"""The target adds the arriving pieces to its own."""
+COPY = 1
+"""The target overwrites its own pieces with the arriving ones."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A collective over `ranks` ranks.
+
+    With `slots` false the vector is cut into `pieces` contiguous parts. With `slots` true every
+    rank keeps a buffer of `pieces` whole vectors, slot r holding the vector of rank r; when the
+    last round is over they are added in the order of the ranks.
+
+    With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same; so
+    no rank is through before all have begun. With `joint` true that holds for another schedule,
+    too, if no piece is empty.
+    """
+
+    name: str
+    ranks: int
+    pieces: int
+    rounds: Callable[[], Iterator[Round]]
+    slots: bool = False
+    all_reduce: bool = False
+    joint: bool = False
+
+    def edges(self, length: int) -> tuple[int, ...]:
+        """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""
+        if self.slots:
+            return tuple(piece * length for piece in range(self.pieces + 1))
+        return tuple(length * piece // self.pieces for piece in range(self.pieces + 1))
+
+    def elements_sent(self, length: int) -> NDArray[np.int64]:
+        """How many elements each rank sends for a vector of `length`: shape [ranks]."""
+        edges = np.array(self.edges(length), dtype=np.int64)
+        sent = np.zeros(self.ranks, dtype=np.int64)
+        for transfers in self.rounds():
+            np.add.at(sent, transfers[:, 0], edges[transfers[:, 3]] - edges[transfers[:, 2]])
+        return sent
+
+    def buffer_elements(self, rank: int, length: int) -> int:
+        """Elements of extra memory that `rank` needs beside its own vector of `length`."""
+        if self.slots:
+            return self.pieces * length if self.ranks > 1 else 0
+        edges = np.array(self.edges(length), dtype=np.int64)
+        peak = 0
+        for transfers in self.rounds():
+            mine = transfers[(transfers[:, 1] == rank) & (transfers[:, 4] == REDUCE)]
+            peak = max(peak, int((edges[mine[:, 3]] - edges[mine[:, 2]]).sum()))
+        return peak
 
 
 def ring(ranks: int) -> Schedule:
@@ -161,6 +225,72 @@ def broadcast(ranks: int, root: int) -> Schedule:
             yield _single(zeros + root, others, zeros, COPY)
 
     return Schedule("broadcast", ranks, 1, rounds)
+
+
+Row = tuple[int, int, int, int, int]
+
+
+def transfers(*rows: Row) -> Round:
+    """A round from its rows; an empty one keeps its five columns."""
+    return np.array(rows, dtype=np.int64).reshape(-1, 5)
+
+
+def hierarchical(nodes: Sequence[int]) -> Schedule:
+    """Three rings: reduce-scatter inside each node, all-reduce between nodes, all-gather inside.
+
+    `nodes` has the number of ranks of each node; ranks are numbered node by node. The vector is
+    cut into as many blocks as the largest node has ranks, each block into one piece a node. Inside
+    a node every rank comes to own some blocks; between the nodes each block has a ring of its
+    own, through its owners. With K nodes of G ranks a rank sends 2(G-1)/G n elements inside its
+    node and 2(K-1)/K n/G to another one. A node may have fewer ranks than others: they then own
+    more blocks each. With one node, or one rank a node, it is the plain ring.
+    """
+    return _hierarchical(tuple(nodes))
+
+
+@functools.cache
+def _hierarchical(nodes: tuple[int, ...]) -> Schedule:
+    assert min(nodes) > 0, "a node without ranks"
+    blocks, count = max(nodes), len(nodes)
+    first_ranks = [0, *accumulate(nodes)]
+
+    def owner(block: int, node: int) -> int:
+        """After the reduce-scatter the rank at place i of a node owns run i + 1 of the blocks."""
+        size = nodes[node]
+        run = next(run for run in range(size) if block < blocks * (run + 1) // size)
+        return first_ranks[node] + (run - 1) % size
+
+    # A reduce-scatter begins with a rank's own run; an all-gather with the next, which it owns.
+
+    def inside(operation: int) -> Iterator[Round]:
+        """A ring in each node at the same time, over runs of blocks."""
+        for k in range(blocks - 1):
+            rows: list[Row] = []
+            for size, first in zip(nodes, first_ranks, strict=False):
+                for place in range(size if k < size - 1 else 0):
+                    run = (place - k + (operation == COPY)) % size
+                    start, end = (blocks * each // size * count for each in (run, run + 1))
+                    rows.append((first + place, first + (place + 1) % size, start, end, operation))
+            yield transfers(*rows)
+
+    def between(operation: int) -> Iterator[Round]:
+        """A ring for each block at the same time, over the nodes' owners of it."""
+        for k in range(count - 1):
+            rows: list[Row] = []
+            for block in range(blocks):
+                for node in range(count):
+                    piece = block * count + (node - k + (operation == COPY)) % count
+                    ends = owner(block, node), owner(block, (node + 1) % count)
+                    rows.append((*ends, piece, piece + 1, operation))
+            yield transfers(*rows)
+
+    def rounds() -> Iterator[Round]:
+        yield from inside(REDUCE)
+        yield from between(REDUCE)
+        yield from between(COPY)
+        yield from inside(COPY)
+
+    return Schedule("hierarchical", sum(nodes), blocks * count, rounds, all_reduce=True)
 
 
 def _fold(ranks: int, core: int, pieces: int, operation: int) -> Iterator[Round]:

@@ -1,4 +1,4 @@
-"""Averages of replicas in groups that one rank, the group generator, forms as workers ask."""
+"""Averages in groups that a generator forms, each worker at its own pace (Prague)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,113 @@ import contextlib
 import enum
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from orchestra.collectives import Group, all_reduce
+from orchestra import exchange
 from orchestra.errors import PeerLost
-from orchestra.transports.protocol import Task, Transport
+from orchestra.settings import MOST_RANKS, MOST_SEED, MOST_STEPS, setting
+from orchestra.settings.registry import LazyModule
+from orchestra.strategies.base import Replicas, ReplicaState
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Work
-from orchestra.worker.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+
+    from orchestra.exchange import SharedWork
+    from orchestra.transports.protocol import Task, Transport
+    from orchestra.worker.worker import Worker
+else:
+    torch = LazyModule("torch")  # settings load without it
+
+
+@dataclass
+class PragueState(ReplicaState):
+    """`groups` is this worker's part in the averages of groups."""
+
+    groups: GroupAverage
+
+
+@dataclass(frozen=True, repr=False)
+class Prague(Replicas[PragueState]):
+    """Average parameters with a group of workers after each step.
+
+    Prague (Luo et al., ASPLOS 2020), called Ripples in arXiv:1909.08029. Worker i, at its own pace:
+
+        x_i <- x_i - gamma g_i;  then, with a group G of which it is a member, for all k in G:
+        x_k <- 1/|G| sum_{j in G} x_j
+
+    The second is a partial all-reduce, P-Reduce. Its matrix F^G is doubly stochastic, so it keeps
+    the mean of the replicas. Groups that share a worker are averaged one after the other. A group
+    generator beside the first worker forms them: a worker asks it after its local step, and waits
+    for the other members of its group.
+
+    smart    The answer is the group that the worker is scheduled in (Group Buffer). If there is
+             none, all workers that are in no group are divided into groups at random (Global
+             Division), so that no two groups are in conflict.
+    random   Each request forms a group of the worker and others drawn at random. The worker
+             averages with it, and before with those formed with it by others meanwhile.
+
+    The number of its requests shows how fast a worker is: one that is `threshold` or more behind
+    the worker that asks is left out of the groups formed now. It is in one when it asks itself.
+
+    The optimizer stays with the worker; no gradient is stale. The final parameters are the exact
+    mean. Groups have at most `group_size` members, and all workers if there are no more.
+
+    Only the paper's abstract was at hand, so these are readings of ours: a worker is idle once the
+    last member of its group has asked; the groups of a division differ in size by one at most, and
+    a single worker that is left over stays idle; the filter serves both generators; the defaults.
+    Inter-Intra synchronization and static schedules are not here.
+    """
+
+    self_paced = True  # groups do not depend on the number of a worker's step
+
+    use = "for some slow workers among many, without a server: groups average by all-reduce"
+    variants = (("Prague(3)", use),)
+
+    group_size: int = setting(3, "workers in a group, at most", low=2, high=MOST_RANKS)
+    _: KW_ONLY
+    generator: Literal["smart", "random"] = setting(
+        "smart", "smart: divides all idle workers at once; random: a group for each request"
+    )
+    threshold: int | None = setting(
+        8, "requests a worker in a group may be behind; none: any", low=1, high=MOST_STEPS
+    )
+    seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
+
+    def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
+        return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
+
+    def update(self, worker: Worker, state: PragueState) -> None:
+        """The optimizer's step, then the averages."""
+        worker.clip()
+        worker.update_locally(state.optimizer)
+        state.groups.average()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+
+    def quiesce(self, worker: Worker, state: PragueState, step: int) -> bool:
+        """All groups have been averaged."""
+        state.groups.settle()
+        return True
+
+    def stop(self, worker: Worker, state: PragueState) -> None:
+        """Average with those who wait; then the exact mean of the replicas."""
+        state.groups.leave()
+        if state.work is not None:
+            state.work.close()
+        state.groups.close()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.snapshots.renew(worker.step.consumed, worker.parameters)
+        exchange.exact_mean(worker)
+
 
 Scheme = Literal["smart", "random"]
 
 
 @dataclass(eq=False)
 class Scheduled:
-    """A group, and those of its members who have not been told to average with it."""
+    """A group, and those of its members who do not know of it yet."""
 
     members: tuple[int, ...]
     missing: set[int]
@@ -33,7 +121,7 @@ class Scheduled:
 class GroupGenerator:
     """Forms groups of workers, and puts them in order. Pure: no messages, no clock.
 
-    A worker performs the groups that it is told in their order, and asks again once it has done so.
+    A worker performs the groups of an answer in their order, and asks again once it has done so.
     All members of two groups have them in the same order, that in which they were formed. So no
     worker is averaged in two groups at a time, and workers never wait for each other in a circle.
 
@@ -68,32 +156,29 @@ class GroupGenerator:
         elif not self._buffer[worker]:
             self._divide(worker)
         self.requests[worker] += 1
-        return self._tell(worker)
+        return self._take(worker)
 
     def leave(self, worker: int) -> list[tuple[int, ...]]:
         """`worker` is in no group any more, once it has performed these."""
         self._active.discard(worker)
-        self._wake()
-        return self._tell(worker)
+        if not self._active:
+            self._active, self._resting = self._resting, set()
+        return self._take(worker)
 
     def rest(self, worker: int) -> list[tuple[int, ...]]:
         """The same, until all have left or rest: from there on it is in groups again."""
         self._resting.add(worker)
         return self.leave(worker)
 
-    def _wake(self) -> None:
-        if not self._active:
-            self._active, self._resting = self._resting, set()
-
-    def _tell(self, worker: int) -> list[tuple[int, ...]]:
-        """Whoever asks has performed all that it was told: what it has not been told is left."""
-        told = list(self._buffer[worker])
-        for group in told:
+    def _take(self, worker: int) -> list[tuple[int, ...]]:
+        """Return all groups of `worker` that it does not know yet: it has performed the others."""
+        groups = list(self._buffer[worker])
+        for group in groups:
             group.missing.discard(worker)
             if not group.missing:
                 for member in group.members:
                     self._buffer[member].remove(group)
-        return [group.members for group in told]
+        return [group.members for group in groups]
 
     def _divide(self, worker: int) -> None:
         """Global division: groups of all that are idle, as large and as equal as can be."""
@@ -133,7 +218,7 @@ class GroupGenerator:
                 self._buffer[member].append(group)
 
 
-class Word(enum.IntEnum):
+class _Word(enum.IntEnum):
     """What a worker tells the generator; each is answered with the groups to perform."""
 
     ASK = 0  # my step is done
@@ -142,43 +227,41 @@ class Word(enum.IntEnum):
 
 
 class GroupAverage:
-    """Averages this worker's parameters with the groups that a generator beside the first worker
-    tells.
+    """Averages this worker's parameters in groups, formed by a generator beside the first worker.
 
     A checkpoint keeps of it what the groups to come depend on: the draws and the requests.
     """
 
-    def __init__(
-        self, worker: Worker, size: int, scheme: Scheme, threshold: int | None, seed: int
-    ) -> None:
+    def __init__(self, worker: Worker, prague: Prague) -> None:
         self._worker = worker
         self._holder = worker.workers.ranks[0]
         self._alone = len(worker.workers) == 1
-        self._generator = GroupGenerator(worker.workers.ranks, size, scheme, threshold, seed)
+        self._generator = GroupGenerator(
+            worker.workers.ranks, prague.group_size, prague.generator, prague.threshold, prague.seed
+        )
         self._flow: Task[None] | None = None
         if worker.rank == self._holder and not self._alone:
             self._flow = worker.transport.spawn(self._serve)
 
     def average(self) -> None:
-        """After a step: ask, and average with each group that is told; waits for its members."""
-        self._perform(Word.ASK)
+        """After a step: ask, and average with each group of the answer; waits for its members."""
+        self._perform(_Word.ASK)
 
     def settle(self) -> None:
         """Collective over the workers: return when all groups have been averaged."""
-        self._perform(Word.REST)
-        here = torch.zeros(1)
-        all_reduce(self._worker.transport, here, "ring", self._worker.workers, Tag.AGREE)
+        self._perform(_Word.REST)
+        exchange.wait_for_workers(self._worker)
 
     def leave(self) -> None:
         """Average with those who wait for this worker; nobody does afterwards."""
-        self._perform(Word.LEAVE)
+        self._perform(_Word.LEAVE)
 
     def close(self) -> None:
         """After `leave`: wait until all have left."""
         if self._flow is not None:
             self._flow.wait()
 
-    def _perform(self, word: Word) -> None:
+    def _perform(self, word: _Word) -> None:
         if self._alone:
             return
         transport = self._worker.transport
@@ -195,35 +278,34 @@ class GroupAverage:
         """
         worker = self._worker
         x = worker.parameters
-        worker.compute.run(Work("mix", x.numel()), lambda: x.mul_(1 / len(ranks)))
-        buffer = all_reduce(worker.transport, x, "ring", Group(ranks), Tag.GROUP_VALUES)
-        worker.measures.peak_buffer_bytes = max(worker.measures.peak_buffer_bytes, buffer)
-
-    # The background flow, on the first worker
+        exchange.charge(worker, "mix", x.numel(), lambda: x.mul_(1 / len(ranks)))
+        exchange.note_buffer(worker, exchange.ring_sum(worker, x, Tag.GROUP_VALUES, ranks))
 
     def _serve(self, transport: Transport) -> None:
-        """Answer at once, whatever the main flows do, until all workers have left."""
+        """In the background of the first worker, answer at once until all workers have left."""
         generator = self._generator
-        answers = {Word.ASK: generator.ask, Word.REST: generator.rest, Word.LEAVE: generator.leave}
+        answers = {
+            _Word.ASK: generator.ask,
+            _Word.REST: generator.rest,
+            _Word.LEAVE: generator.leave,
+        }
         there = set(self._worker.workers.ranks) - transport.lost()
         while there:
             request = transport.receive(None, Tag.GROUP_REQUEST)
             try:
-                word, worker = Word(int(request.wait())), request.source
+                word, worker = _Word(int(request.wait())), request.source
             except PeerLost as lost:
                 there.discard(lost.rank)
                 generator.leave(lost.rank)
                 continue
-            if word is Word.LEAVE:
+            if word is _Word.LEAVE:
                 there.discard(worker)
             numbers = [number for group in answers[word](worker) for number in (len(group), *group)]
             with contextlib.suppress(PeerLost):
                 transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 
-    # At a quiet point, where that flow only waits
-
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps, at a quiet point: there the flow only waits."""
         generator = self._generator
         return {"draws": generator.draws, "requests": list(generator.requests.values())}
 

@@ -1,0 +1,254 @@
+"""Averages with one partner at a time, each worker at its own pace (AD-PSGD)."""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from orchestra import exchange, optimizers
+from orchestra.errors import InputError
+from orchestra.settings import MOST_SEED, setting
+from orchestra.settings.registry import LazyModule
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
+from orchestra.topologies import Complete, Graph, Topology, connect
+from orchestra.transports.tags import Tag
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from orchestra.exchange import SharedWork
+    from orchestra.transports.protocol import Handle, Task, Transport
+    from orchestra.worker.worker import Worker
+else:
+    torch = LazyModule("torch")  # settings load without it
+
+
+@dataclass
+class PairwiseState(ReplicaState):
+    """`pair` averages with one other worker; `partners` are the choices of each step of the
+    topology's period."""
+
+    pair: PairwiseAverage = field(metadata=optimizers.TRANSIENT)
+    step: int = 0
+    partners: dict[int, tuple[int, ...]] = field(
+        default_factory=dict, metadata=optimizers.TRANSIENT
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class PairwiseAveraging(Replicas[PairwiseState]):
+    """Average parameters with one random worker at a time.
+
+    AD-PSGD (Lian et al., ICML 2018), Algorithm 1. On worker i, at its own pace:
+
+        g_i at x_i;  meanwhile x_i, x_j <- (x_i + x_j) / 2 with a random j;  x_i <- x_i - gamma g_i
+
+    so the gradient is of an x_i that was averaged since. Even workers ask, odd ones answer: as
+    no one who answers ever waits, there is no deadlock. The optimizer stays with the worker; it
+    acts on the averaged x_i. Staleness counts the averages between a gradient's read and its
+    write. The final parameters are the exact mean.
+    """
+
+    self_paced = True  # a partner averages in the background, at any step of its own
+
+    use = "for workers of unlike speed, without a server"
+    variants = (("PairwiseAveraging()", use),)
+
+    topology: Topology = setting(
+        Complete(), "whom a worker may average with; links between two even or two odd are not used"
+    )
+    _: KW_ONLY
+    seed: int = setting(0, "of the choice of partners", low=0, high=MOST_SEED)
+
+    def roles(self, ranks: int) -> Roles:
+        """All ranks are workers; the links between even and odd ones have to connect them."""
+        period = self.topology.period(ranks)
+        graphs = [self.topology.graph(ranks, step) for step in range(period)]
+        if not connect(
+            [tuple(_partners(graph, rank) for rank in range(ranks)) for graph in graphs]
+        ):
+            raise InputError(
+                f"{self!r}: the links between even and odd ranks do not connect {ranks} ranks"
+            )
+        return Roles((1.0,) * ranks)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """And what is averaged meanwhile: x, and that of the other worker."""
+        return replace(super().footprint(rank, ranks), copies=2.0)
+
+    def allocate(self, worker: Worker, work: SharedWork | None) -> PairwiseState:
+        return PairwiseState(worker.local_optimizer(), PairwiseAverage(worker), work=work)
+
+    def before_forward(self, worker: Worker, state: PairwiseState) -> None:
+        """From here the parameters are averaged, while the gradient of the old ones is taken."""
+        state.pair.give(self._partner(worker, state) if state.pair.active else None)
+
+    def _partner(self, worker: Worker, state: PairwiseState) -> int | None:
+        own, ranks = worker.workers.index(worker.rank), len(worker.workers)
+        phase = state.step % self.topology.period(ranks)
+        if phase not in state.partners:
+            state.partners[phase] = _partners(self.topology.graph(ranks, phase), own)
+        choices = state.partners[phase]
+        return random.Random(f"{self.seed}-{own}-{state.step}").choice(choices) if choices else None
+
+    def update(self, worker: Worker, state: PairwiseState) -> None:
+        """The optimizer's step on the averaged parameters."""
+        worker.clip()
+        worker.step.staleness = (state.pair.take(),)
+        worker.measures.staleness.extend(worker.step.staleness)
+        worker.update_locally(state.optimizer)
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        state.step += 1
+
+    def settle(self, worker: Worker, state: PairwiseState) -> None:
+        """Nobody averages."""
+        state.pair.settle()
+
+    def stop(self, worker: Worker, state: PairwiseState) -> None:
+        """The exact mean of the replicas."""
+        state.pair.settle()
+        state.pair.close()
+        if state.work is not None:
+            state.work.close()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.snapshots.renew(worker.step.consumed, worker.parameters)
+        exchange.exact_mean(worker)
+
+
+def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
+    """Those at the other ends of the links of `rank`, either way, of even and odd ranks."""
+    near = set(graph[rank])
+    return tuple(
+        other
+        for other in range((rank + 1) % 2, len(graph), 2)
+        if other in near or rank in graph[other]
+    )
+
+
+NOBODY = -1
+
+
+class _Word(enum.IntEnum):
+    """What a message to a flow says."""
+
+    GIVE = 0  # from the main flow: x is yours, average it with that worker first
+    TAKE = 1  # from the main flow: let me have x
+    ASK = 2  # from another flow: average with my x, which I have sent before
+    END = 3  # from the main flow
+
+
+class PairwiseAverage:
+    """This worker's x, which belongs in turn to the main flow and to a background flow.
+
+    While the flow has it, the flow of an active worker (an even one) asks that of a passive
+    worker (an odd one) to replace both their x by the mean, and that of a passive one answers.
+    Active flows wait for passive ones, passive flows for main flows that compute, and those
+    for nobody: there is no deadlock.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.active = worker.workers.index(worker.rank) % 2 == 0  # it asks; the others answer
+        self._x = torch.empty_like(worker.parameters)
+        self._other = torch.empty_like(worker.parameters)
+        self._held = True  # by the main flow
+        self._replies: dict[int, Handle] = {}
+        self._flow: Task[None] | None = None
+        if len(worker.workers) > 1:
+            self._flow = worker.transport.spawn(self._run)
+
+    def give(self, partner: int | None = None) -> None:
+        """Let the flow have the parameters, and average them with the worker number `partner`."""
+        if self._flow is None or not self._held:
+            return
+        self._held = False
+        self._copy(self._worker.parameters, self._x)
+        rank = NOBODY if partner is None else self._worker.workers.ranks[partner]
+        self._tell(Tag.HAND_OVER, _Word.GIVE, rank)
+
+    def take(self) -> int:
+        """Have the parameters back; how many averages were made of them meanwhile."""
+        if self._flow is None or self._held:
+            return 0
+        self._tell(Tag.PAIR, _Word.TAKE)
+        averages = int(self._worker.transport.receive(self._worker.rank, Tag.TAKEN).wait())
+        if averages < 0:
+            self._flow.wait()  # raises what the flow raised
+        self._held = True
+        self._copy(self._x, self._worker.parameters)
+        return averages
+
+    def _copy(self, values: Tensor, into: Tensor) -> None:
+        exchange.charge(self._worker, "encode", values.numel(), lambda: into.copy_(values))
+
+    def settle(self) -> None:
+        """Collective over the workers: have the parameters, when nobody averages any more."""
+        if self._flow is None:
+            return
+        if self.active:
+            self.take()
+        else:
+            self.give()  # goes on answering those who are not yet here
+        exchange.wait_for_workers(self._worker)
+        self.take()
+
+    def close(self) -> None:
+        """After `settle`: end the flow."""
+        if self._flow is not None:
+            self._tell(Tag.HAND_OVER, _Word.END)
+            self._flow.wait()
+            self._flow = None
+
+    def _tell(self, tag: int, *words: int) -> None:
+        self._worker.transport.send(torch.tensor(words), self._worker.rank, tag).wait()
+
+    def _run(self, transport: Transport) -> None:
+        """The background flow: average while the main flow computes."""
+        try:
+            while True:
+                given = transport.receive(transport.rank, Tag.HAND_OVER).wait().tolist()
+                if given[0] == _Word.END:
+                    return
+                averages = self._serve(transport, given[1])
+                transport.send(torch.tensor([averages]), transport.rank, Tag.TAKEN).wait()
+        except BaseException:
+            transport.send(torch.tensor([-1]), transport.rank, Tag.TAKEN)
+            raise
+
+    def _serve(self, transport: Transport, partner: int) -> int:
+        """Average until the main flow takes x; how many averages were made."""
+        averages = 0
+        if partner != NOBODY:
+            self._ask(transport, partner)
+            averages += 1
+        while True:
+            request = transport.receive(None, Tag.PAIR)
+            if request.wait()[0] == _Word.TAKE:
+                return averages
+            self._answer(transport, request.source)
+            averages += 1
+
+    def _ask(self, transport: Transport, partner: int) -> None:
+        arriving = transport.receive(partner, Tag.PAIR_MEAN, self._other)
+        # The request comes last: who reads it has all of x.
+        sending = transport.send(self._x, partner, Tag.PAIR_VALUES)
+        transport.send(torch.tensor([_Word.ASK]), partner, Tag.PAIR).wait()
+        sending.wait()
+        arriving.wait()
+        self._average()
+
+    def _answer(self, transport: Transport, asker: int) -> None:
+        transport.receive(asker, Tag.PAIR_VALUES, self._other).wait()
+        if asker in self._replies:
+            self._replies.pop(asker).wait()
+        # From a copy, so that nobody waits for a slow asker.
+        self._replies[asker] = transport.send(self._x.clone(), asker, Tag.PAIR_MEAN)
+        self._average()
+
+    def _average(self) -> None:
+        """Both sides do this, and get the same bits."""
+        x, other = self._x, self._other
+        exchange.charge(self._worker, "mix", x.numel(), lambda: x.add_(other).mul_(0.5))
