@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from orchestra.errors import InputError
 from orchestra.worker.batches import batch_samples, map_tensors, split_batch, tensors_of
-from orchestra.worker.gradients import Gradients
-from orchestra.worker.layout import Layout, adopt, buffer_places
+from orchestra.worker.layout import Gradients, Layout, adopt, buffer_places
 from orchestra.worker.snapshots import Snapshots
 
 ALIGNMENT = 64  # bytes

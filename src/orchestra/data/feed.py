@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from orchestra.data.order import GlobalOrder
-from orchestra.data.plan import Plan
+from orchestra.data.plan import GlobalOrder, Plan
 from orchestra.data.sharding import Sharding
 from orchestra.errors import InputError
 

@@ -19,12 +19,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from orchestra.data.alike import AlikeStreams, digest
-from orchestra.data.order import GlobalOrder
-from orchestra.data.plan import Plan
+from orchestra.data.plan import GlobalOrder, Plan
+from orchestra.data.random_state import AlikeStreams
 from orchestra.errors import InputError
 from orchestra.schedules.work_queue import WorkItem, WorkQueue
-from orchestra.worker.batches import batch_samples
+from orchestra.worker.batches import batch_samples, digest
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, checksummed, readable without running anybody's code.
+"""Checkpoints, taken by all ranks of a run: atomic, checksummed, read without running any code.
 
     checkpoints/0002/manifest.json          the SHA-256 of each file beside it; written last
                      rank-0.safetensors     tensors; the rest as JSON in the file's metadata
@@ -8,6 +8,7 @@ A checkpoint is written into a hidden folder, which is renamed when it is comple
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,15 +17,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from orchestra.trainer.writing import writing
+from orchestra.collectives import broadcast, receive_object, send_object
+from orchestra.errors import PeerLost
+from orchestra.optimizers.state import capture
+from orchestra.trainer.files import pack, unpack, writing
+from orchestra.transports.tags import Tag
+from orchestra.worker.worker import Worker
 
 KEEP = 2
 MANIFEST = "manifest.json"
-TENSOR = "$tensor"
 DOOMED = ".deleted"
 
 
@@ -46,7 +52,13 @@ def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
     """Write one rank's `state` (as `capture` gives it); the SHA-256 of the file, in hex."""
     pending = pending_folder(folder, index)
     tensors: dict[str, Tensor] = {}
-    tree = json.dumps(_flatten(state, "", tensors))
+
+    def put(place: str, tensor: Tensor) -> str:
+        assert place not in tensors, f"two tensors of a checkpoint are called {place}"
+        tensors[place] = tensor.clone()
+        return place
+
+    tree = json.dumps(pack(state, put))
     path = pending / rank_file(rank)
     with writing(path):
         pending.mkdir(parents=True, exist_ok=True)
@@ -134,7 +146,7 @@ def read_rank(folder: Path, index: int, rank: int) -> Any:
     """What `rank` wrote into checkpoint `index`."""
     with safe_open(folder / f"{index:04d}" / rank_file(rank), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _nest(json.loads(file.metadata()["tree"]), tensors)
+        return unpack(json.loads(file.metadata()["tree"]), tensors)
 
 
 def digest(path: Path) -> str:
@@ -143,32 +155,77 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` with each tensor moved to `tensors` and its name left in its place."""
-    if isinstance(value, Tensor):
-        assert name not in tensors, f"two tensors of a checkpoint are called {name}"
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {TENSOR: name}
-    if isinstance(value, dict):
-        return {key: _flatten(item, f"{name}/{key}", tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_flatten(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
-    return value
-
-
-def _nest(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        if TENSOR in value:
-            return tensors[value[TENSOR]]
-        return {key: _nest(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_nest(item, tensors) for item in value]
-    return value
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class CollectiveCheckpoints:
+    """The checkpoints in `folder`; `index` numbers the newest one that counts, from 1."""
+
+    def __init__(self, worker: Worker, folder: Path) -> None:
+        self.index = 0
+        self._worker = worker
+        self._folder = folder
+        self._ranks = range(worker.runtime.ranks)
+
+    def newest(self, chief: int) -> Any | None:
+        """What this rank wrote into the newest whole checkpoint, which the chief looks for."""
+        worker = self._worker
+        chosen = torch.full((1,), -1, dtype=torch.int64)
+        if worker.rank == chief:
+            chosen[0] = self._newest_whole()
+        broadcast(worker.transport, chosen, chief, worker.everyone, Tag.CHECKPOINT)
+        if int(chosen) < 0:
+            return None
+        self.index = int(chosen)
+        return read_rank(self._folder, self.index, worker.rank)
+
+    def take(self, state: Any, chief: int) -> None:
+        """At a quiet point: write `state`; it counts only if all ranks have written."""
+        index, digest = self.index + 1, None
+        if not self._worker.transport.lost():
+            digest = write_rank(self._folder, index, self._worker.rank, capture(state))
+        if self._commit(index, digest, chief):
+            self.index = index
+
+    def _newest_whole(self) -> int:
+        remove_unfinished(self._folder)
+        for path in others(self._folder):
+            self._worker.reporter.notice(f"checkpoint refused: {path}: not the folder of one")
+        for index in sorted(complete(self._folder), reverse=True):
+            try:
+                verify(self._folder, index, len(self._ranks))
+            except DamagedCheckpoint as damage:
+                self._worker.reporter.notice(f"checkpoint refused: {damage}")
+            else:
+                return index
+        return -1
+
+    def _commit(self, index: int, digest: str | None, chief: int) -> bool:
+        """Return whether checkpoint `index` counts, as the chief decides; nobody goes on before."""
+        transport, own = self._worker.transport, self._worker.rank
+        if own != chief:
+            send_object(transport, digest, chief)
+            return bool(transport.receive(chief, Tag.CHECKPOINT).wait())
+        digests = {rank: digest if rank == chief else self._digest_of(rank) for rank in self._ranks}
+        files = {rank_file(rank): text for rank, text in digests.items() if text}
+        whole = len(files) == len(digests)
+        if whole:
+            commit(self._folder, index, files)
+        for rank in self._ranks:
+            with contextlib.suppress(PeerLost):
+                if rank != chief:
+                    transport.send(torch.tensor([whole]), rank, Tag.CHECKPOINT).wait()
+        return whole
+
+    def _digest_of(self, rank: int) -> str | None:
+        """Receive the digest of what `rank` has written; None if a rank is lost."""
+        try:
+            digest = receive_object(self._worker.transport, rank)
+        except PeerLost:
+            return None
+        return None if digest is None else str(digest)

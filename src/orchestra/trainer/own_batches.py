@@ -20,11 +20,11 @@ from orchestra.data.own_loop import (
     generators_of,
     shard_loader,
 )
+from orchestra.data.random_state import random_state, restore_random_state, undisturbed
 from orchestra.errors import InputError
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import WorkSource
 from orchestra.trainer.own_state import Word
-from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
 from orchestra.trainer.saved_state import check_place
 from orchestra.transports.tags import Tag
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from orchestra import exchange
+from orchestra.data.random_state import random_state, restore_random_state
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.spec import get_options, set_options
 from orchestra.optimizers.state import Moments, capture, export_moments, join_moments, restore
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_model import Hook
-from orchestra.trainer.random_state import random_state, restore_random_state
 from orchestra.trainer.saved_state import check_fits, length_of, settings_of
 from orchestra.trainer.transfer import Tensors, digests, give, pack, take, unpack
 from orchestra.transports.tags import Tag

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from orchestra.data.alike import digest
 from orchestra.errors import InputError
+from orchestra.worker.batches import digest
 from orchestra.worker.worker import Worker
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from torch import Tensor
 from orchestra.schedules import Schedule
 from orchestra.transports.collective import Begun
 from orchestra.transports.protocol import Collectives, Group, Handle, Task, Traffic, Transport
-from orchestra.worker.reporters import PassingReporter
-from orchestra.worker.runtime import Compute, Runtime, Work
+from orchestra.worker.runtime import Compute, PassingReporter, Runtime, Work
 
 T = TypeVar("T")
 

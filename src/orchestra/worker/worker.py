@@ -16,9 +16,8 @@ from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.optimizers.state import Moments, install_moments
 from orchestra.schedules.work_queue import WorkQueue
 from orchestra.transports.protocol import Collectives, Transport
-from orchestra.worker.batches import Batch, batch_samples, split_batch
-from orchestra.worker.gradients import Gradients
-from orchestra.worker.layout import FlatModel
+from orchestra.worker.batches import Batch, split_batch
+from orchestra.worker.layout import FlatModel, Gradients
 from orchestra.worker.runtime import Compute, Reporter, Runtime, Work
 from orchestra.worker.snapshots import Snapshots
 
@@ -277,7 +276,3 @@ class Worker(FlatModel):
         """Clip the gradient on this rank to the global norm that was asked for, if any."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.clip_norm)
-
-    def count_samples(self, batch: Batch) -> int:
-        """How many samples `batch` holds."""
-        return batch_samples(batch)

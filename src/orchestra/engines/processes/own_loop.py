@@ -32,8 +32,7 @@ from orchestra.trainer.own_loop import OwnLoop, may_serve
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime, SilentReporter
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)

@@ -23,8 +23,7 @@ from orchestra.errors import RunEnded
 from orchestra.transports.mesh import Listener, connect_mesh
 from orchestra.transports.native import Native
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
-from orchestra.worker.reporters import PassingReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import PassingReporter, Runtime, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
 
 if TYPE_CHECKING:
