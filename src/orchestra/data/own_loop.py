@@ -19,7 +19,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from orchestra.data.plan import GlobalOrder, Plan
+from orchestra.data.feed import GlobalOrder
+from orchestra.data.plan import Plan
 from orchestra.data.random_state import AlikeStreams
 from orchestra.errors import InputError
 from orchestra.schedules.work_queue import WorkItem, WorkQueue

@@ -1,19 +1,27 @@
-"""Files in a run's folder, and nested data whose tensors are kept beside it."""
+"""Nested data with tensors in it, in files and from rank to rank; writing into a run's folder."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from orchestra.collectives import receive_object, send_object
 from orchestra.errors import RunFailed
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
 
 TENSOR = "$tensor"
+
+Tensors = dict[str, Tensor]
+"""By the SHA-256 of type, shape and content."""
 
 
 @contextmanager
@@ -64,3 +72,34 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, list):
         return [unpack(item, tensors) for item in tree]
     return tree
+
+
+def by_content(value: Any, tensors: Tensors) -> Any:
+    """`value` as JSON data; its tensors go into `tensors`, those of equal content once."""
+
+    def put(_: str, tensor: Tensor) -> str:
+        sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        if sha.hexdigest() not in tensors:
+            tensors[sha.hexdigest()] = tensor.clone()
+        return sha.hexdigest()
+
+    return pack(value, put)
+
+
+def give(transport: Transport, value: Any, to: int) -> None:
+    """Send `value`, plain data with tensors in it, to the rank `to`, which calls `take`."""
+    tensors: Tensors = {}
+    send_object(transport, [by_content(value, tensors), list(tensors)], to)
+    for key in receive_object(transport, to):
+        transport.send(tensors[key], to, Tag.PARTS).wait()
+
+
+def take(transport: Transport, source: int, known: Tensors) -> Any:
+    """What the rank `source` gives; tensors that are in `known` do not travel, others get in."""
+    tree, keys = receive_object(transport, source)
+    wanted = [key for key in keys if key not in known]
+    send_object(transport, wanted, source)
+    for key in wanted:
+        known[key] = transport.receive(source, Tag.PARTS).wait()
+    return unpack(tree, known)
