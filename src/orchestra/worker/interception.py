@@ -18,8 +18,8 @@ from torch import Tensor
 
 from orchestra.schedules import Schedule
 from orchestra.transports.collective import Begun
-from orchestra.transports.protocol import Collectives, Group, Handle, Task, Traffic, Transport
-from orchestra.worker.runtime import Compute, PassingReporter, Runtime, Work
+from orchestra.transports.protocol import Group, Handle, Task, Transport
+from orchestra.worker.runtime import Compute, Reporter, Runtime, Work
 
 T = TypeVar("T")
 
@@ -135,10 +135,20 @@ class Chain:
     def call(self, method: str, *given: Any, proceed: Callable[[], T], **more: Any) -> T:
         """`proceed`, through `method` of every interceptor."""
         for interceptor in reversed(self.interceptors):
-            proceed = functools.partial(
-                getattr(interceptor, method), *given, proceed=proceed, **more
-            )
+            step = getattr(interceptor, method)
+            proceed = functools.partial(step, *given, proceed=proceed, **more)
         return proceed()
+
+    def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], Any]) -> Any:
+        """The handle of `operation`, which begins by `proceed`; waiting for it is intercepted."""
+        if not self.interceptors:
+            return proceed()
+        operation.begun = self.call("begin", flow, operation, proceed=proceed)
+        return InterceptedHandle(operation.begun, self, flow, operation)
+
+    def ask(self, what: str, proceed: Callable[[], T]) -> T:
+        """What the flow of this thread is told of `what`."""
+        return self.call("told", self.flow, what, proceed=proceed)
 
     @property
     def flow(self) -> Flow:
@@ -151,42 +161,41 @@ class Chain:
         self._of_thread.flow = flow
 
 
-class InterceptedTransport:
-    """The transport `inner` of `flow`, behind the interceptors of `chain`."""
+class _Around:
+    """Stands for `inner`, which does all that is not intercepted."""
 
-    def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
+    def __init__(self, inner: Any, chain: Chain) -> None:
         self.inner = inner
         self.chain = chain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class InterceptedTransport(_Around):
+    """The transport `inner` of `flow`, behind the interceptors of `chain`."""
+
+    inner: Transport
+
+    def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
+        super().__init__(inner, chain)
+        self.rank, self.size = inner.rank, inner.size
         self.flow = flow
         flow.transport = inner
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.inner.traffic
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.inner.bytes_sent
-
-    def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
+    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
         operation = Operation("send", to, tag, tensor.nbytes)
-        handle: Handle = self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag))
-        return handle
-
-    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
-        operation = Operation("receive", source, tag)
-        handle: Handle = self._begun(
-            operation, lambda: self.inner.receive(operation.peer, operation.tag, into)
+        return self.chain.begin(
+            self.flow, operation, lambda: self.inner.send(tensor, to, operation.tag)
         )
-        return handle
+
+    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Any:
+        operation = Operation("receive", source, tag)
+        return self.chain.begin(
+            self.flow,
+            operation,
+            lambda: self.inner.receive(operation.peer, operation.tag, into),
+        )
 
     def collective(
         self,
@@ -199,11 +208,12 @@ class InterceptedTransport:
         background: bool = False,
         via: Transport | None = None,
         visible: bool = False,
-    ) -> Task[int]:
+    ) -> Any:
         operation = Operation(
             "collective", tag=tag, size=vector.nbytes, ranks=len(group), visible=visible
         )
-        begun: Task[int] = self._begun(
+        begun = self.chain.begin(
+            self.flow,
             operation,
             lambda: self.inner.collective(
                 schedule, vector, group, tag, edges,
@@ -227,27 +237,17 @@ class InterceptedTransport:
         for interceptor in self.chain.interceptors:
             interceptor.executed(self.flow, operation, start, moving)
 
-    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
+    def spawn(self, function: Callable[[Transport], T]) -> Any:
         flow = self.flow.begin(function)
 
         @functools.wraps(function)
         def intercepted(transport: Transport) -> T:
             self.chain.enter(flow)
-            return function(InterceptedTransport(transport, self.chain, flow))
+            around: Any = InterceptedTransport(transport, self.chain, flow)
+            return function(around)
 
         operation = Operation("flow", flow=flow)
-        task: Task[T] = self._begun(operation, lambda: self.inner.spawn(intercepted))
-        return task
-
-    def _begun(self, operation: Operation, proceed: Callable[[], Any]) -> Any:
-        if not self.chain.interceptors:
-            return proceed()
-        flow = self.flow
-        operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
-        return InterceptedHandle(operation.begun, self.chain, flow, operation)
-
-    def add(self, own: Tensor, *arrived: Tensor) -> None:
-        self.inner.add(own, *arrived)
+        return self.chain.begin(self.flow, operation, lambda: self.inner.spawn(intercepted))
 
     def now(self) -> float:
         return self.chain.call("told", self.flow, "now", proceed=self.inner.now)
@@ -280,89 +280,57 @@ class InterceptedHandle:
         return done
 
 
-@dataclass
-class InterceptedCollectives:
+class InterceptedCollectives(_Around):
     """The collectives of torch.distributed, behind the interceptors of `chain`."""
 
-    inner: Collectives
-    chain: Chain
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Any:
         return self.start_all_reduce(tensor).wait()
 
-    def start_all_reduce(self, tensor: Tensor) -> Task[Tensor]:
-        operation, flow = Operation("native", size=tensor.nbytes), self.chain.flow
+    def start_all_reduce(self, tensor: Tensor) -> Any:
+        operation = Operation("native", size=tensor.nbytes)
         proceed = functools.partial(self.inner.start_all_reduce, tensor)
-        operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
-        return InterceptedHandle(operation.begun, self.chain, flow, operation)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
-        return self.inner.broadcast(tensor, root)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
+        return self.chain.begin(self.chain.flow, operation, proceed)
 
 
-@dataclass
-class InterceptedCompute:
+class InterceptedCompute(_Around):
     """The compute of a rank, behind the interceptors of `chain`."""
 
     inner: Compute
-    chain: Chain
 
     @property
     def seconds(self) -> float:
-        ask = functools.partial(getattr, self.inner, "seconds")
-        seconds: float = self.chain.call("told", self.chain.flow, "seconds", proceed=ask)
-        return seconds
+        return self.chain.ask("seconds", lambda: self.inner.seconds)
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         proceed = functools.partial(self.inner.run, work, function)
         return self.chain.call("compute", self.chain.flow, work, proceed=proceed)
 
-    def reached(self, slot: int) -> None:
-        self.inner.reached(slot)
 
-
-@dataclass
-class InterceptedReporter(PassingReporter):
+class InterceptedReporter(_Around):
     """The reporter of a rank, behind the interceptors of `chain`."""
 
-    chain: Chain
+    inner: Reporter
 
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None:
-        super().progress(step=step, samples=samples, loss=loss, fraction=fraction)
+    def progress(self, *, step: int, **figures: Any) -> None:
+        self.inner.progress(step=step, **figures)
         for interceptor in self.chain.interceptors:
             interceptor.progress(step)
 
     def stop_requested(self) -> bool:
-        ask = self.inner.stop_requested
-        return self.chain.call("told", self.chain.flow, "stop", proceed=ask)
+        return self.chain.ask("stop", self.inner.stop_requested)
 
 
 def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:
     """`runtime` behind `interceptors`, the outermost first, and those that it has already."""
-    transport, compute, reporter = runtime.transport, runtime.compute, runtime.reporter
+    parts: list[Any] = [runtime.transport, runtime.compute, runtime.reporter]
     inner: Sequence[Interceptor] = ()
-    if isinstance(transport, InterceptedTransport):
-        inner, transport = transport.chain.interceptors, transport.inner
-    if isinstance(compute, InterceptedCompute):
-        compute = compute.inner
-    if isinstance(reporter, InterceptedReporter):
-        reporter = reporter.inner
+    if isinstance(runtime.transport, InterceptedTransport):
+        inner = runtime.transport.chain.interceptors
+    parts = [part.inner if isinstance(part, _Around) else part for part in parts]
     chain = Chain((*interceptors, *inner))
-    native = runtime.native
-    return replace(
-        runtime,
-        transport=InterceptedTransport(transport, chain, chain.main),
-        compute=InterceptedCompute(compute, chain),
-        reporter=InterceptedReporter(reporter, chain),
-        native=None if native is None else lambda: InterceptedCollectives(native(), chain),
-    )
+    native: Any = runtime.native
+    transport: Any = InterceptedTransport(parts[0], chain, chain.main)
+    compute: Any = InterceptedCompute(parts[1], chain)
+    reporter: Any = InterceptedReporter(parts[2], chain)
+    around: Any = None if native is None else lambda: InterceptedCollectives(native(), chain)
+    return replace(runtime, transport=transport, compute=compute, reporter=reporter, native=around)
