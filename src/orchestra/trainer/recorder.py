@@ -38,12 +38,8 @@ class Spent:
 
     def plus(self, other: Spent, sign: int = 1) -> Spent:
         """The sum of both, or the difference with `sign` -1."""
-        return Spent(
-            self.compute + sign * other.compute,
-            self.communicate + sign * other.communicate,
-            self.wait + sign * other.wait,
-            self.bytes_sent + sign * other.bytes_sent,
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Spent(*(own + sign * more for own, more in pairs))
 
 
 @dataclass
