@@ -365,6 +365,22 @@ def test_a_straggler_ends_a_phase_and_its_recovery_the_next(first: Any, tmp_path
     assert apart == list(range(apart[0], apart[-1] + 1))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "last"),
+    [
+        (Switch(AllReduce(), Switch(Gossip(), AllReduce(), when=AfterSteps(4), moments="reset"),
+                when=AfterSteps(3), moments="reset"), 7),
+        (Switch(Switch(AllReduce(), Gossip(), when=AfterSteps(3)), LocalSGD(2),
+                when=AfterSteps(5), moments="reset"), 5),
+    ],
+)  # fmt: skip
+def test_the_step_of_a_switch_counts_from_the_start_of_the_run(
+    strategy: Any, last: int, tmp_path: Path
+) -> None:
+    result = train_threads(strategy, 2, tmp_path, "scripted(samples=320)")
+    assert switched_at(result) == {last}
+
+
 def test_rules_of_counts_and_rates_switch_at_their_step_in_any_phase(tmp_path: Path) -> None:
     schedule = StepDecay(at=(0.5,))
     for first in (AllReduce(), Gossip(), ASYNCHRONOUS):
