@@ -107,24 +107,21 @@ def remove_unfinished(folder: Path) -> None:
 
 def complete(folder: Path) -> Iterator[int]:
     """The numbers of the checkpoints in `folder`, whole or damaged."""
-    yield from (int(path.name) for path in _entries(folder) if _is_checkpoint(path))
+    yield from (int(path.name) for path, is_one in _entries(folder) if is_one)
 
 
 def others(folder: Path) -> list[Path]:
     """What lies in `folder` without being a checkpoint."""
-    return [path for path in _entries(folder) if not _is_checkpoint(path)]
+    return [path for path, is_one in _entries(folder) if not is_one]
 
 
-def _entries(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """By its name, as `commit` gives it."""
-    name = path.name
-    return name.isascii() and name.isdigit() and name == f"{int(name):04d}" and path.is_dir()
+def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Return all that is not hidden; of each whether its name is one that `commit` gives."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        name = path.name
+        number = name.isascii() and name.isdigit() and name == f"{int(name):04d}"
+        if not name.startswith("."):
+            yield path, number and path.is_dir()
 
 
 def verify(folder: Path, index: int, ranks: int) -> None:

@@ -128,7 +128,7 @@ class Worker(FlatModel):
         self.inherited: Moments = {}
         self.queue_of: QueueOf | None = None
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
-        self.workers = Group(tuple(range(runtime.ranks)))
+        self.workers = _all_of(runtime.ranks)
         self.phase = 0  # how many have ended so far; the same on all ranks
         self.before_phase: list[Callable[[], None]] = []
         self._loss = loss
@@ -137,7 +137,6 @@ class Worker(FlatModel):
         self._own_optimizer = own_optimizer
 
     def _lay_out(self, module: nn.Module) -> None:
-        """Make `parameters` and `gradients`."""
         super().__init__(module)
         self.gradients = Gradients(module, self.layout, self.runtime.ranks)
 
@@ -150,9 +149,7 @@ class Worker(FlatModel):
     def everyone(self) -> Group:
         """All ranks that are still there."""
         gone, everyone = self.transport.lost(), _all_of(self.runtime.ranks)
-        return (
-            Group(tuple(rank for rank in everyone.ranks if rank not in gone)) if gone else everyone
-        )
+        return Group(tuple(r for r in everyone.ranks if r not in gone)) if gone else everyone
 
     @property
     def transport(self) -> Transport:
