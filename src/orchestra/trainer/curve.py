@@ -201,7 +201,7 @@ def own_figures(model: FlatModel, task: Task, parts: Sequence[Part]) -> Figures:
     return found
 
 
-def curve(
+def points_of(
     model: FlatModel, task: Task, gathered: Gathered, nodes: Mapping[int, Figures], below: int
 ) -> list[Point]:
     """The figures of every snapshot whose index is `below` that, on the chief.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestra.errors import InputError
-from orchestra.trainer.files import writing
+from orchestra.trainer.checkpoints import writing
 from orchestra.worker.interception import Flow, Interceptor, Operation
 
 T = TypeVar("T")

@@ -20,17 +20,9 @@ from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import phases
+from orchestra.trainer import own_model
 from orchestra.trainer.own_batches import ENDED, Batches
-from orchestra.trainer.own_model import (
-    FORWARD,
-    STATE_DICT,
-    Audit,
-    Hook,
-    check_model,
-    part_storages,
-)
 from orchestra.trainer.own_state import OwnState, Word, agree_on_moments
-from orchestra.trainer.sample_counts import SampleCounts
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
 
@@ -65,7 +57,7 @@ class OwnLoop:
                 f"{strategy!r} runs on {len(roles.shares)} process(es), but {runtime.ranks} were "
                 "started: start as many, or name another strategy"
             )
-        check_model(model, optimizer, len(roles.workers))
+        own_model.check_model(model, optimizer, len(roles.workers))
         _refuse_late_workers(strategy, runtime.ranks)
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -78,7 +70,7 @@ class OwnLoop:
             bucket_bytes=bucket_bytes,
             overlap=overlap,
         )
-        part_storages(self.worker)
+        own_model.part_storages(self.worker)
         self.accumulation = accumulation
         source = loader if isinstance(loader, Batches) and not loader.ended else None
         own: Loader = loader.loader if isinstance(loader, Batches) else loader
@@ -90,9 +82,9 @@ class OwnLoop:
         agree_on_moments(self.worker, optimizer, strategy)
         self.state = strategy.start(self.worker)
         self.kept = OwnState(self)
-        self.counts = SampleCounts(copied=self.worker.layout.device.type != "cpu")
+        self.counts = own_model.SampleCounts(copied=self.worker.layout.device.type != "cpu")
         self.batches = Batches(self, own, seed, self.queued, source)
-        self._audit = Audit(self.worker)
+        self._audit = own_model.Audit(self.worker)
         self._handed_over = False
         self.backwards = 0  # in this epoch, or group of batches
         self._exchange_every = accumulation
@@ -105,8 +97,10 @@ class OwnLoop:
         self._stepping = False
         self.steps = 0
         self._model_hooks = [
-            model.register_forward_pre_hook(Hook(self.enter, FORWARD)),
-            model.register_state_dict_pre_hook(Hook(self._may_be_saved, STATE_DICT)),
+            model.register_forward_pre_hook(own_model.Hook(self.enter, own_model.FORWARD)),
+            model.register_state_dict_pre_hook(
+                own_model.Hook(self._may_be_saved, own_model.STATE_DICT)
+            ),
         ]
         self.worker.gradients.when_in_backward(self._backward_begins)
         self._take_over_step()

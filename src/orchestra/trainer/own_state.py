@@ -16,7 +16,7 @@ from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.spec import get_options, set_options
 from orchestra.optimizers.state import Moments, capture, export_moments, join_moments, restore
 from orchestra.strategies.base import Strategy
-from orchestra.trainer.files import Tensors, by_content, give, take, unpack
+from orchestra.trainer.checkpoints import Tensors, by_content, give, take, unpack
 from orchestra.trainer.own_model import Hook, check_fits, settings_of
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker

@@ -26,39 +26,12 @@ from orchestra.strategies.switch import phases
 from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
-from orchestra.trainer.checkpoints import CollectiveCheckpoints
-from orchestra.trainer.curve import (
-    EVALUATION_BATCH,
-    Figures,
-    Gathered,
-    curve,
-    hand_in,
-    judging_data,
-    moments,
-    own_figures,
-)
-from orchestra.trainer.evaluation import (
-    agree_on_buffers,
-    all_cores,
-    buffers_vector,
-    put_together,
-    signs_of_life,
-)
-from orchestra.trainer.files import save_state, writing
+from orchestra.trainer import curve, evaluation, setup
+from orchestra.trainer.checkpoints import CollectiveCheckpoints, save_state, writing
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.order import Order, Recording, Repeating, write_order
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.trainer.settings import Run
-from orchestra.trainer.setup import (
-    ShapesRun,
-    Unread,
-    budget_of,
-    device_of,
-    make_worker,
-    measured_speeds,
-    shares_of,
-    warm_up,
-)
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.interception import intercepted
@@ -101,9 +74,9 @@ class Session:
         folder: Path,
         repeats: Order | None = None,
     ) -> None:
-        self.shared: ShapesRun | None = None
+        self.shared: setup.ShapesRun | None = None
         if run.training.tensors == "shapes":
-            self.shared = runtime.share(lambda: ShapesRun(run))
+            self.shared = runtime.share(lambda: setup.ShapesRun(run))
             run = self.shared.run
         training = run.training
         windows = len(list(phases(strategy)))
@@ -145,7 +118,7 @@ class Session:
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
         warms_up = self.runtime.warms_up and self.part is None
         if warms_up and worker.rank in self.roles.workers:
-            warm_up(worker, self._first_samples)
+            setup.warm_up(worker, self._first_samples)
         self._measure()
         loop = Loop(
             worker=worker,
@@ -176,7 +149,7 @@ class Session:
         loop.close()
         if not strategy.currently_synchronous(self.state):
             chief = strategy.current_roles(worker, self.state).chief
-            agree_on_buffers(worker, self.totals.samples, chief)
+            evaluation.agree_on_buffers(worker, self.totals.samples, chief)
         self.recorder.pause()
 
     def finish(self) -> RankReport:
@@ -187,31 +160,31 @@ class Session:
         report = self._report()
         if self.scalars is not None:
             self.scalars.close()
-        with signs_of_life(worker, worker.module, self.position.steps):
+        with evaluation.signs_of_life(worker, worker.module, self.position.steps):
             if worker.rank != roles.chief:
-                hand_in(worker, roles.chief, self._own_figures)
+                curve.hand_in(worker, roles.chief, self._own_figures)
                 return report
-            gathered = Gathered(worker, tolerant=tolerant)
+            gathered = curve.Gathered(worker, tolerant=tolerant)
             if self.shared is not None:
-                points = moments(self.shared.parts, worker.layout.size)
+                points = curve.moments(self.shared.parts, worker.layout.size)
                 return replace(report, chief=ChiefReport(None, {}, None, points))
             nodes = gathered.evaluated(self.run.seed, self._own_figures)
         worker.reporter.phase("evaluating")
         return replace(report, chief=self._evaluate(gathered, nodes))
 
-    def _evaluate(self, gathered: Gathered, nodes: dict[int, Figures]) -> ChiefReport:
+    def _evaluate(self, gathered: curve.Gathered, nodes: dict[int, curve.Figures]) -> ChiefReport:
         """On the chief: evaluate snapshots and final parameters, and write these."""
         worker, task, module = self.worker, self.task, self._whole(gathered)
-        with signs_of_life(worker, module, self.position.steps), all_cores():
+        with evaluation.signs_of_life(worker, module, self.position.steps), evaluation.all_cores():
             points: list[Point] = []
             final = len(worker.snapshots.due)
             if any(index < final for index in gathered.indices):
                 model = worker if self.part is None else FlatModel(module)
-                points = curve(model, task, gathered, nodes, below=final)
+                points = curve.points_of(model, task, gathered, nodes, below=final)
             gathered.close()
             dataset, figures = self._final_dataset(), dict[str, float]()
             if dataset is not None:
-                figures = evaluate(task, module, dataset, EVALUATION_BATCH)
+                figures = evaluate(task, module, dataset, curve.EVALUATION_BATCH)
         if self.run.training.tensorboard:
             with writing(self.folder):
                 write_curve_events(self.folder, points)
@@ -219,10 +192,10 @@ class Session:
         final_loss = figures.pop("loss", self.totals.loss)
         return ChiefReport(final_loss, figures, parameters_hash(module), points)
 
-    def _own_figures(self) -> Figures:
+    def _own_figures(self) -> curve.Figures:
         """Evaluate this rank's own replica at its snapshots."""
         self.worker.reporter.phase("evaluating")
-        figures = own_figures(self.worker, self.task, self.worker.snapshots.parts)
+        figures = curve.own_figures(self.worker, self.task, self.worker.snapshots.parts)
         self.worker.reporter.phase("leaving")
         return figures
 
@@ -237,16 +210,16 @@ class Session:
         """Load the task and make its model, or take that which all ranks share."""
         runtime, run, training = self.runtime, self.run, self.run.training
         runtime.seed(run.seed)
-        self.samples: Samples = Unread()
+        self.samples: Samples = setup.Unread()
         if self.shared is not None:
-            self.epoch_samples, self.budget = budget_of(self.shared.task, training)
+            self.epoch_samples, self.budget = setup.budget_of(self.shared.task, training)
             return self.shared.worker(runtime, self.budget)
         self.task: Task = runtime.share(lambda: load_task(run.task))
-        self.epoch_samples, self.budget = budget_of(self.task, training)
-        module = self.task.model().to(device_of(training, runtime))
+        self.epoch_samples, self.budget = setup.budget_of(self.task, training)
+        module = self.task.model().to(setup.device_of(training, runtime))
         self._check_target(module)
         self.part = self._part_of(module)
-        worker = make_worker(runtime, run, self.task, module, self.part, self.budget)
+        worker = setup.make_worker(runtime, run, self.task, module, self.part, self.budget)
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
         return worker
@@ -256,11 +229,11 @@ class Session:
         target, task = self.run.training.target, self.task
         if target is None or self.runtime.rank != self.roles.chief:
             return
-        dataset = judging_data(task)
+        dataset = curve.judging_data(task)
         if dataset is None:
             raise InputError("target: the task has neither validation nor test data to measure it")
         with undisturbed():
-            known = evaluate(task, module, dataset, EVALUATION_BATCH)
+            known = evaluate(task, module, dataset, curve.EVALUATION_BATCH)
         if target.metric not in known:
             hint = nearest(target.metric, known)
             raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
@@ -304,8 +277,8 @@ class Session:
             return
         speeds = self.engine.speeds
         if not speeds:
-            speeds = measured_speeds(self.engine, self.worker, self._first_samples)
-        self.shares = shares_of(speeds)
+            speeds = setup.measured_speeds(self.engine, self.worker, self._first_samples)
+        self.shares = setup.shares_of(speeds)
         self.order.shares = list(self.shares)
 
     def _passed(self, part: str) -> None:
@@ -322,12 +295,12 @@ class Session:
             self.shared.parts += snapshots.parts
             snapshots.parts = []
         elif self.part is not None:
-            buffers = buffers_vector(self.worker.buffers)
+            buffers = evaluation.buffers_vector(self.worker.buffers)
             snapshots.parts += snapshots.conclude("parameters", self.worker.parameters)
             if buffers is not None:
                 snapshots.parts += snapshots.conclude("buffers", buffers)
 
-    def _whole(self, gathered: Gathered) -> nn.Module:
+    def _whole(self, gathered: curve.Gathered) -> nn.Module:
         """Return the final model, on the chief."""
         if self.part is None:
             return self.worker.module
@@ -336,7 +309,7 @@ class Session:
             self.runtime.seed(self.run.seed)
             module = self.task.model().to(self.worker.layout.device)
         for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
-            put_together(module, part)
+            evaluation.put_together(module, part)
         return module
 
     def _final_dataset(self) -> Dataset[Any] | None:

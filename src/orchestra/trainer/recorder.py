@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.records.tensorboard import Scalars
-from orchestra.trainer.files import writing
+from orchestra.trainer.checkpoints import writing
 from orchestra.worker.worker import Worker
 
 FLUSH_SECONDS = 1.0
