@@ -21,7 +21,8 @@ from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import phases
 from orchestra.trainer import own_model
-from orchestra.trainer.own_batches import ENDED, Batches
+from orchestra.trainer.own_batches import Batches
+from orchestra.trainer.own_epochs import ENDED
 from orchestra.trainer.own_state import OwnState, Word, agree_on_moments
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
