@@ -35,7 +35,20 @@ class OwnLoop:
     exchanges. Where an epoch ends with fewer, `step` does. Where there are more, each one that is
     complete is exchanged again, together with the average of those before, which stays what it is.
     `loader` may be the batches of another loop, whose models are trained by turns on each of them.
+
+    Attributes:
+        backwards: passes in this epoch, or group of batches.
+        steps: that were made.
     """
+
+    _exchange_every: int
+    _grouped: bool  # all batches of a step were taken before its first backward
+    _entered: bool  # a forward pass of this step has begun
+    _in_backward = False
+    _complete = False  # a gradient has come since the last step
+    _pending = False  # a gradient that was not exchanged yet
+    _version = 0  # of the gradients, when they were complete
+    _stepping = _handed_over = False
 
     def __init__(
         self,
@@ -62,15 +75,10 @@ class OwnLoop:
         _refuse_late_workers(strategy, runtime.ranks)
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        bucket_bytes = int(bucket_megabytes * 1e6)
         self.worker = Worker(
-            runtime,
-            model,
-            self.optimizer_spec(),
-            own_optimizer=optimizer,
-            bucket_bytes=bucket_bytes,
-            overlap=overlap,
-        )
+            runtime, model, self.optimizer_spec(), own_optimizer=optimizer,
+            bucket_bytes=int(bucket_megabytes * 1e6), overlap=overlap,
+        )  # fmt: skip
         own_model.part_storages(self.worker)
         self.accumulation = accumulation
         source = loader if isinstance(loader, Batches) and not loader.ended else None
@@ -86,17 +94,8 @@ class OwnLoop:
         self.counts = own_model.SampleCounts(copied=self.worker.layout.device.type != "cpu")
         self.batches = Batches(self, own, seed, self.queued, source)
         self._audit = own_model.Audit(self.worker)
-        self._handed_over = False
-        self.backwards = 0  # in this epoch, or group of batches
-        self._exchange_every = accumulation
-        self._grouped = False  # all batches of a step were taken before its first backward
-        self._entered = False  # a forward pass of this step has begun
-        self._in_backward = False
-        self._complete = False  # a gradient has come since the last step
-        self._pending = False  # a gradient that was not exchanged yet
-        self._version = 0  # of the gradients, when they were complete
-        self._stepping = False
         self.steps = 0
+        self.begin_epoch(0)
         self._model_hooks = [
             model.register_forward_pre_hook(own_model.Hook(self.enter, own_model.FORWARD)),
             model.register_state_dict_pre_hook(
