@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,8 +44,9 @@ class Layout:
         return self.size * self.dtype.itemsize
 
     @staticmethod
-    def of(named: Sequence[tuple[str, Tensor]]) -> Layout:
-        """The layout of `named` tensors, in the given order."""
+    def of_module(module: nn.Module) -> Layout:
+        """The layout of the trainable parameters of `module`; a tied one stands once."""
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
         if not named:
             raise InputError("the model has no parameter that needs a gradient: nothing to train")
         first_name, first = named[0]
@@ -63,12 +64,6 @@ class Layout:
             offset += -(-tensor.numel() // grain) * grain
         return Layout(tuple(slots), offset, first.dtype, first.device)
 
-    @staticmethod
-    def of_module(module: nn.Module) -> Layout:
-        """The layout of the trainable parameters of `module`; a tied one stands once."""
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        return Layout.of(named[::-1])
-
     def allocate(self, extra: int = 0) -> Tensor:
         """A zeroed flat vector of this layout, with `extra` elements behind it."""
         return torch.zeros(self.size + extra, dtype=self.dtype, device=self.device)
@@ -77,31 +72,24 @@ class Layout:
         """The tensors inside `vector`, in the layout's order, sharing its memory."""
         return [vector[s.offset : s.offset + s.size].view(s.shape) for s in self.slots]
 
-    def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """The tensors inside `vector` by name."""
-        return {s.name: view for s, view in zip(self.slots, self.views(vector), strict=True)}
-
-
-def adopt(module: nn.Module, layout: Layout) -> Tensor:
-    """Move the trainable parameters of `module` into one flat vector, keeping their identity."""
-    vector = layout.allocate()
-    by_name = dict(module.named_parameters())
-    with torch.no_grad():
-        for slot, view in zip(layout.slots, layout.views(vector), strict=True):
-            parameter = by_name[slot.name]
-            view.copy_(parameter)
-            parameter.data = view
-    return vector
-
 
 class FlatModel:
-    """A module whose trainable parameters are views of one flat vector: shape [layout.size]."""
+    """A module whose trainable parameters are views of one flat vector: shape [layout.size].
+
+    They move there, and stay the same objects.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.layout = Layout.of_module(module)
-        self.parameters = adopt(module, self.layout)
+        self.parameters = self.layout.allocate()
         self._buffers = buffer_places(module)
+        by_name = dict(module.named_parameters())
+        views = self.layout.views(self.parameters)
+        with torch.no_grad():
+            for slot, view in zip(self.layout.slots, views, strict=True):
+                view.copy_(by_name[slot.name])
+                by_name[slot.name].data = view
 
     @property
     def buffers(self) -> list[tuple[str, Tensor]]:
