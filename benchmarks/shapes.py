@@ -32,10 +32,9 @@ from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
-from orchestra.trainer.shapes import common, train_shapes
-from orchestra.worker.reporters import PassingReporter
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import PassingReporter, Runtime
 
 AIM_SECONDS = 60.0
 ASYNCHRONOUS = 'consistency="asynchronous"'
@@ -193,10 +192,9 @@ def measure(runtime: Runtime, assignment: Assignment) -> Measured:
     scale = assignment.scale
     run = _run(assignment.label, scale)
     ranks = run.training.ranks
-    shared = common(run)
     reporter = _Limited(runtime.reporter, began + assignment.limit_seconds)
     outcome = simulate(
-        lambda rank: train_shapes(rank, run, shared),
+        lambda rank: train(rank, (run, Path())),
         load_cluster(run.training.cluster, where="cluster", folder=Path()),
         ranks,
         assumed_costs(run),

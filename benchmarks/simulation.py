@@ -33,8 +33,7 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.tasks.load import load_task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Reporter, Runtime
+from orchestra.worker.runtime import Reporter, Runtime, SilentReporter
 
 SIMULATED, PLAIN = "simulated", "plain steps"
 ROUNDS = 40

@@ -18,8 +18,7 @@ from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.engines.simulation.training import Assignment, program
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import AUTO, NONE, Run
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
 FREE = Overhead(send=Line(1e-15, 0.0), receive=Line(1e-15, 0.0), add=0.0, buffer_bytes=0, wire=1.0)
 """Messages that cost nothing but their way."""

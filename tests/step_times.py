@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from pathlib import Path
 from typing import Literal
 
 from tests.simulated import FREE, cluster
@@ -18,10 +19,9 @@ from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
-from orchestra.trainer.shapes import common, train_shapes
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Work
+from orchestra.worker.runtime import SilentReporter, Work
 
 NEXT_TO_NOTHING = 1e-15
 """Seconds of work that a formula does not speak of: no work takes none."""
@@ -88,9 +88,8 @@ class Timed:
         )
         task = f"synthetic({self.elements}, tensors={self.figures.tensors}, sample_flops=1)"
         run = Run("test", task, strategy, self.seed, training)
-        shared = common(run)
         outcome = simulate(
-            lambda runtime: train_shapes(runtime, run, shared),
+            lambda runtime: train(runtime, (run, Path())),
             cluster(self.on) if isinstance(self.on, str) else self.on,
             ranks,
             self.figures,

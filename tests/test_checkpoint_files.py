@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer import checkpoints
 from orchestra.trainer.checkpoints import DamagedCheckpoint
 from orchestra.trainer.program import train
+from orchestra.trainer.recorder import Recorder, Totals
+from orchestra.worker.worker import Worker
 
 RANKS = 2
 
@@ -236,3 +238,12 @@ def test_a_run_that_goes_on_names_what_is_odd_and_removes_what_is_unfinished(
     assert found[3:] == ("resumed from checkpoint 3, step 3",)
     assert not list(folder.glob(".*"))
     checkpoints.verify(folder, 4, 2)
+
+
+def test_lines_of_steps_are_kept_by_their_number(tmp_path: Path) -> None:
+    """Where lines are missing, or one was left half written, those after the checkpoint go."""
+    path = tmp_path / "steps-rank-0.jsonl"
+    lines = [json.dumps({"step": step}) + "\n" for step in (11, 12, 13, 14)]
+    path.write_text("".join(lines) + '{"step": 1')
+    Recorder(cast(Worker, None), path, Totals(), steps=12)
+    assert path.read_text() == "".join(lines[:2])

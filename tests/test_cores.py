@@ -13,8 +13,7 @@ from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.processor import Cores, Turn
 from orchestra.engines.simulation.simulate import simulate
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
 
 def ends(

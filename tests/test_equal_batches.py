@@ -14,7 +14,7 @@ from tests.test_report_answer import fair, headline, source, study, timed, told
 from tests.training import Trained, distance, equal, settings, train_threads
 
 import orchestra
-from orchestra.data import Plan
+from orchestra.data.plan import Plan
 from orchestra.errors import InputError
 from orchestra.experiments.retiming import retimed
 from orchestra.records.record import RunRecord
@@ -25,7 +25,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer import speeds
 from orchestra.trainer.checkpoints import complete, read_rank
 from orchestra.trainer.settings import Training
-from orchestra.trainer.speeds import shares_of
+from orchestra.trainer.setup import shares_of
 
 ONE_SLOW = str(Path(__file__).parent.parent / "examples" / "simulation" / "one_slow.yaml")
 IMAGES = "images(samples=240, dtype='float64')"

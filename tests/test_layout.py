@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from orchestra.errors import InputError
 from orchestra.worker.batches import batch_samples, map_tensors, split_batch, tensors_of
-from orchestra.worker.gradients import Gradients
-from orchestra.worker.layout import Layout, adopt, buffer_places
+from orchestra.worker.layout import FlatModel, Gradients, Layout, buffer_places
 from orchestra.worker.snapshots import Snapshots
 
 ALIGNMENT = 64  # bytes
@@ -38,6 +37,12 @@ class Tied(nn.Module):
 
 
 # Layout
+
+
+def named(layout: Layout, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors inside `vector` by name."""
+    names = (slot.name for slot in layout.slots)
+    return dict(zip(names, layout.views(vector), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -76,20 +81,20 @@ def test_adopted_parameters_keep_values_ties_and_identity() -> None:
     identities = {name: id(p) for name, p in module.named_parameters()}
     output = module(x).detach()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    layout = Layout.of_module(module)
-    vector = adopt(module, layout)
+    flat = FlatModel(module)
+    layout, vector = flat.layout, flat.parameters
     assert {name: id(p) for name, p in module.named_parameters()} == identities
     assert module.second.weight is module.first.weight
     assert torch.equal(module(x).detach(), output)
-    for name, view in layout.named(vector).items():
+    for name, view in named(layout, vector).items():
         assert torch.equal(view, before[name])
     assert not torch.cat(_gaps(layout, vector)).any()
     backward(module, x)
     optimizer.step()
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            assert torch.equal(layout.named(vector)[name], parameter.detach())
-    assert not torch.equal(layout.named(vector)["first.weight"], before["first.weight"])
+            assert torch.equal(named(layout, vector)[name], parameter.detach())
+    assert not torch.equal(named(layout, vector)["first.weight"], before["first.weight"])
     vector.zero_()
     assert not module.first.weight.any()
     assert torch.equal(module.frozen.weight, before["frozen.weight"])
@@ -127,8 +132,7 @@ def test_buffers_are_those_of_the_state() -> None:
 
 def flat_model(ranks: int = 1) -> tuple[Tied, Layout, Gradients]:
     module = Tied()
-    layout = Layout.of_module(module)
-    adopt(module, layout)
+    layout = FlatModel(module).layout
     return module, layout, Gradients(module, layout, ranks)
 
 
@@ -152,7 +156,7 @@ def test_collected_gradients_lie_in_the_flat_vector(scale: float) -> None:
         gradients.clear()
         backward(module, x)
         gradients.collect_rest(scale)
-        flat = layout.named(gradients.vector)
+        flat = named(layout, gradients.vector)
         for slot, parameter in zip(layout.slots, gradients.parameters, strict=True):
             gradient = expected[slot.name]
             wanted = torch.zeros(slot.shape) if gradient is None else gradient * scale
@@ -173,7 +177,7 @@ def test_what_autograd_added_to_a_view_is_scaled_in_place() -> None:
     gradients.forget()
     backward(module, x)
     gradients.collect_rest(0.5)
-    for name, view in layout.named(gradients.vector).items():
+    for name, view in named(layout, gradients.vector).items():
         gradient = expected[name]
         assert torch.equal(view, torch.zeros(view.shape) if gradient is None else gradient * 0.5)
 

@@ -27,8 +27,7 @@ from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run
 from orchestra.transports.framing import header_bytes
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime, SilentReporter
 
 HEADER = header_bytes(1)
 LENGTH = 4 * 3 * 100

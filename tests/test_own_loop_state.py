@@ -482,6 +482,35 @@ def refused(words: str, attempt: Callable[[Run], None], strategy: str, **options
         run_ranks(2, try_it)
 
 
+def test_a_group_of_backward_passes_goes_on_where_it_was() -> None:
+    """After a step that came late, in the midst of a group, its second backward pass exchanges."""
+
+    def gradient_of(run: Run, batch: Any) -> list[float]:
+        nn.functional.mse_loss(run.model(batch[0]), batch[1]).backward()
+        grad: torch.Tensor = run.model[0].weight.grad  # type: ignore[index]
+        return grad.flatten().tolist()
+
+    def through(runtime: Runtime) -> tuple[list[float], bytes]:
+        run = Run(runtime, "AllReduce", shuffled(), accumulation=2)
+        batches = iter(run.batches)
+        for _ in range(3):
+            gradient_of(run, next(batches))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.save(1)
+        return gradient_of(run, next(batches)), run.saved[1]
+
+    (one, state), (other, _) = run_ranks(2, through)
+    assert one == other  # an average
+
+    def resumed(runtime: Runtime) -> list[float]:
+        run = Run(runtime, "AllReduce", shuffled(), accumulation=2)
+        run.load(state)
+        return gradient_of(run, next(iter(run.batches)))
+
+    assert run_ranks(2, resumed) == [one, one]
+
+
 def test_states_of_something_else_are_refused() -> None:
     def save(runtime: Runtime) -> dict[int, bytes]:
         run = Run(runtime, "LocalSGD(2)", shuffled())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import orchestra
 from orchestra import InputError
 from orchestra.cli.main import main
 from orchestra.records.record import RunRecord
-from orchestra.trainer.order import FlowOrder, Order, from_plain, plain
+from orchestra.trainer.order import FlowOrder, Order, from_plain
 
 SERVER = "ParameterServer"
 BY_CHANCE = [
@@ -128,4 +129,4 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
 
 def test_an_order_survives_being_written() -> None:
     order = Order({"main.0": FlowOrder([1, -1], [True], [0.25], [[2]])}, [1.5], [False], 3)
-    assert from_plain(json.loads(json.dumps(plain(order)))) == order
+    assert from_plain(json.loads(json.dumps(asdict(order)))) == order

@@ -29,8 +29,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.all_reduce import AllReduce, AllReduceState
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime, SilentReporter, Work
 from orchestra.worker.worker import Worker
 
 ON_TIME = ("partial all-reduce", "backup workers")  # what they drop depends on time

@@ -27,7 +27,7 @@ from orchestra.tasks import Task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports import collective
-from orchestra.worker.reporters import SilentReporter
+from orchestra.worker.runtime import SilentReporter
 
 ALPHA, BETA = 0.5, 1 / 125e6
 """Seconds: of the two links between two nodes together, and of a byte."""

@@ -30,8 +30,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.prague import Prague
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
 MEGABYTE = torch.zeros(250_000)
 WAY = 1e6 / 125e6  # seconds that it takes on a link of 1 Gbit/s

@@ -30,8 +30,8 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.program import train
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Run, Training
-from orchestra.trainer.shapes import common, train_shapes
-from orchestra.worker.reporters import SilentReporter
+from orchestra.trainer.setup import ShapesRun
+from orchestra.worker.runtime import SilentReporter
 
 COSTLY = Overhead(
     send=Line(20e-6, 2e-10),
@@ -92,21 +92,16 @@ def counted_messages() -> Iterator[dict[int, list[tuple[int, int]]]]:
 
 def told(run: Run, folder: Path, on: str, overhead: Overhead) -> Told:
     training = run.training
-    shared = None if training.tensors == "real" else common(run)
     with counted_messages() as seen:
         outcome = simulate(
-            lambda runtime: (
-                train(runtime, (run, folder))
-                if shared is None
-                else train_shapes(runtime, run, shared)
-            ),
+            lambda runtime: train(runtime, (run, folder)),
             cluster(on),
             len(run.strategy.roles(training.ranks).shares),
             assumed_costs(run),
             overhead,
             SilentReporter(),
             seed_number=run.seed,
-            values=shared is None,
+            values=training.tensors == "real",
         )
     assert (outcome.failure, outcome.bad_input) == (None, None)
     messages = {
@@ -228,12 +223,11 @@ def test_what_reads_values_is_refused(
     assert "set tensors to real" in str(caught.value)
 
 
-def test_a_strategy_of_the_users_that_reads_values_is_refused() -> None:
+def test_a_strategy_of_the_users_that_reads_values_is_refused(tmp_path: Path) -> None:
     built = parse("examples.own_strategy:DynamicAveraging(0.1)", STRATEGIES, where="test")
     run = in_shapes(settings(built, 3, "images()", steps=9))
-    shared = common(run)
     outcome: Outcome = simulate(
-        lambda runtime: train_shapes(runtime, run, shared),
+        lambda runtime: train(runtime, (run, tmp_path)),
         cluster("lan_1gbit"), 3, assumed_costs(run), OVERHEAD, SilentReporter(), values=False,
     )  # fmt: skip
     assert outcome.bad_input is not None
@@ -284,7 +278,7 @@ def test_a_large_model_takes_no_memory() -> None:
 def test_no_tensor_of_the_model_has_memory() -> None:
     training = Training(engine="simulation", tensors="shapes", steps=1)
     built = parse("AllReduce()", STRATEGIES, where="test")
-    shared = common(Run("test", "synthetic(100_000_000)", built, 0, training)).shapes
+    shared = ShapesRun(Run("test", "synthetic(100_000_000)", built, 0, training)).shapes
     tensors = [shared.parameters, shared.storage, *shared.module.parameters(), *shared.views]
     assert sum(tensor.nbytes for tensor in tensors) >= 1.2e9
     assert all(tensor.is_meta for tensor in tensors)

@@ -12,7 +12,8 @@ from tests.tasks_for_tests import Weight
 from tests.threads import FreeCompute, ask_to_stop, run_ranks
 from tests.training import TASKS, Case, Trained, distance, equal, single_process, train_threads
 
-from orchestra.data import Feed, Plan, open_samples
+from orchestra.data.feed import Feed, open_samples
+from orchestra.data.plan import Plan
 from orchestra.errors import InputError
 from orchestra.exchange import hand_over_moments
 from orchestra.optimizers.settings import StepDecay
@@ -362,6 +363,22 @@ def test_a_straggler_ends_a_phase_and_its_recovery_the_next(first: Any, tmp_path
     last = max(line["position"] for line in lines if "staleness" in line)
     assert 40 <= last // 24 < 130
     assert apart == list(range(apart[0], apart[-1] + 1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "last"),
+    [
+        (Switch(AllReduce(), Switch(Gossip(), AllReduce(), when=AfterSteps(4), moments="reset"),
+                when=AfterSteps(3), moments="reset"), 7),
+        (Switch(Switch(AllReduce(), Gossip(), when=AfterSteps(3)), LocalSGD(2),
+                when=AfterSteps(5), moments="reset"), 5),
+    ],
+)  # fmt: skip
+def test_the_step_of_a_switch_counts_from_the_start_of_the_run(
+    strategy: Any, last: int, tmp_path: Path
+) -> None:
+    result = train_threads(strategy, 2, tmp_path, "scripted(samples=320)")
+    assert switched_at(result) == {last}
 
 
 def test_rules_of_counts_and_rates_switch_at_their_step_in_any_phase(tmp_path: Path) -> None:

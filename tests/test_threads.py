@@ -28,8 +28,7 @@ from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.single import Single
 from orchestra.tasks.load import load_task
 from orchestra.worker.layout import Layout
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime, SilentReporter, Work
 from orchestra.worker.threads import chosen_threads, shares_of_cores, usable_cores
 
 __all__ = ["started"]

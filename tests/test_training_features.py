@@ -25,7 +25,7 @@ from tests.training import (
     train_threads,
 )
 
-from orchestra.data import GlobalOrder
+from orchestra.data.feed import GlobalOrder
 from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Constant, Cosine, Group, Optimizer, StepDecay
 from orchestra.strategies.all_reduce import AllReduce

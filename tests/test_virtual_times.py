@@ -22,7 +22,7 @@ from orchestra.engines.simulation.simulate import simulate
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.program import train
-from orchestra.worker.reporters import SilentReporter
+from orchestra.worker.runtime import SilentReporter
 
 TABLE = Path(__file__).with_name("virtual_times.json")
 ASYNCHRONOUS = 'consistency="asynchronous"'

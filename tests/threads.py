@@ -16,8 +16,7 @@ import torch
 from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import InterceptedReporter
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime, SilentReporter, Work
 from orchestra.worker.worker import Worker
 
 T = TypeVar("T")

@@ -15,7 +15,15 @@ from orchestra.schedules import broadcast as broadcast_schedule
 from orchestra.transports.protocol import CollectiveCall, Group, Transport
 from orchestra.transports.tags import Tag
 
-__all__ = ["Group", "all_reduce", "broadcast", "execute", "gather_objects"]
+__all__ = [
+    "Group",
+    "all_reduce",
+    "broadcast",
+    "execute",
+    "gather_objects",
+    "receive_object",
+    "send_object",
+]
 
 
 @functools.cache
@@ -48,18 +56,21 @@ def execute(
     return transport.collective(CollectiveCall(schedule, vector, group, tag, edges)).wait()
 
 
+def send_object(transport: Transport, value: Any, to: int) -> None:
+    """Send plain JSON data to the rank `to`, which calls `receive_object`."""
+    message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    transport.send(message, to, Tag.OBJECTS).wait()
+
+
+def receive_object(transport: Transport, source: int) -> Any:
+    """Return what the rank `source` has sent with `send_object`."""
+    return json.loads(transport.receive(source, Tag.OBJECTS).wait().numpy().tobytes())
+
+
 def gather_objects(transport: Transport, value: Any, group: Group, root: int) -> Sequence[Any]:
     """Plain JSON data of every rank of `group`, in its order, on `root` (empty elsewhere)."""
-    text = json.dumps(value).encode()
     if transport.rank != root:
-        message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        transport.send(message, root, Tag.OBJECTS).wait()
+        send_object(transport, value, root)
         return ()
-    gathered = []
-    for rank in group.ranks:
-        if rank == root:
-            gathered.append(json.loads(text))
-        else:
-            message = transport.receive(rank, Tag.OBJECTS).wait()
-            gathered.append(json.loads(message.numpy().tobytes()))
-    return gathered
+    own = json.loads(json.dumps(value))
+    return [own if rank == root else receive_object(transport, rank) for rank in group.ranks]

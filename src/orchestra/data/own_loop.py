@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -19,12 +20,12 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from orchestra.data.alike import AlikeStreams, digest
-from orchestra.data.order import GlobalOrder
+from orchestra.data.feed import GlobalOrder
 from orchestra.data.plan import Plan
+from orchestra.data.random_state import AlikeStreams
 from orchestra.errors import InputError
 from orchestra.schedules.work_queue import WorkItem, WorkQueue
-from orchestra.worker.batches import batch_samples
+from orchestra.worker.batches import batch_samples, digest
 
 
 class Part(NamedTuple):
@@ -42,24 +43,26 @@ Alike = Callable[[int], bool]
 """Collective over the workers: whether a number is the same on all of them."""
 
 
-class ShardedLoader(Protocol):
+class ShardedLoader(ABC):
     """The parts of one worker, epoch by epoch.
 
     `epoch` is the number of the next epoch, from which its order follows; set it to resume.
     """
 
-    epoch: int
+    epoch = 0
 
+    @abstractmethod
     def begin(self, first: int) -> Iterator[Part]:
         """The next epoch, from its batch number `first` on.
 
         The ones before are not loaded where a sampler chooses them; else they are drawn and
         dropped. What the samplers draw from the global generators is drawn in here.
         """
-        ...
 
-    def __iter__(self) -> Iterator[Part]: ...
+    def __iter__(self) -> Iterator[Part]:
+        return self.begin(0)
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
 
@@ -146,30 +149,17 @@ def generators_of(loader: Loader) -> list[torch.Generator]:
     return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
 
 
-class _Epochs:
-    """What all sharded loaders have."""
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[Part]:
-        return self.begin(0)
-
-    def begin(self, first: int) -> Iterator[Part]:
-        raise NotImplementedError
-
-
-class _Whole(_Epochs):
+class _Whole(ShardedLoader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def begin(self, first: int) -> Iterator[Part]:
         self.epoch += 1
         loader = self._loader
-        batches: Iterator[Any]
         if first and _has_sampler(loader):
             assert isinstance(loader, DataLoader)
             later = _Later(loader.batch_sampler, first)
-            batches = iter(_with_batches(loader, later))
+            batches: Iterator[Any] = iter(_with_batches(loader, later))
             later.skip()
         else:
             batches = iter(loader)
@@ -189,9 +179,8 @@ class _Later:
     """The items of `items` from number `first` on, once; `skip` draws those before."""
 
     def __init__(self, items: Any, first: int) -> None:
-        self._all = items
         self._items = iter(items)
-        self._from = self._first = first
+        self._first = first
 
     def skip(self) -> None:
         for _ in range(self._first):
@@ -202,11 +191,8 @@ class _Later:
         self.skip()
         yield from self._items
 
-    def __len__(self) -> int:
-        return len(self._all) - self._from
 
-
-class _Dealt(_Epochs):
+class _Dealt(ShardedLoader):
     def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
         self._parts = _Parts(loader, workers, index, seed)
         self._loader = _with_batches(loader, self._parts)
@@ -224,31 +210,41 @@ class _Dealt(_Epochs):
         return self._parts.plan.steps
 
 
+class _Order:
+    """The samples of a standard loader: in sequence, or in permutations of their own."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self.samples = len(loader.sampler)  # type: ignore[arg-type]
+        shuffled = isinstance(loader.sampler, RandomSampler)
+        self._order = GlobalOrder(self.samples, seed) if shuffled else None
+
+    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Those of the samples `start` to `stop` of an epoch."""
+        if self._order is None:
+            return list(range(start, stop))
+        first = epoch * self.samples
+        return self._order.indices(first + start, first + stop).tolist()
+
+
 class _Parts:
     """A batch sampler: the indices of one worker's part of each step of an epoch."""
 
     def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
-        samples = len(loader.sampler)  # type: ignore[arg-type]
-        batch_size = loader.batch_size
-        assert batch_size is not None
-        global_batch = batch_size * workers
+        assert loader.batch_size is not None
+        global_batch = loader.batch_size * workers
+        self._order = _Order(loader, seed)
+        samples = self._order.samples
         stop = samples - samples % global_batch if loader.drop_last else samples
         self.plan = Plan(0, stop, global_batch, (1.0,) * workers)
         self.index = index
         self.epoch = self.first = 0
-        shuffled = isinstance(loader.sampler, RandomSampler)
-        self._order = GlobalOrder(samples, seed) if shuffled else None
 
     def __iter__(self) -> Iterator[list[int]]:
-        first = self.epoch * self._order.samples if self._order else 0
         for step in range(self.first, self.plan.steps):
             start, stop = self.plan.part(step, self.index)
             if start == stop:
                 start, stop = self.plan.part(step, 0)
-            if self._order:
-                yield self._order.indices(first + start, first + stop).tolist()
-            else:
-                yield list(range(start, stop))
+            yield self._order.indices(self.epoch, start, stop)
 
     def __len__(self) -> int:
         return self.plan.steps
@@ -264,11 +260,9 @@ class QueuedLoader:
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         assert loader.batch_size is not None
         self.batch_size = loader.batch_size
-        self._all = len(loader.sampler)  # type: ignore[arg-type]
-        dropped = self._all % self.batch_size if loader.drop_last else 0
-        self.samples = self._all - dropped  # of an epoch
-        shuffled = isinstance(loader.sampler, RandomSampler)
-        self._order = GlobalOrder(self._all, seed) if shuffled else None
+        self._order = _Order(loader, seed)
+        dropped = self._order.samples % self.batch_size if loader.drop_last else 0
+        self.samples = self._order.samples - dropped  # of an epoch
         self._items: deque[WorkItem] = deque()
         self._batches = iter(_with_batches(loader, self))
 
@@ -295,14 +289,10 @@ class QueuedLoader:
         while self._items:
             item = self._items.popleft()
             epoch, first = divmod(item.start, self.samples)
-            if self._order is not None:
-                first += epoch * self._all
-                yield self._order.indices(first, first + item.samples).tolist()
-            else:
-                yield list(range(first, first + item.samples))
+            yield self._order.indices(epoch, first, first + item.samples)
 
 
-class _EveryNth(_Epochs):
+class _EveryNth(ShardedLoader):
     def __init__(
         self, loader: Loader, workers: int, index: int, seed: int, alike: Alike | None
     ) -> None:
@@ -371,22 +361,11 @@ class _Strided:
         return -(-len(self._items) // self._step)
 
 
-def _with_batches(
-    loader: DataLoader[Any], batches: _Parts | _Strided | _Later | QueuedLoader
-) -> DataLoader[Any]:
+def _with_batches(loader: DataLoader[Any], batches: Iterable[Any]) -> DataLoader[Any]:
     """A loader like `loader`, over other lists of indices."""
     kept = (
-        "dataset",
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "generator",
-        "prefetch_factor",
-        "persistent_workers",
-        "pin_memory_device",
-        "in_order",
+        "dataset num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
+        "generator prefetch_factor persistent_workers pin_memory_device in_order"
     )
-    return DataLoader(batch_sampler=batches, **{name: getattr(loader, name) for name in kept})
+    options = {name: getattr(loader, name) for name in kept.split()}
+    return DataLoader(batch_sampler=batches, **options)

@@ -74,24 +74,14 @@ class Plan:
             start, stop = self.position(step), self.position(step + 1)
             if len(self._deals) == STEPS_KEPT:
                 self._deals.clear()
-            deal = self._deals[step] = Deal(start, stop, *self._dealt(stop - start))
+            counts = apportion(stop - start, self.shares)
+            before = tuple(accumulate(counts, initial=0))
+            deal = self._deals[step] = Deal(start, stop, counts, before)
         return deal
 
     @cached_property
     def _deals(self) -> dict[int, Deal]:
         """Some of the steps asked for: ranks of one process share a plan, and take turns."""
-        return {}
-
-    def _dealt(self, total: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many of `total` samples each rank reads, and those before it together."""
-        if total not in self._known:
-            counts = apportion(total, self.shares)
-            self._known[total] = counts, tuple(accumulate(counts, initial=0))
-        return self._known[total]
-
-    @cached_property
-    def _known(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What was dealt: steps have but two numbers of samples."""
         return {}
 
     def counts(self, step: int) -> tuple[int, ...]:

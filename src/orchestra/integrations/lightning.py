@@ -84,8 +84,17 @@ class OrchestraStrategy(AmongWorkers):
 
     @property
     def _trainer(self) -> lightning.Trainer:
+        return self._module.trainer
+
+    @property
+    def _module(self) -> lightning.LightningModule:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _distributed(self) -> Batches:
+        assert self._batches is not None
+        return self._batches
 
     # Set-up
 
@@ -100,13 +109,9 @@ class OrchestraStrategy(AmongWorkers):
     def setup(self, trainer: lightning.Trainer) -> None:
         """Refuse what would be trained wrongly."""
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._check(trainer)
-
-    def _check(self, trainer: lightning.Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization or len(self.optimizers) != 1:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not self._module.automatic_optimization or len(self.optimizers) != 1:
             raise InputError(
                 "OrchestraStrategy trains with automatic optimization and one optimizer: give all "
                 "parameters to one, or write the loop with orchestra.distribute"
@@ -147,22 +152,20 @@ class OrchestraStrategy(AmongWorkers):
             self._batches.load_state_dict(self._to_load)
         self._to_load = None
         self._evaluating = self._workers
-        return _TrainingData(loader, self, self._batches)
+        return _TrainingData(loader, self)
 
     # A step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Through the module's `__call__`, which Orchestra has its hooks in."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Inside are the backward passes that accumulate, but for the last one."""
-        assert self._batches is not None
-        with self._batches.accumulate():
+        with self._distributed.accumulate():
             yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -189,35 +192,28 @@ class OrchestraStrategy(AmongWorkers):
         self._evaluating = self._workers
         self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
         if self._serves:
-            assert self._batches is not None
             if self._epoch is not None:
                 self._epoch.close()
                 self._epoch = None
-            self._batches.serve_to_the_end()
+            self._distributed.serve_to_the_end()
             self._trainer.should_stop = True  # the workers have come to another fit
 
     def begin_epoch(self) -> Generator[Any, None, None]:
         """The training batches of this worker."""
-        assert self._batches is not None
         if self._epoch is not None:  # Lightning has skipped the rest
-            self._end_epoch()
-        self._epoch = iter(self._batches)
+            self._settle(over=True)
+        self._epoch = iter(self._distributed)
         return self._epoch
 
-    def _settle(self) -> None:
+    def _settle(self, *, over: bool = False) -> None:
         """Let the models agree; at the end of Lightning's epoch Orchestra's ends, too."""
-        if self._epoch is None or self._batches is None:
+        if self._epoch is None:
             return
-        if self._trainer.is_last_batch:
-            self._end_epoch()
-        else:
-            self._batches.agree()
-
-    def _end_epoch(self) -> None:
-        assert self._epoch is not None
-        assert self._batches is not None
+        if not over and not self._trainer.is_last_batch:
+            self._distributed.agree()
+            return
         self._epoch.close()
-        self._batches.end_epoch()
+        self._distributed.end_epoch()
         self._epoch = None
         self._reporter.phase("paused")
 
@@ -260,8 +256,9 @@ class OrchestraStrategy(AmongWorkers):
         if self._state is not None and "optimizer_states" in checkpoint:
             checkpoint[STATE] = self._state
         self._state = None
-        with self._paused():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._reporter.phase("paused")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.on_validation_end()
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -270,26 +267,18 @@ class OrchestraStrategy(AmongWorkers):
         self._to_load = checkpoint.pop(STATE, None)
         return checkpoint
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        self._reporter.phase("paused")
-        yield
-        if self._epoch is not None:
-            self._reporter.phase("training")
-
 
 class _TrainingData:
     """The training batches of this worker, as Lightning iterates them."""
 
-    def __init__(self, loader: Any, strategy: OrchestraStrategy, batches: Batches) -> None:
+    def __init__(self, loader: Any, strategy: OrchestraStrategy) -> None:
         # Lightning tells these the number of the epoch.
         self.sampler = getattr(loader, "sampler", None)
         self.batch_sampler = getattr(loader, "batch_sampler", None)
         self._strategy = strategy
-        self._batches = batches
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._strategy._distributed)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._strategy.begin_epoch()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from functools import reduce
 from typing import Any, TypeVar
 
 import lightning.pytorch as lightning
@@ -12,14 +15,105 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torchmetrics.metric import Metric, jit_distributed_available
 
+from orchestra.collectives import receive_object, send_object
 from orchestra.engines.processes.environment import detect, rank
 from orchestra.engines.processes.own_loop import runtime_beside_loops, strategy_of
 from orchestra.errors import InputError
-from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.strategies.base import Strategy, roles_of
 from orchestra.trainer.own_batches import Batches
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
 
 T = TypeVar("T")
+
+_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+class WorkerGroup:
+    """The ranks that have data now. A rank that only serves is a group of its own.
+
+    Every worker makes the same calls in the same order. Copies are the group itself.
+
+    Args:
+        transport: its messages belong to the group alone.
+        workers: the ranks that have data now; the same on all of them.
+    """
+
+    def __init__(self, transport: Transport, workers: Callable[[], tuple[int, ...]]) -> None:
+        self._transport = transport
+        self._workers = workers
+
+    def __deepcopy__(self, _: Any) -> WorkerGroup:
+        return self
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, in order."""
+        workers, own = self._workers(), self._transport.rank
+        return workers if own in workers else (own,)
+
+    def is_several(self) -> bool:
+        """Whether there are other members."""
+        return len(self.ranks) > 1
+
+    def gather(self, tensor: Tensor, group: None = None) -> list[Tensor]:
+        """The tensor of each member, in order, on the device of `tensor`; shapes may differ."""
+        transport, others = self._transport, [r for r in self.ranks if r != self._transport.rank]
+        own = tensor.detach().cpu().contiguous()
+        arriving = {r: transport.receive(r, Tag.OBJECTS) for r in others}
+        leaving = [transport.send(own, r, Tag.OBJECTS) for r in others]
+        gathered = [
+            arriving[r].wait().to(tensor.device) if r in arriving else tensor.detach().clone()
+            for r in self.ranks
+        ]
+        for sending in leaving:
+            sending.wait()
+        return gathered
+
+    def reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """The sum, mean ("avg"), product, min, max ... over the members; the same bits on each."""
+        name = operation.lower()
+        is_mean = name in ("mean", "avg")
+        if not is_mean and name not in _OPERATIONS:
+            raise InputError(
+                f"reduce: operation {operation!r} is not one of mean, {', '.join(_OPERATIONS)}"
+            )
+        if is_mean and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        gathered = self.gather(tensor)
+        result = reduce(_OPERATIONS["sum" if is_mean else name], gathered)
+        return result / len(gathered) if is_mean else result
+
+    def barrier(self) -> None:
+        """Return when every member is here."""
+        self.gather(torch.zeros(1))
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """What member `source` calls with: JSON data, such as a path or a decision."""
+        if not self.is_several():
+            return value
+        root = self.ranks[source]
+        if self._transport.rank != root:
+            return receive_object(self._transport, root)
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"broadcast: {type(value).__name__} is no JSON data, and nothing else is "
+                f"accepted from another process: {error}"
+            ) from None
+        for member in self.ranks:
+            if member != root:
+                send_object(self._transport, value, member)
+        return value
 
 
 class AmongWorkers(ParallelStrategy):
@@ -58,9 +152,8 @@ class AmongWorkers(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._group is None:
-            return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": len(self._group.ranks), "rank": self._group.index}
+        ranks = (self.global_rank,) if self._group is None else self._group.ranks
+        return {"num_replicas": len(ranks), "rank": ranks.index(self.global_rank)}
 
     @property
     def _workers(self) -> tuple[int, ...]:
@@ -103,7 +196,7 @@ class AmongWorkers(ParallelStrategy):
         super().teardown()
 
     def _metrics(self) -> list[Metric]:
-        """Those of the model that would ask torch.distributed for the other workers."""
+        """Return those of the model that would ask torch.distributed for the other workers."""
         modules = [] if self.model is None else self.model.modules()
         ours = None if self._group is None else self._group.gather
         metrics = [module for module in modules if isinstance(module, Metric)]

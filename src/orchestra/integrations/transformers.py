@@ -148,6 +148,7 @@ class _Loader:
 
     Attributes:
         whole: what is dealt out.
+        batches: what is iterated from then on.
     """
 
     def __init__(self, prepared: Any, workers: int, group: int) -> None:
@@ -155,7 +156,7 @@ class _Loader:
         self._prepared = prepared
         self._workers = workers
         self._group = group
-        self._batches: Batches | None = None
+        self.batches: Batches | None = None
         self._groups: Iterator[list[Any]] | None = None
         self._given = self._skipped = 0
         sampler = getattr(self.whole.batch_sampler, "sampler", None)
@@ -168,27 +169,23 @@ class _Loader:
     def __len__(self) -> int:
         return -(-len(self.whole) // self._workers)
 
-    def deal_out(self, batches: Batches) -> None:
-        """From now on iterate `batches`."""
-        self._batches = batches
-
     def skip(self, batches: int) -> _Loader:
         """The next epoch, from its batch number `batches` on."""
         self._skipped = batches
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        if self._batches is None:
+        if self.batches is None:
             yield from self._prepared
             return
         self._given, self._skipped = self._skipped, 0
-        if self._batches.taken != self._given and not self._batches.ended:  # not resumed there
-            self._batches.start_at(self._given)
-        self._groups = groups = self._batches.groups(self._group)
+        if self.batches.taken != self._given and not self.batches.ended:  # not resumed there
+            self.batches.start_at(self._given)
+        self._groups = groups = self.batches.groups(self._group)
         for group in groups:
             self._given += len(group)
             yield from group
-        self._batches.serve_to_the_end()  # a rank that has become a server
+        self.batches.serve_to_the_end()  # a rank that has become a server
 
     @property
     def exhausted(self) -> bool:
@@ -206,13 +203,13 @@ class _Loader:
         """
         if self._groups is None:
             return
-        assert self._batches is not None
+        assert self.batches is not None
         self._groups.close()  # type: ignore[attr-defined]  # a generator
         self._groups = None
         if ends_epoch:
-            self._batches.end_epoch()
+            self.batches.end_epoch()
         else:
-            self._batches.agree()
+            self.batches.agree()
 
 
 def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -229,6 +226,11 @@ class _Distributed(Trainer):
     """In front of a Trainer's own class."""
 
     distribution: _Distribution
+
+    @property
+    def _batches(self) -> Batches:
+        assert self.distribution.batches is not None
+        return self.distribution.batches
 
     def take_place(self) -> None:
         """Leave Accelerate by itself, and let the arguments tell the place among the workers."""
@@ -272,8 +274,8 @@ class _Distributed(Trainer):
             work="equal",
             **distribution.options,
         )
-        distribution.loader, distribution.batches = loader, batches
-        loader.deal_out(batches)
+        distribution.loader = loader
+        distribution.batches = loader.batches = batches
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
@@ -288,8 +290,7 @@ class _Distributed(Trainer):
         A model divides its loss by their number, which is such that the average is that of items.
         """
         batch_samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self.distribution.batches
-        assert batches is not None
+        batches = self._batches
         averaged = self.args.average_tokens_across_devices and batches.averages_gradients
         if items is None or not averaged:
             return batch_samples, items
@@ -301,18 +302,14 @@ class _Distributed(Trainer):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Told to strategies that watch it."""
         found = super().compute_loss(model, inputs, *args, **kwargs)
-        distribution = self.distribution
-        if distribution.strategy.reads_loss and model.training:
+        if self.distribution.strategy.reads_loss and model.training:
             loss: Tensor = found[0] if isinstance(found, tuple) else found
-            batches = distribution.batches
-            assert batches is not None
-            batches.report(loss.item())
+            self._batches.report(loss.item())
         return found
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loader, batches = self.distribution.loader, self.distribution.batches
+        loader, batches = self.distribution.loader, self._batches
         assert loader is not None
-        assert batches is not None
         if batches.ended:
             return  # a rank that served to the end
         ends_epoch = loader.exhausted or self.control.should_epoch_stop
@@ -338,26 +335,23 @@ class _Distributed(Trainer):
 
     def _share(self, metrics: dict[str, Any]) -> None:
         """All workers stop, and choose the best model, by the same numbers."""
-        batches = self.distribution.batches
-        assert batches is not None
         names = [name for name, value in metrics.items() if isinstance(value, int | float)]
         numbers = torch.zeros(len(names), dtype=torch.float64)
         if self.args.process_index == 0:
             numbers = torch.tensor([metrics[name] for name in names], dtype=torch.float64)
-        metrics.update(zip(names, batches.sum_over_workers(numbers).tolist(), strict=True))
+        sums = self._batches.sum_over_workers(numbers).tolist()
+        metrics.update(zip(names, sums, strict=True))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        batches = self.distribution.batches
-        assert batches is not None
-        batches.agree()
-        with batches.pause():
+        self._batches.agree()
+        with self._batches.pause():
             super()._save_checkpoint(*args, **kwargs)
             self._wait_for_all()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        batches = self.distribution.batches
-        assert batches is not None
-        state = batches.state_dict()  # after which the first worker's optimizer has all moments
+        state = (
+            self._batches.state_dict()
+        )  # after which the first worker's optimizer has all moments
         if self.args.should_save:
             torch.save(state, Path(output_dir) / STATE_NAME)
         super()._save_optimizer_and_scheduler(output_dir)
@@ -369,6 +363,4 @@ class _Distributed(Trainer):
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        batches = self.distribution.batches
-        assert batches is not None
-        batches.sum_over_workers(torch.zeros(1))
+        self._batches.sum_over_workers(torch.zeros(1))

@@ -163,7 +163,8 @@ class Switch(Strategy[SwitchState]):
         return self._phase(state).work(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
-        state = SwitchState(self.when, self.nesting, self.when.begin())
+        before = worker.measures.switched_at_step or 0
+        state = SwitchState(self.when, self.nesting, self.when.begin(), before=before)
         state.limit_queues(worker)
         state.inner = self.first.start(worker)
         self._begin_first(worker, state)
@@ -305,7 +306,7 @@ class Switch(Strategy[SwitchState]):
                 optimizer.state.clear()
         else:
             exchange.hand_over_moments(worker, optimizer, averaged=self.moments == "averaged")
-        worker.measures.switched_at_step = state.steps
+        worker.measures.switched_at_step = state.before + state.steps
         worker.measures.switched_at_sample = worker.step.consumed
         self._begin_second(worker, state)
         state.inner = self.then.start(worker)
@@ -338,7 +339,9 @@ class Switch(Strategy[SwitchState]):
         state.switched = True
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
-        state = SwitchState(self.when, self.nesting, self.when.begin(), steps=saved["steps"])
+        """Resume in the phase that the checkpoint was taken in."""
+        steps, before = saved["steps"], saved.get("before", 0)
+        state = SwitchState(self.when, self.nesting, self.when.begin(), steps=steps, before=before)
         optimizers.restore(state.rule, saved["rule"])
         if saved["switched"]:
             state.queue_of = worker.queue_of

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class SwitchState:
     """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
 
-    The end of the first phase is that of the phase number `level`.
+    The end of the first phase is that of the phase number `level`. A switch inside the second phase
+    of another one begins after the `before` steps of its first.
 
     `leaving` finds the step to switch at where workers do not decide alike; their steps so far
     have cost `seconds` of this worker's computation and communication.
@@ -38,6 +39,7 @@ class SwitchState:
     inner: Any = None
     switched: bool = False
     steps: int = 0
+    before: int = 0
     begun: int | None = None
     fired: bool = False
     queue: WorkQueue | None = field(default=None, metadata=optimizers.TRANSIENT)

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, checksummed, readable without running anybody's code.
+"""Checkpoints, taken by all ranks of a run: atomic, checksummed, read without running any code.
 
     checkpoints/0002/manifest.json          the SHA-256 of each file beside it; written last
                      rank-0.safetensors     tensors; the rest as JSON in the file's metadata
@@ -8,24 +8,36 @@ A checkpoint is written into a hidden folder, which is renamed when it is comple
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from orchestra.trainer.writing import writing
+from orchestra.collectives import broadcast, receive_object, send_object
+from orchestra.errors import PeerLost, RunFailed
+from orchestra.optimizers.state import capture
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
+from orchestra.worker.worker import Worker
 
 KEEP = 2
 MANIFEST = "manifest.json"
-TENSOR = "$tensor"
 DOOMED = ".deleted"
+
+
+TENSOR = "$tensor"
+
+Tensors = dict[str, Tensor]
+"""By the SHA-256 of type, shape and content."""
 
 
 class DamagedCheckpoint(Exception):
@@ -46,7 +58,13 @@ def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
     """Write one rank's `state` (as `capture` gives it); the SHA-256 of the file, in hex."""
     pending = pending_folder(folder, index)
     tensors: dict[str, Tensor] = {}
-    tree = json.dumps(_flatten(state, "", tensors))
+
+    def put(place: str, tensor: Tensor) -> str:
+        assert place not in tensors, f"two tensors of a checkpoint are called {place}"
+        tensors[place] = tensor.clone()
+        return place
+
+    tree = json.dumps(pack(state, put))
     path = pending / rank_file(rank)
     with writing(path):
         pending.mkdir(parents=True, exist_ok=True)
@@ -95,24 +113,21 @@ def remove_unfinished(folder: Path) -> None:
 
 def complete(folder: Path) -> Iterator[int]:
     """The numbers of the checkpoints in `folder`, whole or damaged."""
-    yield from (int(path.name) for path in _entries(folder) if _is_checkpoint(path))
+    yield from (int(path.name) for path, is_one in _entries(folder) if is_one)
 
 
 def others(folder: Path) -> list[Path]:
     """What lies in `folder` without being a checkpoint."""
-    return [path for path in _entries(folder) if not _is_checkpoint(path)]
+    return [path for path, is_one in _entries(folder) if not is_one]
 
 
-def _entries(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """By its name, as `commit` gives it."""
-    name = path.name
-    return name.isascii() and name.isdigit() and name == f"{int(name):04d}" and path.is_dir()
+def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Return all that is not hidden; of each whether its name is one that `commit` gives."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        name = path.name
+        number = name.isascii() and name.isdigit() and name == f"{int(name):04d}"
+        if not name.startswith("."):
+            yield path, number and path.is_dir()
 
 
 def verify(folder: Path, index: int, ranks: int) -> None:
@@ -134,7 +149,7 @@ def read_rank(folder: Path, index: int, rank: int) -> Any:
     """What `rank` wrote into checkpoint `index`."""
     with safe_open(folder / f"{index:04d}" / rank_file(rank), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return _nest(json.loads(file.metadata()["tree"]), tensors)
+        return unpack(json.loads(file.metadata()["tree"]), tensors)
 
 
 def digest(path: Path) -> str:
@@ -143,32 +158,161 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` with each tensor moved to `tensors` and its name left in its place."""
-    if isinstance(value, Tensor):
-        assert name not in tensors, f"two tensors of a checkpoint are called {name}"
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {TENSOR: name}
-    if isinstance(value, dict):
-        return {key: _flatten(item, f"{name}/{key}", tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_flatten(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
-    return value
-
-
-def _nest(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        if TENSOR in value:
-            return tensors[value[TENSOR]]
-        return {key: _nest(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_nest(item, tensors) for item in value]
-    return value
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class CollectiveCheckpoints:
+    """The checkpoints in `folder`; `index` numbers the newest one that counts, from 1."""
+
+    def __init__(self, worker: Worker, folder: Path) -> None:
+        self.index = 0
+        self._worker = worker
+        self._folder = folder
+        self._ranks = range(worker.runtime.ranks)
+
+    def newest(self, chief: int) -> Any | None:
+        """What this rank wrote into the newest whole checkpoint, which the chief looks for."""
+        worker = self._worker
+        chosen = torch.full((1,), -1, dtype=torch.int64)
+        if worker.rank == chief:
+            chosen[0] = self._newest_whole()
+        broadcast(worker.transport, chosen, chief, worker.everyone, Tag.CHECKPOINT)
+        if int(chosen) < 0:
+            return None
+        self.index = int(chosen)
+        return read_rank(self._folder, self.index, worker.rank)
+
+    def take(self, state: Any, chief: int) -> None:
+        """At a quiet point: write `state`; it counts only if all ranks have written."""
+        index, digest = self.index + 1, None
+        if not self._worker.transport.lost():
+            digest = write_rank(self._folder, index, self._worker.rank, capture(state))
+        if self._commit(index, digest, chief):
+            self.index = index
+
+    def _newest_whole(self) -> int:
+        remove_unfinished(self._folder)
+        for path in others(self._folder):
+            self._worker.reporter.notice(f"checkpoint refused: {path}: not the folder of one")
+        for index in sorted(complete(self._folder), reverse=True):
+            try:
+                verify(self._folder, index, len(self._ranks))
+            except DamagedCheckpoint as damage:
+                self._worker.reporter.notice(f"checkpoint refused: {damage}")
+            else:
+                return index
+        return -1
+
+    def _commit(self, index: int, digest: str | None, chief: int) -> bool:
+        """Return whether checkpoint `index` counts, as the chief decides; nobody goes on before."""
+        transport, own = self._worker.transport, self._worker.rank
+        if own != chief:
+            send_object(transport, digest, chief)
+            return bool(transport.receive(chief, Tag.CHECKPOINT).wait())
+        digests = {rank: digest if rank == chief else self._digest_of(rank) for rank in self._ranks}
+        files = {rank_file(rank): text for rank, text in digests.items() if text}
+        whole = len(files) == len(digests)
+        if whole:
+            commit(self._folder, index, files)
+        for rank in self._ranks:
+            with contextlib.suppress(PeerLost):
+                if rank != chief:
+                    transport.send(torch.tensor([whole]), rank, Tag.CHECKPOINT).wait()
+        return whole
+
+    def _digest_of(self, rank: int) -> str | None:
+        """Receive the digest of what `rank` has written; None if a rank is lost."""
+        try:
+            digest = receive_object(self._worker.transport, rank)
+        except PeerLost:
+            return None
+        return None if digest is None else str(digest)
+
+
+# Files, and plain data with tensors in it
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `RunFailed`, which names `path`, where the disk is full or read-only inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RunFailed(f"cannot write {path}: {reason}") from None
+
+
+def save_state(path: Path, module: nn.Module) -> None:
+    """All parameters and buffers of `module`, as safetensors."""
+    state: dict[str, Tensor] = {}
+    written: set[int] = set()
+    for name, tensor in module.state_dict().items():
+        state[name] = values = tensor.detach().cpu().contiguous()
+        if values.data_ptr() in written or values.untyped_storage().nbytes() > values.nbytes:
+            state[name] = values.clone()  # what shares memory cannot be written
+        written.add(values.data_ptr())
+    with writing(path):
+        save_file(state, path)
+
+
+def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
+    """`value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
+
+    Args:
+        put: keeps a contiguous tensor of the CPU's, given where it stood ("/moments/0"); returns
+            the key.
+    """
+    if isinstance(value, Tensor):
+        return {TENSOR: put(place, value.detach().cpu().contiguous())}
+    if isinstance(value, dict):
+        return {key: pack(item, put, f"{place}/{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [pack(item, put, f"{place}/{index}") for index, item in enumerate(value)]
+    return value
+
+
+def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack` has packed; equal keys give one and the same tensor."""
+    if isinstance(tree, dict):
+        if TENSOR in tree:
+            return tensors[tree[TENSOR]]
+        return {key: unpack(item, tensors) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [unpack(item, tensors) for item in tree]
+    return tree
+
+
+def by_content(value: Any, tensors: Tensors) -> Any:
+    """`value` as JSON data; its tensors go into `tensors`, those of equal content once."""
+
+    def put(_: str, tensor: Tensor) -> str:
+        sha = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        if sha.hexdigest() not in tensors:
+            tensors[sha.hexdigest()] = tensor.clone()
+        return sha.hexdigest()
+
+    return pack(value, put)
+
+
+def give(transport: Transport, value: Any, to: int) -> None:
+    """Send `value`, plain data with tensors in it, to the rank `to`, which calls `take`."""
+    tensors: Tensors = {}
+    send_object(transport, [by_content(value, tensors), list(tensors)], to)
+    for key in receive_object(transport, to):
+        transport.send(tensors[key], to, Tag.PARTS).wait()
+
+
+def take(transport: Transport, source: int, known: Tensors) -> Any:
+    """What the rank `source` gives; tensors that are in `known` do not travel, others get in."""
+    tree, keys = receive_object(transport, source)
+    wanted = [key for key in keys if key not in known]
+    send_object(transport, wanted, source)
+    for key in wanted:
+        known[key] = transport.receive(source, Tag.PARTS).wait()
+    return unpack(tree, known)

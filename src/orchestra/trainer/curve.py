@@ -1,16 +1,18 @@
-"""The curve of a run: its snapshots put together and evaluated, after the stopwatch.
+"""The curve of a run: the snapshots of all ranks, put together and evaluated after the stopwatch.
 
+First every rank hands in what it has, without values; so the chief knows that all have ended, and
+nothing of what follows takes time from one that still trains. From then on the others answer the
+chief's requests, so that no rank ever holds more than its own snapshots and one part of another's.
 Where replicas differ every rank evaluates its own, and the chief their average.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -19,18 +21,159 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from orchestra.collectives import receive_object, send_object
+from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import pack
 from orchestra.records.report import Point
 from orchestra.tasks.evaluation import evaluate
 from orchestra.tasks.task import Task
-from orchestra.trainer.evaluation import set_buffers
-from orchestra.trainer.gathering import Figures, Gathered
+from orchestra.trainer.evaluation import Mean, set_buffers
+from orchestra.transports.tags import Tag
 from orchestra.worker.layout import FlatModel
 from orchestra.worker.snapshots import Part
+from orchestra.worker.worker import Worker
 
 EVALUATION_BATCH = 512
 MOST_JUDGED = 16
 """Replicas that are evaluated at each snapshot; the average is of all."""
+
+Figures = dict[int, dict[str, float]]
+"""By the index of a snapshot, its loss and metrics."""
+
+_EVALUATE, _DONE = -1, -2
+"""Requests that are not the number of a part."""
+
+
+def hand_in(worker: Worker, chief: int, figures: Callable[[], Figures]) -> None:
+    """On all ranks but the chief: tell it which parts there are, and do as it requests.
+
+    Args:
+        figures: those of this rank's own snapshots.
+    """
+    parts, transport = worker.snapshots.parts, worker.transport
+    heads = [{**asdict(replace(part, values=torch.empty(0))), "values": None} for part in parts]
+    send_object(transport, heads, chief)
+    while parts:
+        wanted = int(transport.receive(chief, Tag.PARTS).wait())
+        if wanted == _DONE:
+            return
+        if wanted == _EVALUATE:
+            send_object(transport, list(figures().items()), chief)
+        else:
+            transport.send(parts[wanted].values, chief, Tag.PARTS).wait()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part that lies on `rank`, `number` in its list; `head` has no values where it is away."""
+
+    rank: int
+    number: int
+    head: Part
+
+
+class Gathered:
+    """The parts of all ranks, on the chief; those that lie elsewhere come when they are read.
+
+    Where it is `tolerant`, the parts of a rank that is lost meanwhile are left out.
+    """
+
+    def __init__(self, worker: Worker, *, tolerant: bool) -> None:
+        self._worker = worker
+        self._tolerant = tolerant
+        self._lost: set[int] = set()
+        own = worker.snapshots.parts
+        self._held = [Held(worker.rank, number, part) for number, part in enumerate(own)]
+        for rank in worker.everyone.ranks:
+            if rank != worker.rank:
+                with self._bearing():
+                    for number, head in enumerate(receive_object(worker.transport, rank)):
+                        part = Part(**{**head, "values": torch.empty(0)})
+                        self._held.append(Held(rank, number, part))
+
+    @property
+    def indices(self) -> list[int]:
+        """The snapshots that there is a part of."""
+        return sorted({held.head.index for held in self._held})
+
+    def parts(self, index: int) -> Iterator[Part]:
+        """Those of snapshot `index`, with their values; of what was lost, the mirrors."""
+        there = set()
+        for held in sorted(self._of(index), key=lambda held: held.head.mirror):
+            key = held.head.kind, held.head.offset
+            if held.head.mirror and key in there:
+                continue
+            values = self._values(held)
+            if values is not None:
+                there.add(key)
+                yield replace(held.head, values=values)
+
+    def replicas(self, index: int) -> list[int]:
+        """The ranks that had replicas of their own at snapshot `index`; none where all had one."""
+        of_index = self._of(index)
+        kind = _kind_of_own(held.head for held in of_index)
+        apart = [held for held in of_index if held.head.kind == kind and not held.head.mirror]
+        overlapping = len({held.head.offset for held in apart}) < len(apart)
+        return sorted({held.rank for held in apart}) if overlapping else []
+
+    def evaluated(self, seed: int, figures: Callable[[], Figures]) -> dict[int, Figures]:
+        """What replicas that differ are worth at each snapshot, by rank; all evaluate at once.
+
+        Args:
+            seed: draws `MOST_JUDGED` of the ranks where there are more.
+            figures: those of this rank's own snapshots.
+        """
+        ranks: Collection[int] = {rank for i in self.indices for rank in self.replicas(i)}
+        if len(ranks) > MOST_JUDGED:
+            ranks = random.Random(seed).sample(sorted(ranks), MOST_JUDGED)
+        own = self._worker.rank
+        others = [rank for rank in sorted(ranks) if rank != own]
+        for rank in others:
+            self._ask(rank, _EVALUATE)
+        found = {own: figures()} if own in ranks else {}
+        for rank in others:
+            if rank not in self._lost:
+                with self._bearing():
+                    answer = receive_object(self._worker.transport, rank)
+                    found[rank] = {int(index): metrics for index, metrics in answer}
+        return found
+
+    def close(self) -> None:
+        """Nothing more is needed of the others."""
+        for rank in {held.rank for held in self._held} - {self._worker.rank}:
+            self._ask(rank, _DONE)
+
+    def _of(self, index: int) -> list[Held]:
+        return [held for held in self._held if held.head.index == index]
+
+    def _values(self, held: Held) -> Tensor | None:
+        if held.rank == self._worker.rank:
+            return held.head.values
+        self._ask(held.rank, held.number)
+        if held.rank not in self._lost:
+            with self._bearing():
+                return self._worker.transport.receive(held.rank, Tag.PARTS).wait()
+        return None
+
+    def _ask(self, rank: int, request: int) -> None:
+        if rank not in self._lost:
+            with self._bearing():
+                self._worker.transport.send(torch.tensor([request]), rank, Tag.PARTS).wait()
+
+    @contextmanager
+    def _bearing(self) -> Iterator[None]:
+        """Note who is lost inside, where that is tolerated."""
+        try:
+            yield
+        except PeerLost as lost:
+            if not self._tolerant:
+                raise
+            self._lost.add(lost.rank)
+
+
+def _kind_of_own(parts: Iterable[Part]) -> str:
+    """Return the kind of the parts that tell what a rank's own parameters were."""
+    return "replica" if any(part.kind == "replica" for part in parts) else "parameters"
 
 
 def judging_data(task: Task) -> Dataset[Any] | None:
@@ -47,39 +190,18 @@ def own_figures(model: FlatModel, task: Task, parts: Sequence[Part]) -> Figures:
     with kept(model):
         for index in sorted({part.index for part in parts}):
             of_index = [part for part in parts if part.index == index and not part.mirror]
-            own = [part for part in of_index if part.kind == "replica"]
-            own = own or [part for part in of_index if part.kind == "parameters"]
+            own = [part for part in of_index if part.kind == _kind_of_own(of_index)]
             if sum(part.values.numel() for part in own) != model.layout.size:
                 continue
             with torch.no_grad():
                 for part in own:
-                    covered = slice(part.offset, part.offset + part.values.numel())
-                    model.parameters[covered] = part.values
+                    model.parameters[part.covered] = part.values
             set_buffers(model.buffers, [part for part in of_index if part.kind == "buffers"])
             found[index] = evaluate(task, model.module, dataset, EVALUATION_BATCH)
     return found
 
 
-def judged_ranks(gathered: Gathered, seed: int) -> list[int]:
-    """The ranks whose replicas are evaluated: all that differ, or `MOST_JUDGED` of them, drawn by
-    the `seed` of the run."""
-    ranks = sorted({rank for index in gathered.indices for rank in gathered.replicas(index)})
-    if len(ranks) <= MOST_JUDGED:
-        return ranks
-    return sorted(random.Random(seed).sample(ranks, MOST_JUDGED))
-
-
-@dataclass(frozen=True)
-class Assembled:
-    """When a snapshot was taken, and how far its replicas were apart; see `Point`."""
-
-    samples: int
-    seconds: float
-    consensus_distance: float | None = None
-    relative_distance: float | None = None
-
-
-def curve(
+def points_of(
     model: FlatModel, task: Task, gathered: Gathered, nodes: Mapping[int, Figures], below: int
 ) -> list[Point]:
     """The figures of every snapshot whose index is `below` that, on the chief.
@@ -88,69 +210,27 @@ def curve(
         nodes: by rank, the figures of replicas; their mean is what a point's `metrics` are, and
             the figures of the average stand beside it.
     """
-    dataset = judging_data(task)
+    dataset, points = judging_data(task), []
     if dataset is None:
         return []
-    points = []
     with kept(model):
         for index in gathered.indices:
-            if index < below and (snapshot := _assemble(model, gathered, index)) is not None:
-                figures = evaluate(task, model.module, dataset, EVALUATION_BATCH)
-                own = {str(rank): each[index] for rank, each in nodes.items() if index in each}
-                points.append(_point(snapshot, figures, own, gathered.replicas(index)))
+            point = _assemble(model, gathered, index) if index < below else None
+            if point is None:
+                continue
+            figures = evaluate(task, model.module, dataset, EVALUATION_BATCH)
+            own = {str(rank): each[index] for rank, each in nodes.items() if index in each}
+            replicas = gathered.replicas(index)
+            if replicas and own:
+                mean = {name: fmean(each[name] for each in own.values()) for name in figures}
+                point = replace(point, average=figures, nodes=own, replicas=len(replicas))
+                figures = mean
+            points.append(replace(point, metrics=figures))
     return points
 
 
-def _point(
-    snapshot: Assembled, figures: dict[str, float], own: dict[str, Any], replicas: list[int]
-) -> Point:
-    about: dict[str, Any] = asdict(snapshot)
-    if not replicas or not own:
-        return Point(metrics=figures, **about)
-    mean = {name: fmean(each[name] for each in own.values()) for name in figures}
-    return Point(metrics=mean, average=figures, nodes=own, replicas=len(replicas), **about)
-
-
-class Mean:
-    """The weighted mean of vectors that come one at a time, each covering some elements.
-
-    It is taken in float64. `square` is, for each element, sum_i w_i (x_i - mean)^2 (Welford's
-    update with weights), so that no vector has to be kept.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.total = torch.zeros(size, dtype=torch.float64)
-        self.weight = torch.zeros(size, dtype=torch.float64)
-        self.square = torch.zeros(size, dtype=torch.float64)
-
-    def add(self, part: Part) -> None:
-        """One more vector."""
-        covered = slice(part.offset, part.offset + part.values.numel())
-        total, weight = self.total[covered], self.weight[covered]
-        values = part.values.double().cpu()
-        before = torch.where(weight > 0, total / weight, values)
-        total += part.weight * values
-        weight += part.weight
-        self.square[covered] += part.weight * (values - before) * (values - total / weight)
-
-    @property
-    def complete(self) -> bool:
-        """Whether there is a mean of every element."""
-        return bool((self.weight > 0).all())
-
-    @property
-    def mean(self) -> Tensor:
-        """Shape: [size]."""
-        return self.total / self.weight
-
-    @property
-    def distance(self) -> float:
-        """sqrt(sum_i p_i ||x_i - mean||^2), p_i being the share of vector i in the weight."""
-        return math.sqrt(max(0.0, float((self.square / self.weight).sum())))
-
-
-def _assemble(model: FlatModel, gathered: Gathered, index: int) -> Assembled | None:
-    """Set `model` to snapshot `index`.
+def _assemble(model: FlatModel, gathered: Gathered, index: int) -> Point | None:
+    """Set `model` to snapshot `index`; return when that was taken, without any figures.
 
     Parts that cover the same elements are averaged by their weights. None: it does not cover all
     parameters, since a run was stopped in between.
@@ -170,10 +250,10 @@ def _assemble(model: FlatModel, gathered: Gathered, index: int) -> Assembled | N
         model.parameters.copy_(agreed.mean)
     set_buffers(model.buffers, buffers)
     if not gathered.replicas(index):
-        return Assembled(samples, seconds)
+        return Point(samples, seconds, {})
     replicas = means.get("replica", agreed)
     distance, norm = replicas.distance, float(replicas.mean.norm())
-    return Assembled(samples, seconds, distance, distance / norm if norm else None)
+    return Point(samples, seconds, {}, distance, distance / norm if norm else None)
 
 
 def moments(held: Sequence[Part], size: int) -> list[Point]:
@@ -190,7 +270,7 @@ def moments(held: Sequence[Part], size: int) -> list[Point]:
         covered = 0
         for part in sorted(slices, key=lambda part: part.offset):
             if part.offset <= covered:
-                covered = max(covered, part.offset + part.values.numel())
+                covered = max(covered, part.covered.stop)
         if covered == size:
             samples, seconds = (max(p.samples for p in slices), max(p.seconds for p in slices))
             found.append(Point(samples, seconds, {}))

@@ -12,12 +12,12 @@ from orchestra.data.plan import Plan, apportion, plan_of
 from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue
-from orchestra.strategies.base import CHANGED, Roles, Strategy, WorkSource
+from orchestra.strategies.base import CHANGED, Strategy, WorkSource
 from orchestra.trainer.evaluation import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
 from orchestra.trainer.trace import Trace
-from orchestra.worker.batches import mover
+from orchestra.worker.batches import to_device
 from orchestra.worker.worker import Step, Worker
 
 
@@ -48,12 +48,8 @@ def plan_of_roles(
 
     `measured`: the ranks' speeds, where workers that step together get parts by them.
     """
-    return plan_of(
-        min(start, budget),
-        budget,
-        training.global_batch(shares),
-        training.weighted(shares, measured),
-    )
+    weights = training.weighted(shares, measured)
+    return plan_of(min(start, budget), budget, training.global_batch(shares), weights)
 
 
 def queue_of(training: Training, budget: int, start: int, shares: tuple[float, ...]) -> WorkQueue:
@@ -65,63 +61,56 @@ def queue_of(training: Training, budget: int, start: int, shares: tuple[float, .
     return WorkQueue(plan.start, budget, sizes, every and every * plan.global_batch)
 
 
+@dataclass(eq=False, kw_only=True)
 class Loop:
     """Steps on a worker, serving on a rank without data, until the budget is used up.
 
-    `measured` are the weights of the ranks' parts wherever workers step together.
+    Attributes:
+        samples: gives what this rank reads where the ranks have these shares of a step.
+        budget: samples of the whole run; an epoch has `epoch_samples`.
+        checkpoint: takes one, collectively.
+        measured: the weights of the ranks' parts wherever workers step together.
+        stopped: the user's stop was agreed on.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        strategy: Strategy[Any],
-        state: Any,
-        training: Training,
-        samples: Callable[[tuple[float, ...]], Samples],
-        *,
-        epoch_samples: int,
-        budget: int,
-        position: Position,
-        recorder: Recorder,
-        trace: Trace,
-        checkpoint: Callable[[], None],
-        measured: tuple[float, ...] | None = None,
-    ) -> None:
-        self.position = position
-        self.stopped = False
-        self._worker = worker
-        self._strategy = strategy
-        self._state = state
-        self._training = training
-        self._samples = samples
-        self._epoch_samples = epoch_samples
-        self._budget = budget
-        self._recorder = recorder
-        self._trace = trace
-        self._checkpoint = checkpoint
-        self._measured = measured
-        self._base_rates = worker.optimizer.base_rates
-        self._roles = strategy.current_roles(worker, state)
-        self._phase = worker.phase
-        self._feed = self._feed_for(self._roles)
-        self._leaving: CommonStep | None = None
-        self._moved = mover(worker.layout.device)
-        # Before anything of it is sent, so that the rank is named whose own loss it is.
-        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
+    worker: Worker
+    strategy: Strategy[Any]
+    state: Any
+    training: Training
+    samples: Callable[[tuple[float, ...]], Samples]
+    epoch_samples: int
+    budget: int
+    position: Position
+    recorder: Recorder
+    trace: Trace
+    checkpoint: Callable[[], None]
+    measured: tuple[float, ...] | None = None
+    stopped: bool = False
 
-    def _feed_for(self, roles: Roles) -> Feed:
-        together = self._strategy.currently_together(self._state)
+    def __post_init__(self) -> None:
+        self._base_rates = self.worker.optimizer.base_rates
+        self._leaving: CommonStep | None = None
+        self._begin_phase()
+        # Before anything of it is sent, so that the rank is named whose own loss it is.
+        self.worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
+
+    def _begin_phase(self) -> None:
+        """Deal out what is left of the data to those who have roles now."""
+        strategy, rank = self.strategy, self.worker.rank
+        self._phase = self.worker.phase
+        self._roles = roles = strategy.current_roles(self.worker, self.state)
+        together = strategy.currently_together(self.state)
         plan = plan_of_roles(
-            self._training,
+            self.training,
             self.position.plan_start,
-            self._budget,
+            self.budget,
             roles.shares,
-            self._measured if together else None,
+            self.measured if together else None,
         )
-        own = self._training.sharding is not None
-        self._works = self._worker.rank in roles.workers
-        self._queue = self._strategy.work(self._state)
-        return Feed(self._samples(plan.shares), plan, roles.part(self._worker.rank), own)
+        own = self.training.sharding is not None
+        self._feed = Feed(self.samples(plan.shares), plan, roles.part(rank), own)
+        self._works = rank in roles.workers
+        self._queue = strategy.work(self.state)
 
     def run(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
@@ -147,71 +136,59 @@ class Loop:
         All ranks come here, whatever they were, with nothing in flight: a checkpoint, if there are
         any, and the point from which on all count the steps of the phase.
         """
-        if self._worker.phase == self._phase:
+        if self.worker.phase == self._phase:
             return
-        if self._worker.rank == self._roles.workers[0]:
-            step = self._worker.measures.switched_at_step
-            self._trace.happened(f"switch, after step {step}")
+        if self.worker.rank == self._roles.workers[0]:
+            self.trace.happened(f"switch, after step {self.worker.measures.switched_at_step}")
         self.close()
-        self._phase = self._worker.phase
         self.position.plan_start = self.position.consumed
         self.position.plan_step = 0
         self.position.own = None
-        self._roles = self._strategy.current_roles(self._worker, self._state)
-        self._feed = self._feed_for(self._roles)
+        self._begin_phase()
         self._open_window()
-        if self._training.checkpoint_every is not None:
+        if self.training.checkpoint_every is not None:
             self._take_checkpoint()
 
     def _open_window(self) -> None:
-        """Write down the beginning of what this rank does in the phase under way."""
+        """Begin to trace what this rank does in the phase under way."""
         if self._works:
-            self._trace.open_for_steps(self.position.steps + 1)
+            self.trace.open_for_steps(self.position.steps + 1)
         else:
-            self._trace.open_for_requests(len(self._roles.workers))
+            self.trace.open_for_requests(len(self._roles.workers))
 
     def _serve(self) -> bool:
-        self._worker.reporter.phase("serving")
-        paused = self._strategy.serve(self._worker, self._state)
-        self.position.consumed = self._worker.step.consumed
-        self._worker.reporter.phase("training")
+        self.worker.reporter.phase("serving")
+        paused = self.strategy.serve(self.worker, self.state)
+        self.position.consumed = self.worker.step.consumed
+        self.worker.reporter.phase("training")
         if paused is not None and paused.step > CHANGED and paused.complete:
             self._take_checkpoint()
         return paused is not None
 
     def _take(self, queue: WorkSource) -> bool:
-        """Do what comes next out of the queue; whether anything may come after it."""
-        item, worker, position = queue.take(), self._worker, self.position
+        """Do what comes next out of the queue; return whether anything may come after it."""
+        item, worker, position = queue.take(), self.worker, self.position
         if item.kind is Kind.WAIT:
             worker.reporter.phase("leaving")  # a worker that is stopped is not waited for any more
             item = queue.take()
             worker.reporter.phase("training")
         if item.kind is Kind.BATCH:
-            part = self._part_of(item)
-            self._train(
-                self._feed.samples.read(*part),
-                Step(
-                    samples=item.samples,
-                    total_samples=item.samples,
-                    consumed=item.stop,
-                    planned=item.stop,
-                    position=item.start,
-                ),
-                done=item.start,
-            )
-            self._finish_step()
+            batch = self._feed.samples.read(*self._part_of(item))
+            samples = item.samples
+            step = Step(samples, samples, item.stop, planned=item.stop, position=item.start)
+            self._train(batch, step, done=item.start)
             return True
         worker.step.consumed = position.consumed = item.start
         if item.kind is Kind.END:
-            if item.start < self._budget:
-                self._strategy.end_phase(worker, self._state, item.level)
-            return item.start < self._budget
+            if item.start < self.budget:
+                self.strategy.end_phase(worker, self.state, item.level)
+            return item.start < self.budget
         self.stopped = item.kind is Kind.STOP
         self._checkpoint_together()
         return True
 
     def _part_of(self, item: WorkItem) -> tuple[int, int]:
-        """Where the samples of `item` are: in the stream of all, or of this rank's shard."""
+        """Return where the samples of `item` are: in the stream of all, or of this rank's shard."""
         position, feed = self.position, self._feed
         if not feed.own:
             return item.start, item.stop
@@ -226,78 +203,71 @@ class Loop:
         batch, samples = self._feed.next(position.plan_step)
         deal = self._feed.plan.deal(position.plan_step)
         position.plan_step += 1
-        if not samples and not self._strategy.currently_lockstep(self._state):
+        if not samples and not self.strategy.currently_lockstep(self.state):
             return
-        self._train(
-            batch,
-            Step(
-                samples=samples,
-                total_samples=deal.samples,
-                consumed=min(position.consumed + deal.samples, self._budget),
-                planned=deal.stop,
-            ),
-            done=position.consumed,
-        )
-        self._finish_step()
-        if self._worker.phase != self._phase:
+        consumed = min(position.consumed + deal.samples, self.budget)
+        step = Step(samples, deal.samples, consumed, planned=deal.stop)
+        self._train(batch, step, done=position.consumed)
+        if self.worker.phase != self._phase:
             return  # what is due now is due for all ranks, also for those that do not count steps
         self.stopped = self._all_stop()
-        every = self._training.checkpoint_every
+        every = self.training.checkpoint_every
         if self.stopped or (every is not None and position.plan_step % every == 0):
             self._checkpoint_together()
 
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
-        """A step on `batch`, after `done` samples of the whole cluster."""
-        worker, strategy, state = self._worker, self._strategy, self._state
+        """Do a step on `batch`, after `done` samples of the whole cluster."""
+        worker, strategy, state = self.worker, self.strategy, self.state
         synchronous = strategy.currently_synchronous(state)
-        factor = self._training.schedule.factor(done / self._budget)
+        factor = self.training.schedule.factor(done / self.budget)
         step.rates = tuple(rate * factor for rate in self._base_rates)
-        step.epoch = step.consumed / self._epoch_samples
-        step.fraction = step.planned / self._budget
+        step.epoch = step.consumed / self.epoch_samples
+        step.fraction = step.planned / self.budget
         worker.begin_step(step)
-        moved = self._moved(batch) if step.samples else None
+        moved = to_device(batch, worker.layout.device) if step.samples else None
         strategy.gradient(worker, state, moved)
         if synchronous:  # before the update, which may end the phase
             first = self._roles.part(worker.rank) == self._roles.workers[0]
             self._offer_buffers(1.0 if first else 0.0)
         strategy.update(worker, state)
         if not synchronous:
-            self._offer_buffers(float(self._recorder.totals.samples + step.samples))
+            self._offer_buffers(float(self.recorder.totals.samples + step.samples))
+        self._finish_step()
 
     def _finish_step(self) -> None:
-        worker, position = self._worker, self.position
+        worker, position = self.worker, self.position
         position.steps += 1
         position.consumed = worker.step.consumed
-        self._recorder.step(position.steps)
-        self._trace.step_ended(position.steps)
+        self.recorder.step(position.steps)
+        self.trace.step_ended(position.steps)
         worker.reporter.progress(
             step=position.steps,
-            samples=self._recorder.totals.samples,
+            samples=self.recorder.totals.samples,
             loss=worker.step.loss,
-            fraction=position.consumed / self._budget,
+            fraction=position.consumed / self.budget,
         )
         self._check_loss(worker.step.loss, position.steps)
 
     def _check_loss(self, loss: float, step: int) -> None:
-        if self._training.stop_on_nonfinite and not math.isfinite(loss):
+        if self.training.stop_on_nonfinite and not math.isfinite(loss):
             raise RunFailed(
                 f"the loss became {loss} at step {step}; lower the learning rate or clip_norm, or "
                 "set stop_on_nonfinite to false to go on"
             )
 
     def _checkpoint_together(self) -> None:
-        """With nothing in flight; without those who have left, who take part in it no more."""
-        if self._strategy.quiesce(self._worker, self._state, self.position.steps):
+        """Take a checkpoint with nothing in flight, unless some workers have left."""
+        if self.strategy.quiesce(self.worker, self.state, self.position.steps):
             self._take_checkpoint()
 
     def _all_stop(self) -> bool:
-        """Whether this step is the last: agreed with its loss, or found as a common one."""
-        step = self._worker.step
-        if step.agreed or not self._strategy.currently_lockstep(self._state):
+        """Return whether this step is the last: agreed with its loss, or found as a common one."""
+        step = self.worker.step
+        if step.agreed or not self.strategy.currently_lockstep(self.state):
             return step.stop
         plan_step = self.position.plan_step
         if self._leaving is None:
-            self._leaving = CommonStep(self._worker, steps=plan_step - 1)
+            self._leaving = CommonStep(self.worker, steps=plan_step - 1)
         return self._leaving.reached(plan_step, wish=step.stop)
 
     def close(self) -> None:
@@ -307,16 +277,14 @@ class Loop:
             self._leaving = None
 
     def _offer_buffers(self, weight: float) -> None:
-        """For snapshots: the first worker's in synchronous steps, else the mean of all."""
-        wanted = bool(weight and self._worker.snapshots.due)
-        vector = buffers_vector(self._worker.buffers) if wanted else None
+        """Offer to snapshots the first worker's in synchronous steps, else the mean of all."""
+        snapshots = self.worker.snapshots
+        vector = buffers_vector(self.worker.buffers) if weight and snapshots.due else None
         if vector is not None:
-            self._worker.snapshots.offer(
-                self._worker.step.consumed, vector, weight=weight, kind="buffers"
-            )
+            snapshots.offer(self.worker.step.consumed, vector, weight=weight, kind="buffers")
 
     def _take_checkpoint(self) -> None:
-        with self._trace.aside("checkpoint"):
-            self._recorder.pause()
-            self._checkpoint()
-            self._recorder.resume()
+        with self.trace.aside("checkpoint"):
+            self.recorder.pause()
+            self.checkpoint()
+            self.recorder.resume()

@@ -11,12 +11,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestra.errors import InputError
-from orchestra.trainer.writing import writing
+from orchestra.trainer.checkpoints import writing
 from orchestra.worker.interception import Flow, Interceptor, Operation
 
 T = TypeVar("T")
@@ -147,14 +147,8 @@ class Repeating(Interceptor):
             ) from None
 
 
-def plain(order: Order) -> dict[str, Any]:
-    """`order` as JSON."""
-    flows = {name: vars(flow) for name, flow in order.flows.items()}
-    return {**vars(order), "flows": flows}
-
-
 def from_plain(data: dict[str, Any]) -> Order:
-    """The order that `plain` made into `data`."""
+    """The order that `asdict` made into `data`."""
     flows = {name: FlowOrder(**flow) for name, flow in data["flows"].items()}
     return Order(**{**data, "flows": flows})
 
@@ -168,7 +162,7 @@ def write_order(folder: Path, rank: int, order: Order) -> None:
     """Keep the order of a rank with the records of its run."""
     path = order_file(folder, rank)
     with writing(path):
-        path.write_bytes(gzip.compress(json.dumps(plain(order)).encode(), mtime=0))
+        path.write_bytes(gzip.compress(json.dumps(asdict(order)).encode(), mtime=0))
 
 
 def read_order(folder: Path, rank: int) -> Order:

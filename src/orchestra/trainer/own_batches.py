@@ -1,4 +1,4 @@
-"""The batches of a loop of the user's own: dealt out to the workers, and to ranks that serve."""
+"""The batches of a loop of the user's own, as its script iterates, saves and resumes them."""
 
 from __future__ import annotations
 
@@ -8,41 +8,19 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from orchestra import exchange
-from orchestra.collectives import all_reduce
-from orchestra.data.own_loop import (
-    Loader,
-    Part,
-    QueuedLoader,
-    ShardedLoader,
-    generators_of,
-    shard_loader,
-)
+from orchestra.data.own_loop import Loader, Part, QueuedLoader, ShardedLoader, shard_loader
 from orchestra.errors import InputError
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import WorkSource
-from orchestra.trainer.own_state import Word
-from orchestra.trainer.random_state import random_state, restore_random_state, undisturbed
-from orchestra.trainer.saved_state import check_place
-from orchestra.transports.tags import Tag
+from orchestra.trainer.own_epochs import MID_EPOCH, SAVING, Epochs
+from orchestra.trainer.own_model import check_place
 
 if TYPE_CHECKING:
     from orchestra.trainer.own_loop import OwnLoop
 
-MID_EPOCH = -(1 << 20)
-"""In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
-SAVING = MID_EPOCH - 1
-"""The same, where the state of all ranks is collected."""
 
-ENDED = (
-    "this loop ended when another model was distributed; models that are trained by turns are all "
-    "distributed before the first step"
-)
-
-
-class Batches:
+class Batches(Epochs):
     """The user's loader, dealt out to the workers; iterate it as before, once an epoch.
 
     When an iteration ends, every worker's model holds the agreed parameters. A rank that has become
@@ -51,11 +29,9 @@ class Batches:
     queue, which `queued` loads, they get unlike numbers of them.
 
     Attributes:
-        epoch: how many have ended.
-        taken: batches of the epoch under way that this worker has had.
+        epoch: how many have ended; as `taken`, `ended`, `begun` and `left` in `Epochs`.
         item: what this worker took from the queue and has not made a step with.
-        ended: all workers have left.
-        begun: an epoch was begun, or served.
+        loss: what was reported last.
         share: of the samples behind the gradient of the batch, or group, that was handed out last,
             this worker's; 1 where its gradient is not averaged.
         accumulates: no backward pass exchanges, for now.
@@ -69,21 +45,12 @@ class Batches:
         queued: QueuedLoader | None,
         source: Batches | None = None,
     ) -> None:
+        super().__init__(loop, loader, seed, follows=source is not None)
         self.item: WorkItem | None = None
-        self._queued = queued
         self.loss = float("nan")
         self.share = 1.0
         self.accumulates = False
-        self.ended = self.begun = self._goes_on = self._in_epoch = False
-        self.left = False
-        self._loop = loop
-        self.loader = loader
-        self.seed = seed
-        self.epoch = self.taken = 0
-        self._resumed_at = self._backwards = 0
-        self._order: dict[str, Any] = {}
-        self._roles = loop.strategy.current_roles(loop.worker, loop.state)
-        self._sharded = self._shard()
+        self._queued = queued
         self._source = source
         self._together = [self]  # this one and those that are iterated with it
         if source is not None:
@@ -96,12 +63,12 @@ class Batches:
         return len(sharded)
 
     @property
-    def at_last(self) -> bool:
-        """Whether the epoch's last batch has been taken, where its length is known."""
+    def length(self) -> int | None:
+        """Of an epoch, in batches; None where the loader does not know."""
         try:
-            return self.taken == len(self)
+            return len(self)
         except TypeError:
-            return False
+            return None
 
     def add(self, other: Batches) -> None:
         """From now on an iteration counts for `other`, too."""
@@ -112,8 +79,10 @@ class Batches:
             )
         self._together.append(other)
 
+    # Iterating
+
     def __iter__(self) -> Generator[Any, None, None]:
-        return self._epoch(None)
+        return self._iterate(None)
 
     def groups(self, size: int) -> Generator[Any, None, None]:
         """Iterate an epoch, `size` batches at a time; those of a group are behind one gradient.
@@ -127,11 +96,11 @@ class Batches:
         """
         if self._queued is not None and self._loop.strategy.self_paced:
             raise InputError("batches.groups() needs as many on every worker: set work='equal'")
-        return self._epoch(size)
+        return self._iterate(size)
 
-    def _epoch(self, group: int | None) -> Generator[Any, None, None]:
+    def _iterate(self, group: int | None) -> Generator[Any, None, None]:
         if self._source is not None:
-            yield from self._source._epoch(group)
+            yield from self._source._iterate(group)
             return
         if self._is_over():
             return
@@ -149,44 +118,56 @@ class Batches:
         for each in self._together:
             each._end_epoch()
 
-    def _is_over(self) -> bool:
-        """Whether there is nothing to do any more, where that is no mistake."""
-        if not self.ended:
-            return False
-        if self.is_worker():
-            raise InputError(f"batches: {ENDED}")
-        if not self._goes_on:
-            raise SystemExit(0)
-        return True
-
-    def _begin_epoch(self) -> None:
-        self.begun = self._in_epoch = True
-        self.left = False
-        self._loop.worker.reporter.phase("training")
-        self.taken, self._resumed_at = self._resumed_at, 0
-        self._loop.begin_epoch(self._backwards)
-        self._backwards = 0
-        self._follow_phase()
-
-    def _end_epoch(self) -> None:
+    def _work(self, sharded: ShardedLoader, group: int | None) -> Iterator[Any]:
         loop = self._loop
-        loop.counts.end_epoch()
-        word = None
-        if self.is_worker():
-            loop.strategy.quiesce(loop.worker, loop.state, self.epoch)
-        else:
-            word = self._serve()
-        self._take_part_in_agreement()
-        if word is not None:
-            self.end(word)
-        self._in_epoch = False
-        self.taken = 0
-        self.epoch += 1
+        if loop.strategy.work(loop.state) is None:
+            parts = self._begin_order(sharded)
+            while some := list(islice(parts, group or 1)):
+                self._count(*some)
+                if group is not None:
+                    for each in self._together:
+                        each._loop.begin_group(len(some))
+                batches = [part.batch for part in some]
+                yield batches[0] if group is None else batches
+                if not self.is_worker():
+                    return
+                if loop.strategy.work(loop.state) is not None:
+                    break
+        source = loop.strategy.work(loop.state)
+        if source is not None:
+            yield from self._take(source)
 
-    def start_at(self, batch: int) -> None:
-        """Begin the next epoch at its batch number `batch`, from 0."""
-        position = {"epoch": self.epoch, "taken": batch, "backwards": 0, "order": self.order}
-        self.go_on_from(position, self.order_state())
+    def _take(self, source: WorkSource) -> Iterator[Any]:
+        """Give the batches of the queue, until all pause at the end of the epoch."""
+        worker = self._loop.worker
+        assert self._queued is not None
+        while True:
+            if self.item is not None:
+                source.skip(worker.parameters)
+            self.item = source.take()
+            if self.item.kind is not Kind.BATCH:
+                worker.step.consumed, self.item = self.item.start, None
+                return
+            part = self._queued.load(self.item)
+            self._count(part)
+            yield part.batch
+
+    def _count(self, *parts: Part) -> None:
+        """Note which samples are behind the next gradient, here and on all workers."""
+        samples = sum(part.samples for part in parts)
+        totals = [part.total for part in parts if part.total is not None]
+        if len(totals) == len(parts):
+            total = sum(totals)
+        elif self.averages_gradients:
+            total = int(self.sum_over_workers(torch.tensor([samples])))
+        else:
+            total = samples
+        self.share = samples / total if self.averages_gradients else 1.0
+        for each in self._together:
+            each.taken += len(parts)
+            each._loop.counts.take(samples, total, [part.batch for part in parts])
+
+    # Epochs
 
     def agree(self) -> None:
         """In mid-epoch, let every worker's model hold the agreed parameters; training can go on.
@@ -197,17 +178,11 @@ class Batches:
         Raises:
             InputError: workers take unlike numbers of batches.
         """
-        for each in self._together if self._source is None else self._source._together:
-            each._agree()
-
-    def _agree(self) -> None:
-        loop = self._loop
-        if not self._in_epoch or self.ended or not self.is_worker():
-            return
-        loop.kept.take_over()
-        self._refuse_queue("agree")
-        loop.strategy.quiesce(loop.worker, loop.state, MID_EPOCH)
-        self._take_part_in_agreement()
+        for each in self._in_mid_epoch():
+            each._loop.kept.take_over()
+            each._refuse_queue("agree")
+            each._loop.strategy.quiesce(each._loop.worker, each._loop.state, MID_EPOCH)
+            each._take_part_in_agreement()
 
     def end_epoch(self) -> None:
         """After `break`, end the epoch as if there were no more batches.
@@ -219,10 +194,14 @@ class Batches:
         Raises:
             InputError: workers take unlike numbers of batches.
         """
-        for each in self._together if self._source is None else self._source._together:
-            if each._in_epoch and not each.ended and each.is_worker():
-                each._refuse_queue("end_epoch")
-                each._end_epoch()
+        for each in self._in_mid_epoch():
+            each._refuse_queue("end_epoch")
+            each._end_epoch()
+
+    def _in_mid_epoch(self) -> list[Batches]:
+        """Return those that are iterated together, where this worker is within an epoch."""
+        together = (self._source or self)._together
+        return [each for each in together if each._in_epoch and not each.ended and each.is_worker()]
 
     def _refuse_queue(self, method: str) -> None:
         if self._loop.strategy.work(self._loop.state) is not None:
@@ -231,12 +210,7 @@ class Batches:
                 "work='equal' in distribute, or go on to the end of the epoch"
             )
 
-    def _take_part_in_agreement(self) -> None:
-        loop = self._loop
-        loop.strategy.agree(loop.worker, loop.state)
-        if not self.ended:  # replicas that differ have averaged them; others take the first one's
-            exchange.broadcast_buffers(loop.worker, loop.worker.everyone)
-        self.left = False
+    # Saving and resuming
 
     def state_dict(self) -> dict[str, Any]:
         """All that the training goes on from: every worker calls it, between two steps.
@@ -250,14 +224,14 @@ class Batches:
         """
         loop = self._loop
         if self._is_over():
-            return loop.kept.saved(self, {})
+            return loop.kept.saved({})
         if not self.is_worker():
             self._serve(until_saved=True)
-            return loop.kept.saved(self, {})
+            return loop.kept.saved({})
         check_place(loop)
         loop.kept.take_over()
         loop.strategy.quiesce(loop.worker, loop.state, SAVING)
-        return loop.kept.saved(self, loop.kept.collect())
+        return loop.kept.saved(loop.kept.collect())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`: every worker calls it with what the first one's `state_dict()` was.
@@ -275,48 +249,14 @@ class Batches:
                 "batches.load_state_dict(): an iteration over the batches is under way: call it "
                 "before the loop over them, or leave that with break"
             )
-        self._loop.kept.load(self, state)
+        self._loop.kept.load(state)
 
-    @property
-    def order(self) -> int:
-        """The number from which the order of the epoch under way, or of the next one, follows."""
-        begun = self.taken > 0 and not self._resumed_at
-        return 0 if self._sharded is None else self._sharded.epoch - begun
+    def start_at(self, batch: int) -> None:
+        """Begin the next epoch at its batch number `batch`, from 0."""
+        position = {"epoch": self.epoch, "taken": batch, "backwards": 0, "order": self.order}
+        self.go_on_from(position, self.order_state())
 
-    @property
-    def dealt_out_anew(self) -> bool:
-        """Whether there are other workers than when the epoch began."""
-        roles = self._loop.strategy.current_roles(self._loop.worker, self._loop.state)
-        return self.taken > 0 and roles.workers != self._roles.workers
-
-    def order_state(self) -> dict[str, Any]:
-        """The generators that the order of the epoch under way, or of the next one, follows from.
-
-        At its beginning, that is: what was drawn since is drawn again.
-        """
-        return self._order if self.taken and self._source is None else self._draws()
-
-    def _draws(self) -> dict[str, Any]:
-        own = [generator.get_state() for generator in self.generators()]
-        return {"random": random_state(), "generators": own}
-
-    def generators(self) -> list[torch.Generator]:
-        """The loader's own, unless another loop's batches see to them."""
-        return generators_of(self.loader) if self._source is None else []
-
-    def go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
-        """The next iteration begins at `position`, as `state_dict` gave it."""
-        self._roles = self._loop.strategy.current_roles(self._loop.worker, self._loop.state)
-        self._sharded = self._shard()
-        self.epoch = position["epoch"]
-        self.taken = self._resumed_at = position["taken"]
-        self._backwards = position["backwards"]
-        if self._sharded is not None:
-            self._sharded.epoch = position["order"]
-        self.begun = self._in_epoch = self.left = False
-        self._order = order
-        for generator, state in zip(self.generators(), order["generators"], strict=True):
-            generator.set_state(state)
+    # What else a loop tells, or asks
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -347,152 +287,8 @@ class Batches:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
         self.loss = float(loss)
 
-    def _work(self, sharded: ShardedLoader, group: int | None) -> Iterator[Any]:
-        loop = self._loop
-        if loop.strategy.work(loop.state) is None:
-            for parts in _grouped(self._begin_order(sharded), group or 1):
-                self._count(*parts)
-                if group is not None:
-                    for each in self._together:
-                        each._loop.begin_group(len(parts))
-                batches = [part.batch for part in parts]
-                yield batches[0] if group is None else batches
-                if not self.is_worker():
-                    return
-                if loop.strategy.work(loop.state) is not None:
-                    break
-        source = loop.strategy.work(loop.state)
-        if source is not None:
-            yield from self._take(source)
-
-    def _begin_order(self, sharded: ShardedLoader) -> Iterator[Part]:
-        if not self.taken:
-            self._order = self._draws()
-            return sharded.begin(0)
-        with undisturbed():
-            restore_random_state(self._order["random"])
-            return sharded.begin(self.taken)
-
-    def _take(self, source: WorkSource) -> Iterator[Any]:
-        """The batches of the queue, until all pause at the end of the epoch."""
-        worker = self._loop.worker
-        assert self._queued is not None
-        while True:
-            if self.item is not None:
-                source.skip(worker.parameters)
-            self.item = source.take()
-            if self.item.kind is not Kind.BATCH:
-                worker.step.consumed, self.item = self.item.start, None
-                return
-            part = self._queued.load(self.item)
-            self._count(part)
-            yield part.batch
-
     @property
     def averages_gradients(self) -> bool:
         """Whether the workers step together now, on the average of their gradients."""
         loops = [each._loop for each in self._together]
         return any(loop.strategy.currently_synchronous(loop.state) for loop in loops)
-
-    def _count(self, *parts: Part) -> None:
-        samples = sum(part.samples for part in parts)
-        totals = [part.total for part in parts if part.total is not None]
-        if len(totals) == len(parts):
-            total = sum(totals)
-        elif self.averages_gradients:
-            total = int(self.sum_over_workers(torch.tensor([samples])))
-        else:
-            total = samples
-        self.share = samples / total if self.averages_gradients else 1.0
-        batches = [part.batch for part in parts]
-        for each in self._together:
-            each.taken += len(parts)
-            each._loop.counts.take(samples, total, batches)
-
-    def sum_over_workers(self, numbers: Tensor) -> Tensor:
-        """Collective over the workers: the sums, in float64 on the CPU, of their `numbers`."""
-        worker = self._loop.worker
-        sums = numbers.detach().to("cpu", torch.float64, copy=True)
-        all_reduce(worker.transport, sums, "ring", worker.workers, Tag.COUNT)
-        return sums
-
-    def alike(self, number: int) -> bool:
-        """Collective over the workers: whether `number`, of 32 bits, is the same on all of them."""
-        worker = self._loop.worker
-        numbers = torch.zeros(len(worker.workers), dtype=torch.float64)
-        numbers[worker.workers.index(worker.rank)] = number
-        return bool((self.sum_over_workers(numbers) == number).all())
-
-    def serve_to_the_end(self) -> None:
-        """On a rank without data: serve until the workers have left this loop.
-
-        Raises SystemExit where their scripts are over.
-        """
-        while not self.is_worker() and not self.ended:
-            self._end_epoch()
-        if self.ended and not self._goes_on:
-            raise SystemExit(0)
-
-    def end(self, word: Word) -> None:
-        """The loop is over; `word` tells whether the script goes on with another one."""
-        self.begun = self.ended = True
-        self._goes_on = word is not Word.OVER
-        if word is Word.HANDS_OVER:
-            self._loop.kept.hand_over()
-
-    def _serve(self, *, until_saved: bool = False) -> Word | None:
-        """To the end of the workers' epoch; what follows, where it is that of the loop."""
-        loop = self._loop
-        loop.worker.reporter.phase("serving")
-        loop.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
-        last = None
-        while not self.is_worker():
-            paused = loop.strategy.serve(loop.worker, loop.state)
-            if paused is None:
-                word = loop.kept.hear()
-                if word not in (Word.RESTART, Word.RESUME):
-                    self.ended, last = True, word
-                    break
-                loop.kept.follow(word)
-            elif paused.step == SAVING:
-                loop.kept.collect()
-                if until_saved:
-                    break
-            elif paused.step == MID_EPOCH:
-                self._take_part_in_agreement()
-            elif paused.step >= 0:
-                break
-        loop.worker.reporter.phase("training")
-        return last
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """The ranks that have data now; the others serve."""
-        return self._loop.strategy.current_roles(self._loop.worker, self._loop.state).workers
-
-    def is_worker(self) -> bool:
-        """Whether this rank has data in the phase under way."""
-        return self._loop.worker.rank in self.workers
-
-    def _follow_phase(self) -> None:
-        """Where the strategy has changed its roles, deal the coming epochs out anew."""
-        roles = self._loop.strategy.current_roles(self._loop.worker, self._loop.state)
-        if roles != self._roles:
-            self._roles = roles
-            self._sharded = self._shard()
-
-    def _shard(self) -> ShardedLoader | None:
-        workers = self._roles.workers
-        rank = self._loop.worker.rank
-        if rank not in workers:
-            return None
-        index = workers.index(rank)
-        sharded = shard_loader(self.loader, len(workers), index, self.seed, self.alike)
-        sharded.epoch = self.epoch
-        return sharded
-
-
-def _grouped(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
-    """The parts in their order, `size` at a time; the last may be fewer."""
-    while group := list(islice(parts, size)):
-        yield group

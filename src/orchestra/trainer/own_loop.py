@@ -20,17 +20,10 @@ from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec, get_rates, set_rates
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import phases
-from orchestra.trainer.own_batches import ENDED, Batches
-from orchestra.trainer.own_model import (
-    FORWARD,
-    STATE_DICT,
-    Audit,
-    Hook,
-    check_model,
-    part_storages,
-)
+from orchestra.trainer import own_model
+from orchestra.trainer.own_batches import Batches
+from orchestra.trainer.own_epochs import ENDED
 from orchestra.trainer.own_state import OwnState, Word, agree_on_moments
-from orchestra.trainer.sample_counts import SampleCounts
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step, Worker
 
@@ -42,7 +35,20 @@ class OwnLoop:
     exchanges. Where an epoch ends with fewer, `step` does. Where there are more, each one that is
     complete is exchanged again, together with the average of those before, which stays what it is.
     `loader` may be the batches of another loop, whose models are trained by turns on each of them.
+
+    Attributes:
+        backwards: passes in this epoch, or group of batches.
+        steps: that were made.
     """
+
+    _exchange_every: int
+    _grouped: bool  # all batches of a step were taken before its first backward
+    _entered: bool  # a forward pass of this step has begun
+    _in_backward = False
+    _complete = False  # a gradient has come since the last step
+    _pending = False  # a gradient that was not exchanged yet
+    _version = 0  # of the gradients, when they were complete
+    _stepping = _handed_over = False
 
     def __init__(
         self,
@@ -65,47 +71,38 @@ class OwnLoop:
                 f"{strategy!r} runs on {len(roles.shares)} process(es), but {runtime.ranks} were "
                 "started: start as many, or name another strategy"
             )
-        check_model(model, optimizer, len(roles.workers))
+        own_model.check_model(model, optimizer, len(roles.workers))
         _refuse_late_workers(strategy, runtime.ranks)
         self.optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.worker = Worker(
-            runtime,
-            model,
-            self.optimizer_spec(),
-            own_optimizer=optimizer,
-            bucket_bytes=int(bucket_megabytes * 1e6),
-            overlap=overlap,
-        )
-        part_storages(self.worker)
+            runtime, model, self.optimizer_spec(), own_optimizer=optimizer,
+            bucket_bytes=int(bucket_megabytes * 1e6), overlap=overlap,
+        )  # fmt: skip
+        own_model.part_storages(self.worker)
         self.accumulation = accumulation
-        queued = None
         source = loader if isinstance(loader, Batches) and not loader.ended else None
         own: Loader = loader.loader if isinstance(loader, Batches) else loader
+        self.queued: QueuedLoader | None = None
         if work == "shared" and accumulation == 1 and source is None and QueuedLoader.fits(own):
             assert isinstance(own, DataLoader)
-            queued = QueuedLoader(own, seed)
-        self.queued = queued
+            self.queued = QueuedLoader(own, seed)
         self.prepare_start()
         agree_on_moments(self.worker, optimizer, strategy)
         self.state = strategy.start(self.worker)
         self.kept = OwnState(self)
-        self.counts = SampleCounts(copied=self.worker.layout.device.type != "cpu")
-        self.batches = Batches(self, own, seed, queued, source)
-        self._audit = Audit(self.worker)
-        self._handed_over = False
-        self.backwards = 0  # in this epoch, or group of batches
-        self._exchange_every = accumulation
-        self._grouped = False  # all batches of a step were taken before its first backward
-        self._entered = False  # a forward pass of this step has begun
-        self._in_backward = False
-        self._complete = False  # a gradient has come since the last step
-        self._pending = False  # a gradient that was not exchanged yet
-        self._version = 0  # of the gradients, when they were complete
-        self._stepping = False
+        self.counts = own_model.SampleCounts(copied=self.worker.layout.device.type != "cpu")
+        self.batches = Batches(self, own, seed, self.queued, source)
+        self._audit = own_model.Audit(self.worker)
         self.steps = 0
-        self._take_over_forward(model)
-        self._take_over_backward(model)
+        self.begin_epoch(0)
+        self._model_hooks = [
+            model.register_forward_pre_hook(own_model.Hook(self.enter, own_model.FORWARD)),
+            model.register_state_dict_pre_hook(
+                own_model.Hook(self._may_be_saved, own_model.STATE_DICT)
+            ),
+        ]
+        self.worker.gradients.when_in_backward(self._backward_begins)
         self._take_over_step()
 
     def optimizer_spec(self) -> OptimizerSpec:
@@ -130,15 +127,13 @@ class OwnLoop:
         """Whether all gradients that backward() has brought have become a step."""
         return not self._complete and not self._in_backward
 
+    @property
+    def _synchronous(self) -> bool:
+        return self.strategy.currently_synchronous(self.state)
+
     def trains(self, parameters: set[nn.Parameter]) -> bool:
         """Whether one of `parameters` is trained here."""
         return not parameters.isdisjoint(self.worker.gradients.parameters)
-
-    def _take_over_forward(self, model: nn.Module) -> None:
-        self._model_hooks = [
-            model.register_forward_pre_hook(Hook(self.enter, FORWARD)),
-            model.register_state_dict_pre_hook(Hook(self._may_be_saved, STATE_DICT)),
-        ]
 
     def enter(self, module: nn.Module, _: Any) -> None:
         """Before a forward pass of `module`; the first one of a step may change the parameters."""
@@ -152,9 +147,8 @@ class OwnLoop:
             self.strategy.before_forward(self.worker, self.state)
 
     def _may_be_saved(self, *_: Any) -> None:
-        """Before somebody reads the parameters by name."""
-        synchronous = self.strategy.currently_synchronous(self.state)
-        if self.batches.left and not synchronous and len(self.worker.workers) > 1:
+        """Refuse that somebody reads parameters by name which are this worker's alone."""
+        if self.batches.left and not self._synchronous and len(self.worker.workers) > 1:
             raise InputError(
                 f"the loop was left before the epoch's end, and under {self.strategy!r} each "
                 "worker's model is another one: call batches.agree() on every worker before "
@@ -165,8 +159,7 @@ class OwnLoop:
         """Count the backward passes from here, where `backwards` of the epoch are done."""
         self.backwards = backwards
         self._exchange_every = self.accumulation
-        self._grouped = False
-        self._entered = False
+        self._grouped = self._entered = False
         self.counts.begin_epoch()
 
     def begin_group(self, size: int) -> None:
@@ -177,41 +170,37 @@ class OwnLoop:
 
     # The first half: at the end of the last backward of a step
 
-    def _take_over_backward(self, model: nn.Module) -> None:
-        """Begin the exchange in the last backward of a step; finish it when that one ends."""
-        gradients = self.worker.gradients
+    def _backward_begins(self) -> None:
+        """Begin the exchange in the last backward of a step; called for each of its gradients."""
+        if self._in_backward:
+            return
+        self.counts.backward()
+        self._check_order()
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        batches = self.batches
+        last = (self.backwards + 1) % self._exchange_every == 0
+        last = last or (batches.taken == batches.length and not self._grouped)
+        self.worker.gradients.last_backward = last = last and not batches.accumulates
+        if last:
+            self._begin_exchange()
 
-        def finished() -> None:
-            self._in_backward = False
-            self.backwards += 1
-            self._complete = True
-            if gradients.last_backward:
-                self._reduce()
-            else:
-                self._pending = True
-                self._version = gradients.storage._version
-
-        def in_backward() -> None:
-            if self._in_backward:
-                return
-            self.counts.backward()
-            self._check_order()
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(finished)
-            last = (self.backwards + 1) % self._exchange_every == 0
-            last = last or (self.batches.at_last and not self._grouped)
-            gradients.last_backward = last = last and not self.batches.accumulates
-            if last:
-                self._begin_exchange()
-
-        gradients.when_in_backward(in_backward)
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self.backwards += 1
+        self._complete = True
+        if self.worker.gradients.last_backward:
+            self._reduce()
+        else:
+            self._pending = True
+            self._version = self.worker.gradients.storage._version
 
     def _reduce(self) -> None:
         self.strategy.reduce(self.worker, self.state)
         self._version = self.worker.gradients.storage._version
 
     def _check_order(self) -> None:
-        if self.counts.ahead and not self.strategy.currently_synchronous(self.state):
+        if self.counts.ahead and not self._synchronous:
             raise InputError(
                 f"the next batch was taken before backward(), but under {self.strategy!r} workers "
                 "come together when the batches are over, so the last one would come too late: "
@@ -254,14 +243,14 @@ class OwnLoop:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            loop._update()
+            if loop._has_gradient():
+                loop._update()
             return loss
 
         self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
 
     def _update(self) -> None:
-        if not self._has_gradient():
-            return
+        worker = self.worker
         self._audit.check(self.optimizer)
         self.kept.take_over()
         self.kept.step_begins()
@@ -275,28 +264,26 @@ class OwnLoop:
                 "call batches.report(loss.item()) before loss.backward()"
             )
         self._take_users_gradient()
-        step = self.worker.step
-        if self.batches.item is None:
-            step.samples, step.total_samples = self.counts.step()
-        else:  # what was accumulated before counts as passed over
-            self.counts.step()
+        behind = self.counts.step()
+        if self.batches.item is None:  # else what was accumulated before counts as passed over
+            worker.step.samples, worker.step.total_samples = behind
         self._stepping = True
         rates = get_rates(self.optimizer)
-        self.worker.set_rates(rates)
+        worker.set_rates(rates)
         try:
-            self.strategy.update(self.worker, self.state)
+            self.strategy.update(worker, self.state)
         finally:
             set_rates(self.optimizer, rates)
             self._stepping = False
         self.batches.item = None
         self._complete = self._entered = False
-        self.worker.gradients.forget()
+        worker.gradients.forget()
         self.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
-        self.worker.reporter.progress(step=self.steps, samples=self.worker.step.consumed)
+        worker.reporter.progress(step=self.steps, samples=worker.step.consumed)
 
     def _has_gradient(self) -> bool:
-        """Whether a step is to be made; without any gradient an optimizer makes none."""
+        """Return whether a step is to be made; without any gradient an optimizer makes none."""
         if self._in_backward:
             self._in_backward = False
             raise InputError(
@@ -311,12 +298,14 @@ class OwnLoop:
             )
         return self._complete
 
-    def _check_unchanged(self) -> None:
-        """Before an exchange that the last backward could not make."""
+    def _take_changes(self) -> bool:
+        """Take over what the user has made of the gradient since backward; return whether any."""
         gradients = self.worker.gradients
-        changed = gradients.take_users() or gradients.storage._version != self._version
-        averages = self.strategy.currently_synchronous(self.state) and len(self.worker.workers) > 1
-        if changed and averages:
+        return gradients.take_users() or gradients.storage._version != self._version
+
+    def _check_unchanged(self) -> None:
+        """Refuse changes before an exchange that the last backward could not make."""
+        if self._take_changes() and self._synchronous and len(self.worker.workers) > 1:
             raise InputError(
                 f"the gradient was changed before step(), as clipping does, after fewer than "
                 f"accumulation={self.accumulation} backward passes, so that it is not averaged "
@@ -324,17 +313,16 @@ class OwnLoop:
             )
 
     def _take_users_gradient(self) -> None:
-        """What the user has made of the gradient since backward, such as clipping it."""
-        worker = self.worker
-        changed = worker.gradients.take_users()
-        changed = changed or worker.gradients.storage._version != self._version
-        averages_later = self.strategy.currently_synchronous(self.state) and not worker.step.agreed
-        if changed and averages_later and len(worker.workers) > 1:
+        """Take over what the user has made of the gradient, such as clipping it."""
+        averages_later = self._synchronous and not self.worker.step.agreed
+        if self._take_changes() and averages_later and len(self.worker.workers) > 1:
             raise InputError(
                 f"the gradient was changed between backward() and step(), as clipping does, but "
                 f"{self.strategy!r} averages it in step() only, so that each worker would clip by "
                 "a norm of its own: set returns='gradients', which averages it in backward()"
             )
+
+    # The end
 
     def finish(self, *, goes_on: bool = False) -> None:
         """This loop is over: leave in order, whatever the others still do.

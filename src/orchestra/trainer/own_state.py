@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from orchestra import exchange
+from orchestra.data.random_state import random_state, restore_random_state
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.spec import get_options, set_options
 from orchestra.optimizers.state import Moments, capture, export_moments, join_moments, restore
 from orchestra.strategies.base import Strategy
-from orchestra.trainer.own_model import Hook
-from orchestra.trainer.random_state import random_state, restore_random_state
-from orchestra.trainer.saved_state import check_fits, length_of, settings_of
-from orchestra.trainer.transfer import Tensors, digests, give, pack, take, unpack
+from orchestra.trainer.checkpoints import Tensors, by_content, give, take, unpack
+from orchestra.trainer.own_model import Hook, check_fits, settings_of
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from orchestra.trainer.own_batches import Batches
     from orchestra.trainer.own_loop import OwnLoop
 
-LOADED: tuple[object, str] = (
-    contextlib.nullcontext(),
-    "__exit__",
-)  # takes anything, and does nothing
+LOADED: tuple[object, str] = contextlib.nullcontext(), "__exit__"
+"""Takes anything, and does nothing."""
 
 
 class Word(enum.IntEnum):
@@ -49,8 +45,9 @@ def agree_on_moments(
     worker.inherited = export_moments(optimizer, worker.named_parameters())
     if not strategy.synchronous:
         return
-    own = digests(pack(capture(worker.inherited), {}))
-    if own != exchange.agree_on_data(worker, own, worker.everyone.ranks[0]):
+    tensors: Tensors = {}
+    by_content(capture(worker.inherited), tensors)
+    if list(tensors) != exchange.agree_on_data(worker, list(tensors), worker.everyone.ranks[0]):
         raise InputError(
             "the optimizer has other moments than on the first rank: load the same state on every "
             "rank before distribute, or clear it (optimizer.state.clear())"
@@ -93,7 +90,7 @@ class OwnState:
         return loop.strategy.optimizer_of(loop.state) is loop.optimizer
 
     def _release_moments(self) -> None:
-        """The user's optimizer makes room for those that lie elsewhere."""
+        """Let the user's optimizer make room for moments that lie elsewhere."""
         if not self._whole:
             self._loop.optimizer.state.clear()
 
@@ -117,8 +114,7 @@ class OwnState:
             )
 
     def _optimizer_loaded(self, _: torch.optim.Optimizer) -> None:
-        if not self._restoring:
-            self._loaded_moments = True
+        self._loaded_moments = self._loaded_moments or not self._restoring
 
     def _model_loaded(self, *_: Any) -> None:
         self._loaded_model = True
@@ -156,20 +152,18 @@ class OwnState:
     def _restart(self, moments: Moments | None) -> None:
         """Collective: start anew, with `moments`, or those that there were."""
         loop, worker = self._loop, self._worker
-        own = [worker.parameters, *(buffer for _, buffer in worker.buffers)]
-        kept = [tensor.clone() for tensor in own]
         before = loop.strategy.optimizer_parts(worker, loop.state)
         loaded: dict[str, Any] = {
             "moments": moments,
             "consumed": worker.step.consumed,
             "groups": get_options(loop.optimizer),
         }
+        put_back = self._keep_model()
 
         def renew() -> None:
             nonlocal loaded
             loaded = self._hand_out(dict.fromkeys(worker.everyone.ranks, loaded), loaded)
-            for tensor, values in zip(own, kept, strict=True):
-                restore(tensor, values)
+            put_back()
             self._set_options(loaded["groups"])
             worker.step.consumed = loaded["consumed"]
             worker.inherited = loaded["moments"] or {}
@@ -184,8 +178,14 @@ class OwnState:
         for old, new in zip(before, after, strict=True):
             restore(new.optimizer, capture(old.optimizer))
 
+    def _keep_model(self) -> Callable[[], None]:
+        """Return what puts parameters and buffers back to what they are now."""
+        own = [self._worker.parameters, *(buffer for _, buffer in self._worker.buffers)]
+        kept = [tensor.clone() for tensor in own]
+        return lambda: restore(own, kept)
+
     def _set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Weight decay and the like, also of optimizers that are made on other ranks or later."""
+        """Set weight decay and the like, also of optimizers that are made elsewhere or later."""
         set_options(self._loop.optimizer, groups)
         self._worker.optimizer = self._loop.optimizer_spec()
 
@@ -203,7 +203,7 @@ class OwnState:
         ranks = {}
         for rank in worker.everyone.ranks:
             if rank == first:
-                ranks[str(rank)] = unpack(pack(own, known), known)
+                ranks[str(rank)] = unpack(by_content(own, known), known)
             else:
                 ranks[str(rank)] = take(worker.transport, rank, known)
         if not self._whole:  # until the next step
@@ -213,39 +213,40 @@ class OwnState:
     def _own(self) -> dict[str, Any]:
         loop, worker = self._loop, self._worker
         works = loop.batches.is_worker()
-        with_parts = loop.strategy.optimizer_parts(worker, loop.state)
         return {
             "parameters": worker.named_parameters() if works else {},
             "buffers": dict(worker.buffers) if works else {},
             "strategy": capture(loop.state),
-            "moments": [each for part in with_parts for each in part.moments()],
+            "moments": self._own_moments(),
             "rates": list(worker.step.rates),
             "rate_scale": worker.rate_scale,
             "random": random_state(),
             "order": loop.batches.order_state(),
         }
 
+    def _own_moments(self) -> list[dict[str, Any]]:
+        with_parts = self._loop.strategy.optimizer_parts(self._worker, self._loop.state)
+        return [each for part in with_parts for each in part.moments()]
+
     def _joined(self, ranks: Iterable[Sequence[Any]]) -> Moments:
-        return join_moments(
-            [part for parts in ranks for part in parts],
-            self._worker.named_parameters(),
-            elementwise=self._worker.optimizer.elementwise,
-        )
+        parts = [part for parts in ranks for part in parts]
+        elementwise = self._worker.optimizer.elementwise
+        return join_moments(parts, self._worker.named_parameters(), elementwise=elementwise)
 
     def _install(self, moments: Moments) -> None:
         parameters = self._worker.named_parameters()
         for name, state in moments.items():
             self._loop.optimizer.state[parameters[name]] = _copied(state)  # equal ones were one
 
-    def saved(self, batches: Batches, ranks: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole of a state."""
-        loop = self._loop
+    def saved(self, ranks: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole of a state, with what was collected of the `ranks`."""
+        loop, batches = self._loop, self._loop.batches
         return {
             "settings": settings_of(loop),
             "position": {
                 "epoch": batches.epoch,
                 "taken": batches.taken - (loop.counts.ahead or 0),
-                "length": length_of(batches),
+                "length": batches.length,
                 "order": batches.order,
                 "backwards": loop.backwards if batches.taken else 0,
                 "consumed": self._worker.step.consumed,
@@ -257,17 +258,16 @@ class OwnState:
 
     # Going on from a state
 
-    def load(self, batches: Batches, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Collective over the workers, and the ranks that serve: go on from what `saved` gave."""
         check_fits(self._loop, state)
         loop, position = self._loop, state["position"]
         self._loaded_model = self._loaded_moments = self._collected = False
         self.tell(Word.RESUME)
         ranks = state["ranks"]
-        own = ranks[str(self._worker.rank)]
         self._resume(ranks, {"consumed": position["consumed"], "groups": state["groups"]})
         loop.steps = position["steps"]
-        batches.go_on_from(position, own["order"])
+        loop.batches.go_on_from(position, ranks[str(self._worker.rank)]["order"])
 
     def _resume(self, ranks: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         loop, worker = self._loop, self._worker
@@ -275,12 +275,9 @@ class OwnState:
         exchange.wait_for_everyone(worker)
         parts = {int(rank): {**part, **common} for rank, part in ranks.items()}
         own = self._hand_out(parts, parts.get(worker.rank))
-        for tensors, saved in (
-            (worker.named_parameters(), own["parameters"]),
-            (dict(worker.buffers), own["buffers"]),
-        ):
-            for name in saved:
-                restore(tensors[name], saved[name])
+        tensors = {**worker.named_parameters(), **dict(worker.buffers)}
+        for name, values in {**own["parameters"], **own["buffers"]}.items():
+            restore(tensors[name], values)
         worker.step.consumed, worker.step.rates = own["consumed"], tuple(own["rates"])
         loop.prepare_start()
         self._set_options(own["groups"])
@@ -297,7 +294,7 @@ class OwnState:
 
     def tell(self, word: Word) -> None:
         """On workers, before they stop: the first one tells ranks that serve what follows."""
-        first, serving = self.places()
+        first, serving = self._places()
         if self._worker.rank == first:
             for rank in serving:
                 with contextlib.suppress(PeerLost):
@@ -305,23 +302,21 @@ class OwnState:
 
     def hear(self) -> Word:
         """On a rank that serves, once it has stopped: what follows."""
-        first, _ = self.places()
+        first, _ = self._places()
         try:
             return Word(int(self._worker.transport.receive(first, Tag.GOES_ON).wait()))
         except PeerLost:
             return Word.OVER
 
-    def places(self) -> tuple[int, list[int]]:
-        """The first worker, and the ranks that serve, of those that are there."""
-        worker = self._worker
-        workers = self._loop.strategy.current_roles(worker, self._loop.state).workers
-        everyone = worker.everyone.ranks
+    def _places(self) -> tuple[int, list[int]]:
+        """Return the first worker, and the ranks that serve, of those that are there."""
+        workers, everyone = self._loop.batches.workers, self._worker.everyone.ranks
         first = next(rank for rank in workers if rank in everyone)
         return first, [rank for rank in everyone if rank not in workers]
 
     def _hand_out(self, parts: Mapping[int, Any], own: Any) -> Any:
-        """The first worker gives each rank that serves its part; a worker has its `own`."""
-        transport, (first, serving) = self._worker.transport, self.places()
+        """Let the first worker give each rank that serves its part; a worker has its `own`."""
+        transport, (first, serving) = self._worker.transport, self._places()
         if self._worker.rank in serving:
             return take(transport, first, {})
         if self._worker.rank == first:
@@ -345,19 +340,15 @@ class OwnState:
 
     def stop(self) -> None:
         """Stop the strategy; what was loaded since the last step stays in the model."""
-        loop, worker = self._loop, self._worker
-        buffers = [buffer for _, buffer in worker.buffers]
-        own = [worker.parameters, *buffers] if self._loaded_model else []
-        kept = [tensor.clone() for tensor in own]
-        loop.strategy.stop(worker, loop.state)
-        for tensor, values in zip(own, kept, strict=True):
-            restore(tensor, values)
+        put_back = self._keep_model() if self._loaded_model else None
+        self._loop.strategy.stop(self._worker, self._loop.state)
+        if put_back is not None:
+            put_back()
 
     def hand_over(self) -> None:
         """Collective, after the end: every rank's optimizer gets all moments."""
-        worker, first = self._worker, self.places()[0]
-        with_parts = self._loop.strategy.optimizer_parts(worker, self._loop.state)
-        own = [each for part in with_parts for each in part.moments()]
+        worker, first = self._worker, self._places()[0]
+        own = self._own_moments()
         others = [rank for rank in worker.everyone.ranks if rank != first]
         if worker.rank != first:
             give(worker.transport, own, first)
@@ -370,7 +361,7 @@ class OwnState:
 
 
 def _copied(value: Any) -> Any:
-    """`value` with copies of its tensors: an optimizer goes on with those that it loads."""
+    """Return `value` with copies of its tensors: an optimizer goes on with those that it loads."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):

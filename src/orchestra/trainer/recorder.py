@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestra.records.tensorboard import Scalars
-from orchestra.trainer.writing import writing
+from orchestra.trainer.checkpoints import writing
 from orchestra.worker.worker import Worker
 
 FLUSH_SECONDS = 1.0
@@ -39,12 +38,8 @@ class Spent:
 
     def plus(self, other: Spent, sign: int = 1) -> Spent:
         """The sum of both, or the difference with `sign` -1."""
-        return Spent(
-            self.compute + sign * other.compute,
-            self.communicate + sign * other.communicate,
-            self.wait + sign * other.wait,
-            self.bytes_sent + sign * other.bytes_sent,
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Spent(*(own + sign * more for own, more in pairs))
 
 
 @dataclass
@@ -58,31 +53,31 @@ class Totals:
 
 
 class Recorder:
-    """JSON lines of one rank's steps: `steps-rank-N.jsonl` in the run's folder.
+    """JSON lines of one rank's steps, in the file `path`; without one, sums over the run alone.
 
-    The main figures of each step go to `scalars`, too, where there are any.
-    The stopwatch runs between `resume` and `pause`: set-up, checkpoints and evaluation are out.
+    The main figures of each step go to `scalars`, too, where there are any. `steps` were done
+    before the run was resumed. The stopwatch runs between `resume` and `pause`: set-up,
+    checkpoints and evaluation are out.
     """
 
     def __init__(
         self,
         worker: Worker,
-        folder: Path,
+        path: Path | None,
         totals: Totals,
-        steps: int,
+        steps: int = 0,
         scalars: Scalars | None = None,
     ) -> None:
         self.totals = totals
         self._worker = worker
         self._scalars = scalars
-        self._path = folder / f"steps-rank-{worker.rank}.jsonl"
-        self._lines: list[dict[str, Any]] = []
-        self._started_at = 0.0
-        self._flushed_at = 0.0
-        self._spent_before = Spent()
-        self._spent_last = Spent()
+        self._path = path
+        self._lines: list[str] = []
+        self._started_at = self._flushed_at = 0.0
+        self._spent_before = self._spent_last = Spent()
         self._seconds_last = totals.elapsed
-        _keep_first(self._path, steps)
+        if path is not None:
+            _keep_first(path, steps)
 
     def resume(self) -> None:
         """Start the stopwatch, or let it go on."""
@@ -104,9 +99,14 @@ class Recorder:
 
     def step(self, number: int) -> None:
         """Write down step `number`, just finished."""
-        step, spent = self._worker.step, Spent.by(self._worker)
+        step = self._worker.step
         self.totals.samples += step.samples
+        if self._path is None:
+            return
         self.totals.loss = step.loss
+        spent = Spent.by(self._worker)
+        passed = vars(spent.plus(self._spent_last, -1))
+        self._spent_last = spent
         line: dict[str, Any] = {
             "step": number,
             "seconds": round(self.elapsed(), 6),
@@ -114,14 +114,14 @@ class Recorder:
             "consumed": step.consumed,
             "loss": step.loss,
             "rates": step.rates,
-            **vars(spent.plus(self._spent_last, -1)),
+            **{name: round(passed[name], 6) for name in SECONDS},
+            "bytes_sent": passed["bytes_sent"],
         }
         if step.staleness:
             line["staleness"] = step.staleness
         if step.position is not None:
             line["position"] = step.position
-        self._spent_last = spent
-        self._lines.append(line)
+        self._lines.append(json.dumps(line) + "\n")
         if self._scalars is not None:
             self._scalars.add(number, self._main_figures(line))
         if self._worker.transport.now() - self._flushed_at > FLUSH_SECONDS:
@@ -140,26 +140,22 @@ class Recorder:
 
     def flush(self) -> None:
         """Bring what was written down to disk."""
+        if self._path is None:
+            return
         with writing(self._path), self._path.open("a") as file:
-            file.writelines(json.dumps(_rounded(line)) + "\n" for line in self._lines)
+            file.writelines(self._lines)
             if self._scalars is not None:
                 self._scalars.flush()
         self._lines.clear()
         self._flushed_at = self._worker.transport.now()
 
 
-def histogram(staleness: Iterable[int]) -> dict[str, int]:
-    """How often each staleness occurred."""
-    return {str(value): count for value, count in sorted(Counter(staleness).items())}
-
-
-def _rounded(line: dict[str, Any]) -> dict[str, Any]:
-    """With what its seconds went to, to the microsecond."""
-    return {name: round(line[name], 6) if name in SECONDS else line[name] for name in line}
-
-
 def _keep_first(path: Path, steps: int) -> None:
-    """Drop what a run wrote after the checkpoint that it resumes from."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    """Drop what a run wrote after the checkpoint that it resumes from, and any damaged line."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
+        with suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= steps:
+                kept.append(line)
     with writing(path):
-        path.write_text("".join(lines[:steps]))
+        path.write_text("".join(kept))

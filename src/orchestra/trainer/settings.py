@@ -282,37 +282,25 @@ def target_times(curve: Sequence[Point], target: Target | None) -> dict[str, flo
     the first snapshot at which the worst node, and the average of the replicas, reach it. All are
     None where they do not.
     """
-    reached = time = after = None
-    if target is not None:
-        reached = _first(curve, lambda point: _reaches(point.metrics, target))
-    if reached is not None:
-        time = curve[reached].seconds
-        after = curve[reached - 1].seconds if reached else 0.0
 
-    def seconds(reaches: Callable[[Point, Target], bool]) -> float | None:
-        found = None if target is None else _first(curve, lambda point: reaches(point, target))
-        return None if found is None else curve[found].seconds
+    def first(good: Callable[[Point], bool]) -> int | None:
+        return next((place for place, point in enumerate(curve) if good(point)), None)
 
+    def reach(figures: dict[str, float] | None) -> bool:
+        if figures is None or target is None or target.metric not in figures:
+            return False
+        value = figures[target.metric]
+        return value is not None and target.reached(value)
+
+    def seconds(place: int | None) -> float | None:
+        return None if place is None else curve[place].seconds
+
+    reached = first(lambda point: reach(point.metrics))
+    before = 0.0 if reached == 0 else seconds(None if reached is None else reached - 1)
+    every_node = first(lambda point: bool(point.nodes) and all(map(reach, point.nodes.values())))
     return {
-        "time_to_target_seconds": time,
-        "time_to_target_after_seconds": after,
-        "time_to_target_worst_node_seconds": seconds(_every_node),
-        "time_to_target_average_seconds": seconds(_average),
+        "time_to_target_seconds": seconds(reached),
+        "time_to_target_after_seconds": before,
+        "time_to_target_worst_node_seconds": seconds(every_node),
+        "time_to_target_average_seconds": seconds(first(lambda point: reach(point.average))),
     }
-
-
-def _first(curve: Sequence[Point], reaches: Callable[[Point], bool]) -> int | None:
-    return next((place for place, point in enumerate(curve) if reaches(point)), None)
-
-
-def _every_node(point: Point, target: Target) -> bool:
-    return bool(point.nodes) and all(_reaches(own, target) for own in point.nodes.values())
-
-
-def _average(point: Point, target: Target) -> bool:
-    return point.average is not None and _reaches(point.average, target)
-
-
-def _reaches(metrics: dict[str, float], target: Target) -> bool:
-    value = metrics.get(target.metric)
-    return value is not None and target.reached(value)

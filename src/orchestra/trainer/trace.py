@@ -143,17 +143,17 @@ class Trace(Interceptor):
         return proceed()
 
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        if operation.kind == "receive" and operation.peer is None and self not in operation.marks:
-            return self._wait_for_any(flow, operation, proceed)
+        from_any = operation.kind == "receive" and operation.peer is None
         if not self.is_open:
-            return proceed()
+            result = proceed()
+            if from_any:
+                self._number(operation)
+            return result
         if operation.kind in ("flow", "collective", "native"):
             return self._wait_for_other(flow, operation, proceed)
-        if self not in operation.marks:
-            return proceed()
-        if operation.kind == "send":
-            return self._wait_for_send(flow, operation, proceed)
-        return self._wait_for_receive(flow, operation, proceed)
+        if from_any or self in operation.marks:
+            return self._wait_for_message(flow, operation, proceed)
+        return proceed()
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
         if not self.is_open or work.kind == "step":  # which only stands for what is not traced
@@ -212,56 +212,36 @@ class Trace(Interceptor):
                 self._add(flow, "wait", "wait for another flow", start, end, {})
         return result
 
-    def _wait_for_send(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        traffic = flow.transport.traffic
-        before = traffic.seconds_communicating
-        result, start, end = self._timed(flow, operation, proceed)
-        if traffic.seconds_communicating > before:  # else it had been complete
-            name = f"send the rest to {_name(flow, operation.peer)}"
-            about = {"tag": tag_name(operation.tag), "peer": operation.peer}
-            self._add(flow, "send", name, start, end, about)
-        return result
+    def _wait_for_message(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
+        """Wait for a message: first until something moves, then for the rest of it.
 
-    def _wait_for_any(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        """Whose message it is, and so its number, is known at the end."""
-        if self.is_open:
-            return self._wait_for_receive(flow, operation, proceed)
+        The transport counts how long it had nothing to move, but not when: here that comes first.
+        Of a receive from any source the sender, and so the number, is known at the end.
+        """
+        traffic, peer, tag = flow.transport.traffic, operation.peer, tag_name(operation.tag)
+        waited, moved, start = traffic.seconds_waiting, traffic.seconds_communicating, self._now()
         result = proceed()
-        self._number(operation)
-        return result
-
-    def _wait_for_receive(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        result, start, end = self._timed(flow, operation, proceed)
-        source, size = operation.source, result.nbytes  # type: ignore[attr-defined]
-        name = f"receive {size_text(size)} from {_name(flow, source)}"
-        about = {"payload_bytes": size, "tag": tag_name(operation.tag), "peer": source}
-        number = self._number(operation)
-        message = Message(source, flow.transport.rank, operation.tag, number)
-        self._add(flow, "receive", name, start, end, about, message)
+        end = self._now()
+        moving = min(start + traffic.seconds_waiting - waited, end)
+        if moving > start:
+            name = f"wait for {_name(flow, peer)}"
+            self._add(flow, "wait", name, start, moving, {"tag": tag, "peer": peer})
+        if operation.kind == "receive":
+            source, size = operation.source, result.nbytes  # type: ignore[attr-defined]
+            name = f"receive {size_text(size)} from {_name(flow, source)}"
+            about = {"payload_bytes": size, "tag": tag, "peer": source}
+            number = self._number(operation)
+            message = Message(source, flow.transport.rank, operation.tag, number)
+            self._add(flow, "receive", name, moving, end, about, message)
+        elif traffic.seconds_communicating > moved:  # else it had been complete
+            name = f"send the rest to {_name(flow, peer)}"
+            self._add(flow, "send", name, moving, end, {"tag": tag, "peer": peer})
         return result
 
     def _number(self, operation: Operation) -> int:
         if self not in operation.marks:
             operation.marks[self] = next(self._received[operation.source, operation.tag])
         return operation.marks[self]
-
-    def _timed(
-        self, flow: Flow, operation: Operation, proceed: Callable[[], T]
-    ) -> tuple[T, float, float]:
-        """What an operation gives in the end; from when to when it did more than wait.
-
-        The transport counts how long it had nothing to move, but not when: here that comes first.
-        """
-        traffic = flow.transport.traffic
-        waiting_before, start = traffic.seconds_waiting, self._now()
-        result = proceed()
-        end = self._now()
-        moving = min(start + traffic.seconds_waiting - waiting_before, end)
-        if moving > start:
-            peer = operation.peer
-            about = {"tag": tag_name(operation.tag), "peer": peer}
-            self._add(flow, "wait", f"wait for {_name(flow, peer)}", start, moving, about)
-        return result, moving, end
 
     def _add(
         self,

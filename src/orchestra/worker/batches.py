@@ -1,9 +1,9 @@
-"""Batches of any nested shape: counting, splitting, moving."""
+"""Batches of any nested shape: counting, splitting, moving, comparing."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -75,11 +75,24 @@ def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on `device`, where one can be computed."""
-    return mover(device)(batch)
-
-
-def mover(device: torch.device) -> Callable[[Batch], Batch]:
-    """`to_device`, for batch after batch."""
     if device.type in ("cpu", "meta"):
-        return lambda batch: batch
-    return partial(map_tensors, function=lambda tensor: tensor.to(device, non_blocking=True))
+        return batch
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def digest(item: Any, so_far: int = 0) -> int:
+    """A checksum of the tensors, numbers and texts in nested tuples, lists and mappings."""
+    if isinstance(item, Tensor):
+        if item.layout is not torch.strided:
+            return so_far
+        flat = item.detach().cpu().contiguous().reshape(-1)
+        return zlib.crc32(flat.view(torch.uint8).numpy().data, so_far)
+    if isinstance(item, Mapping):
+        return digest(list(item.items()), so_far)
+    if isinstance(item, (tuple, list)):
+        for part in item:
+            so_far = digest(part, so_far)
+        return so_far
+    if isinstance(item, (int, float, str, bytes)):
+        return zlib.crc32(repr(item).encode(), so_far)
+    return so_far

@@ -25,8 +25,7 @@ from orchestra.transports.protocol import (
     Traffic,
     Transport,
 )
-from orchestra.worker.reporters import PassingReporter
-from orchestra.worker.runtime import Compute, Runtime, Work
+from orchestra.worker.runtime import Compute, PassingReporter, Runtime, Work
 
 T = TypeVar("T")
 

@@ -1,15 +1,17 @@
-"""Where each parameter tensor lies in the flat vectors that travel."""
+"""Parameters and gradients as flat vectors, which travel, and where each tensor lies in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
 
+STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
 ALIGNMENT_BYTES = 64  # other alignments change the last bits of some kernels
 
 
@@ -42,8 +44,9 @@ class Layout:
         return self.size * self.dtype.itemsize
 
     @staticmethod
-    def of(named: Sequence[tuple[str, Tensor]]) -> Layout:
-        """The layout of `named` tensors, in the given order."""
+    def of_module(module: nn.Module) -> Layout:
+        """The layout of the trainable parameters of `module`; a tied one stands once."""
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
         if not named:
             raise InputError("the model has no parameter that needs a gradient: nothing to train")
         first_name, first = named[0]
@@ -61,12 +64,6 @@ class Layout:
             offset += -(-tensor.numel() // grain) * grain
         return Layout(tuple(slots), offset, first.dtype, first.device)
 
-    @staticmethod
-    def of_module(module: nn.Module) -> Layout:
-        """The layout of the trainable parameters of `module`; a tied one stands once."""
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        return Layout.of(named[::-1])
-
     def allocate(self, extra: int = 0) -> Tensor:
         """A zeroed flat vector of this layout, with `extra` elements behind it."""
         return torch.zeros(self.size + extra, dtype=self.dtype, device=self.device)
@@ -75,31 +72,24 @@ class Layout:
         """The tensors inside `vector`, in the layout's order, sharing its memory."""
         return [vector[s.offset : s.offset + s.size].view(s.shape) for s in self.slots]
 
-    def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """The tensors inside `vector` by name."""
-        return {s.name: view for s, view in zip(self.slots, self.views(vector), strict=True)}
-
-
-def adopt(module: nn.Module, layout: Layout) -> Tensor:
-    """Move the trainable parameters of `module` into one flat vector, keeping their identity."""
-    vector = layout.allocate()
-    by_name = dict(module.named_parameters())
-    with torch.no_grad():
-        for slot, view in zip(layout.slots, layout.views(vector), strict=True):
-            parameter = by_name[slot.name]
-            view.copy_(parameter)
-            parameter.data = view
-    return vector
-
 
 class FlatModel:
-    """A module whose trainable parameters are views of one flat vector: shape [layout.size]."""
+    """A module whose trainable parameters are views of one flat vector: shape [layout.size].
+
+    They move there, and stay the same objects.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.layout = Layout.of_module(module)
-        self.parameters = adopt(module, self.layout)
+        self.parameters = self.layout.allocate()
         self._buffers = buffer_places(module)
+        by_name = dict(module.named_parameters())
+        views = self.layout.views(self.parameters)
+        with torch.no_grad():
+            for slot, view in zip(self.layout.slots, views, strict=True):
+                view.copy_(by_name[slot.name])
+                by_name[slot.name].data = view
 
     @property
     def buffers(self) -> list[tuple[str, Tensor]]:
@@ -115,3 +105,169 @@ def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
         for name, _ in module.named_buffers()
         if name in persistent
     ]
+
+
+class Gradients:
+    """The gradient of every trainable parameter as a view of one flat vector.
+
+    `storage` is [layout.size + 2 + ranks + tensors]: the gradient, then the tail that is summed
+    with it: how many ranks want to stop, the weighted loss, the loss of each rank in a place of
+    its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
+    `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
+    `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
+        by_name = dict(module.named_parameters())
+        self.layout = layout
+        self.parameters = [by_name[slot.name] for slot in layout.slots]
+        self.storage = layout.allocate(extra=LOSSES + ranks + len(layout.slots))
+        self.vector = self.storage[: layout.size]
+        self.tail = self.storage[layout.size :]
+        self.views = layout.views(self.storage)
+        self.used = [False] * len(layout.slots)
+        self.measures_square = False
+        self.square = 0.0
+        self.last_backward = True  # of a step; those before it only accumulate
+        self._collected = [False] * len(layout.slots)
+        self._own_tail = np.zeros(len(self.tail))
+        self._on_ready: Callable[[int, int], None] | None = None
+        self._on_backward: Callable[[], None] | None = None
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            if self._on_backward is not None:
+                self._on_backward()
+            self.used[index] = True
+            if self._on_ready is not None and self.last_backward:
+                self._on_ready(index, index + 1)
+
+        return mark
+
+    def close(self) -> None:
+        """Hear no more of the parameters' gradients."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def when_ready(self, callback: Callable[[int, int], None] | None) -> None:
+        """Call `callback(first, end)` in a step's last backward when these slots, from the first to
+        before the end, have their gradients."""
+        self._on_ready = callback
+
+    def when_in_backward(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` in every backward, before any slot counts as ready."""
+        self._on_backward = callback
+
+    def clear(self) -> None:
+        """Begin a step: no gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a step of a loop that clears gradients by itself."""
+        self.used = [False] * len(self.used)
+        self.await_collection()
+
+    def await_collection(self) -> None:
+        """Whatever was collected, more gradient is to come before the next exchange."""
+        self._collected = [False] * len(self.used)
+        self.square = 0.0
+
+    def collect(self, index: int, scale: float) -> None:
+        """Bring slot `index`, times `scale`, from where autograd put it into the flat vector."""
+        if self._collected[index]:
+            raise InputError(
+                f"parameter {self.layout.slots[index].name!r} received its gradient twice in one "
+                "backward pass (reentrant checkpointing does that): set overlap to false"
+            )
+        self._collected[index] = True
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:  # or no longer: the user has cleared it since
+            view.zero_()
+            self.used[index] = False
+        elif parameter.grad.data_ptr() == view.data_ptr():
+            view.mul_(scale)
+        elif scale == 1.0:
+            view.copy_(parameter.grad)
+        else:
+            torch.mul(parameter.grad, scale, out=view)
+        parameter.grad = view
+        if self.measures_square and scale:
+            self.square += float(view.double().square().sum()) / scale**2
+
+    def collect_rest(self, scale: float = 1.0) -> None:
+        """`collect` for every slot that was not yet collected in this step."""
+        if not any(self._collected) and self._collect_all(scale):
+            return
+        for index, collected in enumerate(self._collected):
+            if not collected:
+                self.collect(index, scale)
+
+    def _collect_all(self, scale: float) -> bool:
+        """`collect` for all slots at once; False: some have no gradient, or the square is wanted.
+
+        The caches know little of this after a backward pass, so that few operations take less time.
+        """
+        own = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if len(own) < len(self.views) or self.measures_square:
+            return False
+        with torch.no_grad():
+            torch._foreach_copy_(self.views, own)  # some of which may be the views themselves
+            if scale != 1.0:
+                self.vector.mul_(scale)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+        self._collected = [True] * len(self.used)
+        return True
+
+    def take_users(self) -> bool:
+        """Bring what a user has put in place of complete gradients into the flat vector.
+
+        Whether there was any such; in-place changes are in it anyway.
+        """
+        changed = False
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = parameter.grad
+            if grad is view or (grad is None and not self.used[index]):
+                continue
+            changed = True
+            self.used[index] = grad is not None
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                parameter.grad = view
+        return changed
+
+    def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
+        """Write what travels with the gradient of `rank`."""
+        values = self._own_tail
+        values.fill(0.0)
+        values[STOP] = stop
+        if weight:
+            values[LOSS] = weight * loss
+            values[LOSSES + rank] = loss
+            values[-len(self.used) :] = self.used
+        self.tail.copy_(torch.from_numpy(values))
+
+    def publish(self) -> tuple[float, tuple[float, ...], bool]:
+        """After an exchange: what any rank used is used, and the rest has no gradient.
+
+        Returns the mean loss, the loss of each rank, and whether one wants to stop.
+        """
+        stop, loss, *losses = self.tail.tolist()
+        tensors = len(self.used)
+        self.used = [count > 0 for count in losses[-tensors:]]
+        if not all(self.used) or not all(self._collected):  # else all of it is in place
+            self.forget_unused()
+        return loss, tuple(losses[:-tensors]), stop > 0
+
+    def forget_unused(self) -> None:
+        """Parameters that are not used have no gradient."""
+        for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
+            parameter.grad = view if used else None

@@ -49,12 +49,7 @@ class Reporter(Protocol):
     """One way up to the watcher: progress for the display, and facts that its verdicts need."""
 
     def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
+        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
     ) -> None:
         """This rank has finished `step` steps of its own; `samples` it has consumed so far.
 
@@ -77,6 +72,47 @@ class Reporter(Protocol):
     def stop_requested(self) -> bool:
         """Whether the user asked for an orderly stop (Ctrl-C)."""
         ...
+
+
+class SilentReporter:
+    """Nobody is told anything, and nobody wants to stop."""
+
+    def progress(
+        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
+    ) -> None: ...
+
+    def phase(self, name: str) -> None: ...
+
+    def expendable(self, yes: bool) -> None: ...
+
+    def notice(self, text: str) -> None: ...
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+@dataclass
+class PassingReporter:
+    """Everything goes on to `inner`."""
+
+    inner: Reporter
+
+    def progress(
+        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
+    ) -> None:
+        self.inner.progress(step=step, samples=samples, loss=loss, fraction=fraction)
+
+    def phase(self, name: str) -> None:
+        self.inner.phase(name)
+
+    def expendable(self, yes: bool) -> None:
+        self.inner.expendable(yes)
+
+    def notice(self, text: str) -> None:
+        self.inner.notice(text)
+
+    def stop_requested(self) -> bool:
+        return self.inner.stop_requested()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ class Part:
     kind: str = "parameters"
     mirror: bool = False
 
+    @property
+    def covered(self) -> slice:
+        """The elements of the flat vector that it covers."""
+        return slice(self.offset, self.offset + self.values.numel())
+
 
 @dataclass(frozen=True)
 class Place:
@@ -54,7 +59,7 @@ class Snapshots:
         self.due = tuple(due)
         self.parts: list[Part] = []
         self._now = now
-        self._places = places
+        self.places = places
         self._started = 0.0
         self._behind = 0
         self._next: dict[tuple[str, int], int] = {}
@@ -94,11 +99,11 @@ class Snapshots:
         return self._placed(Part(len(self.due), 0, 0.0, 0, values.detach(), 1.0, kind))
 
     def _placed(self, part: Part) -> list[Part]:
-        if self._places is None:
+        if self.places is None:
             return [part]
         return [
             replace(part, offset=place.offset, values=part.values[place.first : place.end])
-            for place in self._places[part.kind]
+            for place in self.places[part.kind]
         ]
 
     def renew(self, samples: int, values: Tensor, *, offset: int = 0, weight: float = 1.0) -> None:

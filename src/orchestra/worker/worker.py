@@ -15,9 +15,8 @@ from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.optimizers.state import Moments, install_moments
 from orchestra.schedules.work_queue import WorkQueue
 from orchestra.transports.protocol import Transport
-from orchestra.worker.batches import Batch, batch_samples, split_batch
-from orchestra.worker.gradients import Gradients
-from orchestra.worker.layout import FlatModel
+from orchestra.worker.batches import Batch, split_batch
+from orchestra.worker.layout import FlatModel, Gradients
 from orchestra.worker.runtime import Compute, Reporter, Runtime, Work
 from orchestra.worker.snapshots import Snapshots
 
@@ -128,7 +127,7 @@ class Worker(FlatModel):
         self.inherited: Moments = {}
         self.queue_of: QueueOf | None = None
         self.check_loss: Callable[[float], None] = lambda _: None  # this rank's own, when it is new
-        self.workers = Group(tuple(range(runtime.ranks)))
+        self.workers = _all_of(runtime.ranks)
         self.phase = 0  # how many have ended so far; the same on all ranks
         self.before_phase: list[Callable[[], None]] = []
         self._loss = loss
@@ -137,7 +136,6 @@ class Worker(FlatModel):
         self._own_optimizer = own_optimizer
 
     def _lay_out(self, module: nn.Module) -> None:
-        """Make `parameters` and `gradients`."""
         super().__init__(module)
         self.gradients = Gradients(module, self.layout, self.runtime.ranks)
 
@@ -150,9 +148,7 @@ class Worker(FlatModel):
     def everyone(self) -> Group:
         """All ranks that are still there."""
         gone, everyone = self.transport.lost(), _all_of(self.runtime.ranks)
-        return (
-            Group(tuple(rank for rank in everyone.ranks if rank not in gone)) if gone else everyone
-        )
+        return Group(tuple(r for r in everyone.ranks if r not in gone)) if gone else everyone
 
     @property
     def transport(self) -> Transport:
@@ -269,7 +265,3 @@ class Worker(FlatModel):
         """Clip the gradient on this rank to the global norm that was asked for, if any."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.clip_norm)
-
-    def count_samples(self, batch: Batch) -> int:
-        """How many samples `batch` holds."""
-        return batch_samples(batch)

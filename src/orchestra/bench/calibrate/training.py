@@ -32,8 +32,7 @@ from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import Layout
-from orchestra.worker.reporters import PassingReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import PassingReporter, Runtime, Work
 
 T = TypeVar("T")
 SLICES = (1, 2, 4, 8)

@@ -34,8 +34,7 @@ from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
 from orchestra.transports.sockets import connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime
+from orchestra.worker.runtime import Runtime, SilentReporter
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)

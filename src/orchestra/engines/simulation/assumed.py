@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.data.feed import open_samples
+from orchestra.data.random_state import undisturbed
 from orchestra.engines.simulation.figures import FLOPS, SERIAL
 from orchestra.errors import InputError
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
-from orchestra.trainer.random_state import undisturbed
 from orchestra.trainer.settings import Run
-from orchestra.trainer.shapes import meta_model
+from orchestra.trainer.setup import meta_model
 from orchestra.worker.batches import map_tensors
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Work

@@ -14,14 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BYTES
 from orchestra.data.feed import open_samples
+from orchestra.data.random_state import undisturbed
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import Strategy
 from orchestra.tasks.load import load_task
 from orchestra.tasks.task import Task
-from orchestra.trainer.random_state import undisturbed
 from orchestra.trainer.settings import Run
-from orchestra.trainer.shapes import meta_model
+from orchestra.trainer.setup import meta_model
 from orchestra.worker.batches import Batch, map_tensors
 from orchestra.worker.layout import Layout
 

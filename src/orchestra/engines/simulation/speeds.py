@@ -8,8 +8,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.costs import Overhead, Sharing
 from orchestra.engines.simulation.compute import Costs
 from orchestra.engines.simulation.simulate import simulate
-from orchestra.worker.reporters import SilentReporter
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
 
 def described_speeds(

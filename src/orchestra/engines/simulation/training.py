@@ -94,7 +94,6 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     from orchestra.engines.simulation.simulate import simulate
     from orchestra.engines.simulation.speeds import described_speeds
     from orchestra.trainer.program import train
-    from orchestra.trainer.shapes import common, train_shapes
 
     run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
@@ -116,7 +115,6 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         cluster = replace(cluster, placement=(node.name,))
     memory.require_room(cluster, ranks)
     values = run.training.tensors == "real"
-    shared = None if values else common(run)
     overhead = cluster.overhead or overhead
     speeds: tuple[float, ...] = ()
     if run.measures_shares:
@@ -124,10 +122,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         speeds = described_speeds(cluster, ranks, costs, overhead, sharing, batch, threads)
 
     def rank_program(rank: Runtime) -> RankReport:
-        rank = replace(rank, speeds=speeds)
-        if shared is None:
-            return train(rank, (run, assignment.folder))
-        return train_shapes(rank, run, shared)
+        return train(replace(rank, speeds=speeds), (run, assignment.folder))
 
     outcome = simulate(
         rank_program,

@@ -46,3 +46,30 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         restore_random_state(before)
+
+
+class AlikeStreams:
+    """Streams of random numbers that are equal where `seed` is."""
+
+    def __init__(self, seed: str) -> None:
+        python = random.Random(seed)
+        numbers = np.random.RandomState(python.getrandbits(32))
+        torchs = torch.Generator().manual_seed(python.getrandbits(63))
+        version, internal, gauss = python.getstate()
+        legacy = numbers.get_state(legacy=False)
+        assert isinstance(legacy, dict)
+        self._state = {
+            "torch": torchs.get_state(),
+            "python": [version, internal, gauss],
+            "numpy": legacy,
+        }
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, torch's, Python's and NumPy's global generators draw from these streams."""
+        with undisturbed():
+            restore_random_state(self._state)
+            try:
+                yield
+            finally:
+                self._state = random_state()

@@ -1,0 +1,209 @@
+"""What a rank sets up before it trains: its worker, a warm-up, and measured speeds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from orchestra.collectives import Group, all_reduce
+from orchestra.data.feed import epoch_samples
+from orchestra.data.random_state import undisturbed
+from orchestra.errors import InputError
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.strategies.base import ModelPart, roles_of
+from orchestra.tasks.load import load_task
+from orchestra.tasks.task import Task
+from orchestra.trainer.evaluation import places_of, release
+from orchestra.trainer.settings import Run, Training
+from orchestra.transports.tags import Tag
+from orchestra.worker.batches import Batch, batch_samples, to_device
+from orchestra.worker.layout import Layout
+from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.shapes import ShapeWorker, SharedShapes
+from orchestra.worker.snapshots import Part, Snapshots
+from orchestra.worker.worker import Worker
+
+GRADIENTS = 7
+"""That each rank computes to measure its speed; the median of their seconds counts."""
+
+
+def budget_of(task: Task, training: Training) -> tuple[int, int]:
+    """Samples of an epoch, and of the whole run."""
+    if training.steps is not None:
+        budget = training.steps * training.ranks * training.batch_size
+        try:
+            return epoch_samples(task.train), budget
+        except InputError:
+            return budget, budget
+    assert training.epochs is not None
+    samples = epoch_samples(task.train)
+    return samples, samples * training.epochs
+
+
+def device_of(training: Training, runtime: Runtime) -> torch.device:
+    """Where the model of this rank lives.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    available = torch.cuda.is_available()
+    if training.device == "cuda" and not available:
+        raise InputError("device: cuda was asked for, but torch sees no GPU here; use cpu or auto")
+    if training.device == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", runtime.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)  # random states and libraries refer to the current one
+    return device
+
+
+def make_worker(
+    runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
+) -> Worker:
+    """The worker of this rank, which trains `module`, or `part` of it."""
+    training = run.training
+    spec = _optimizer(run, module)
+    options = _worker_options(runtime, training, budget, Layout.of_module(module))
+    if part is not None:
+        options["snapshots"].places = places_of(part, module)
+        release(module, part.module)
+        module = part.module
+    return Worker(
+        runtime,
+        module,
+        spec,
+        loss=task.loss,
+        precision=training.precision,
+        clip_norm=training.clip_norm,
+        **options,
+    )
+
+
+def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise InputError(f"task: {run.task}: its model has no parameters that are to be trained")
+    return OptimizerSpec.from_settings(run.training.optimizer, names)
+
+
+def _worker_options(
+    runtime: Runtime, training: Training, budget: int, layout: Layout
+) -> dict[str, Any]:
+    """Return the options that workers with values and without have in common."""
+    due = training.snapshots_due(budget, layout.bytes)
+    return {
+        "accumulation": training.accumulation,
+        "budget_ranks": training.ranks,
+        "bucket_bytes": int(training.bucket_megabytes * 1e6),
+        "overlap": training.overlap,
+        "snapshots": Snapshots(due, runtime.transport.now),
+    }
+
+
+class ShapesRun:
+    """A run of shapes as all of its ranks share it: they agree from the start.
+
+    Nothing is read, evaluated, written or put into checkpoints; of snapshots it is known when they
+    are taken, which the `parts` of all ranks tell.
+
+    Raises:
+        InputError: the model cannot be made without values.
+    """
+
+    def __init__(self, run: Run) -> None:
+        training = replace(  # which samples a rank has changes nothing
+            run.training, sharding=None, trace_steps=0, record_order=False, tensorboard=False
+        )
+        self.run = replace(run, training=training)
+        self.task = load_task(run.task)
+        module = meta_model(self.task)
+        self.optimizer = _optimizer(run, module)
+        ranks = len(roles_of(run.strategy, training.ranks).shares)
+        self.shapes = SharedShapes(module, self.optimizer, ranks)
+        self.parts: list[Part] = []
+
+    def worker(self, runtime: Runtime, budget: int) -> Worker:
+        """That of one rank."""
+        options = _worker_options(runtime, self.run.training, budget, self.shapes.layout)
+        return ShapeWorker(runtime, self.shapes, self.optimizer, **options)
+
+
+class Unread:
+    """Samples that nobody looks at: their places."""
+
+    def read(self, start: int, stop: int) -> range:
+        return range(start, stop)
+
+
+def meta_model(task: Task) -> nn.Module:
+    """The model of `task`, without values."""
+    try:
+        with torch.device("meta"):
+            module = task.model()
+        return module.to("meta")
+    except (NotImplementedError, RuntimeError) as error:
+        raise InputError(
+            f"tensors: shapes: the model cannot be made without values ({error}); set tensors to "
+            "real"
+        ) from error
+
+
+def warm_up(worker: Worker, read: Callable[[], Batch]) -> None:
+    """Pay what a first step costs once, before the stopwatch starts.
+
+    A forward, a backward and an update on copies, of a micro-batch of what `read` gives. Random
+    streams go on as if it had not been.
+    """
+    with undisturbed():
+        batch, _ = worker.micro_batches(to_device(read(), worker.layout.device))[0]
+        module = copy.deepcopy(worker.module)
+        loss = worker.loss_of(module, batch)
+        if loss.requires_grad:
+            loss.backward()
+        worker.optimizer.build(dict(module.named_parameters())).step()
+
+
+def measured_speeds(
+    runtime: Runtime, worker: Worker, read: Callable[[], Batch]
+) -> tuple[float, ...]:
+    """Collective over all ranks: how many gradients a second each one computes, all at once.
+
+    They are of the batch that `read` gives, on a copy of the model; random streams go on as if it
+    had not been. All ranks return the same figures.
+    """
+    everyone = Group(tuple(range(runtime.ranks)))
+    speeds = torch.zeros(runtime.ranks, dtype=torch.float64)
+    all_reduce(runtime.transport, speeds, "butterfly", everyone, Tag.AGREE)  # all are there
+    speeds[runtime.rank] = 1 / median(_seconds(runtime, worker, read))
+    all_reduce(runtime.transport, speeds, "butterfly", everyone, Tag.AGREE)
+    return tuple(speeds.tolist())
+
+
+def _seconds(runtime: Runtime, worker: Worker, read: Callable[[], Batch]) -> list[float]:
+    now, device, seconds = runtime.transport.now, worker.layout.device, []
+    with undisturbed():
+        module, batch = copy.deepcopy(worker.module), to_device(read(), device)
+        work = Work("gradient", batch_samples(batch))
+
+        def gradient() -> None:
+            for part, _ in worker.micro_batches(batch):
+                worker.loss_of(module, part).backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        for _ in range(GRADIENTS):
+            began = now()
+            runtime.compute.run(work, gradient)
+            seconds.append(now() - began)
+    return seconds
+
+
+def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
+    """The weights of the parts of ranks that are that fast: 1 in the mean, to three decimals."""
+    mean = sum(speeds) / len(speeds)
+    return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)
