@@ -38,7 +38,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.pipeline import Pipeline
 from orchestra.strategies.single import Single
-from orchestra.tasks.load import load_task
+from orchestra.tasks.task import load_task
 from orchestra.trainer.settings import Run
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Runtime, Work

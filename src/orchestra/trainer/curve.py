@@ -21,8 +21,7 @@ from torch.utils.data import Dataset
 
 from orchestra.exchange.average import pack
 from orchestra.records.report import Point
-from orchestra.tasks.evaluation import evaluate
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, evaluate
 from orchestra.trainer.evaluation import set_buffers
 from orchestra.trainer.gathering import Figures, Gathered
 from orchestra.worker.layout import FlatModel

@@ -22,9 +22,7 @@ from orchestra.records.report import ChiefReport, Point, RankReport
 from orchestra.records.tensorboard import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Strategy
 from orchestra.strategies.switch import phases
-from orchestra.tasks.evaluation import evaluate
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer.collective_checkpoints import CollectiveCheckpoints
 from orchestra.trainer.curve import (
     EVALUATION_BATCH,

@@ -18,8 +18,7 @@ from orchestra.exchange import start_together
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.records.report import ChiefReport, RankReport
 from orchestra.strategies.base import Strategy, roles_of
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.curve import moments
 from orchestra.trainer.evaluation import agree_on_buffers
 from orchestra.trainer.gathering import hand_in

@@ -26,8 +26,7 @@ from orchestra.parameter_server.placement import place
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.single import Single
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag

@@ -12,8 +12,7 @@ from orchestra.cluster.costs import Line, Overhead
 from orchestra.data.feed import open_samples
 from orchestra.engines.simulation.figures import FLOPS, SERIAL
 from orchestra.errors import InputError
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.random_state import undisturbed
 from orchestra.trainer.settings import Run
 from orchestra.trainer.shapes import meta_model

@@ -17,8 +17,7 @@ from orchestra.data.feed import open_samples
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import Strategy
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.random_state import undisturbed
 from orchestra.trainer.settings import Run
 from orchestra.trainer.shapes import meta_model
