@@ -98,9 +98,8 @@ def _fidelity(arguments: Sequence[str]) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to a file")
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks) if options.ranks is not None else None
-    from orchestra.bench.fidelity import bench_fidelity
-    from orchestra.bench.fidelity.cases import cases, tasks_named
-    from orchestra.bench.fidelity.markdown import markdown
+    from orchestra.bench.cases import cases, tasks_named
+    from orchestra.bench.fidelity import bench_fidelity, markdown
 
     tasks = tasks_named(listed_words(options.tasks))
     chosen = cases(listed_words(options.strategies), tasks, ranks)

@@ -12,7 +12,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.stopwatch import Allowed, Budget, Kept, curve_of, repeat
+from orchestra.bench.calibrate.stopwatch import Budget, Kept, curve_of, repeat
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cluster.calibration import Curve, Messages
 from orchestra.collectives import Group, all_reduce, gather_objects
@@ -44,28 +44,32 @@ LONG_AGO = 0.002
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """What one of the two ranks found out."""
+    """What one of the two ranks found out.
+
+    `two_rounds` and `one_round` are processor seconds of all-reduces over two ranks.
+    """
 
     send: Curve
     receive: Curve
     one_way: Curve
     local: Curve
     work: dict[str, Curve]
-    reduced: Reduced
+    two_rounds: float
+    one_round: float
     buffer_bytes: int
 
 
-def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[MessageTimes, Kept]:
+def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[MessageTimes, Kept]:
     """On two ranks: back and forth in every size; then, on the first alone, the rest."""
     torch.set_num_threads(1)
-    transport, kept, seconds = runtime.transport, Kept(), allowed.seconds
-    budget = Budget(allowed.until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
+    transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
+    budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     with kept.watched(2):
         passes: list[tuple[Times, Times, Times]] = []
         while len(passes) < PASSES and (not passes or _goes_on(transport, not budget.over)):
             passes.append(_sizes(runtime, seconds / PASSES, len(passes), budget))
-        reduced = _all_reduces(transport, budget.share())
+        two_rounds, one_round = _all_reduces(transport, budget.share())
     send, receive, one_way = (curve_of(_best(several)) for several in zip(*passes, strict=True))
     buffer_bytes = _buffer_bytes(transport)
     work, local = {}, curve_of({1: [1.0]})
@@ -79,16 +83,8 @@ def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[MessageTimes, 
         with kept.watched(1):
             work = elementwise(seconds, kept, budget)
     _goes_on(transport, False)  # the other rank waits for this one
-    measured = MessageTimes(
-        send=send,
-        receive=receive,
-        one_way=one_way,
-        local=local,
-        work=work,
-        reduced=reduced,
-        buffer_bytes=buffer_bytes,
-    )
-    return measured, kept
+    found = MessageTimes(send, receive, one_way, local, work, two_rounds, one_round, buffer_bytes)
+    return found, kept
 
 
 def _goes_on(transport: Transport, wish: bool) -> bool:
@@ -171,19 +167,11 @@ def _processor_seconds(function: Callable[[], None]) -> float:
     return time.thread_time() - began
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """Processor seconds of all-reduces over two ranks, by what they do.
+def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
+    """Return medians of many, in turn; as many as `most` seconds suffice for.
 
-    `two_rounds` and `one_round`: with messages of the same size in each round, added in the first.
+    Of two rounds with messages of the same size, added in the first; and of the first alone.
     """
-
-    two_rounds: float
-    one_round: float
-
-
-def _all_reduces(transport: Transport, most: float) -> Reduced:
-    """Medians over many, in turn; as many as `most` seconds suffice for."""
     group = Group((0, 1))
     whole, half = torch.zeros(REDUCED // 2), torch.zeros(REDUCED // 4)
 
@@ -200,7 +188,7 @@ def _all_reduces(transport: Transport, most: float) -> Reduced:
         for _ in range(FIRST):
             two.append(_processor_seconds(ring))
             one.append(_processor_seconds(butterfly))
-    return Reduced(statistics.median(two), statistics.median(one))
+    return statistics.median(two), statistics.median(one)
 
 
 def _buffer_bytes(transport: Transport) -> int:
@@ -276,8 +264,8 @@ def messages_of(first: MessageTimes, second: MessageTimes, cores: int) -> Messag
     """
     send, receive = _mean(first.send, second.send), _mean(first.receive, second.receive)
     one_way = _mean(first.one_way, second.one_way)
-    one = statistics.mean((first.reduced.one_round, second.reduced.one_round))
-    two = statistics.mean((first.reduced.two_rounds, second.reduced.two_rounds))
+    one = statistics.mean((first.one_round, second.one_round))
+    two = statistics.mean((first.two_rounds, second.two_rounds))
     round_seconds = two - one  # the second round of a ring adds nothing
     transported = send.at(REDUCED) + receive.at(REDUCED)
     small, large = one_way.points[0][0], one_way.points[-1][0]

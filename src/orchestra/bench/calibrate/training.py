@@ -20,6 +20,7 @@ from orchestra.bench.calibrate.stopwatch import LEAST, MOST, Budget, Kept, curve
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
+from orchestra.engines.simulation.figures import key_of
 from orchestra.optimizers.settings import Optimizer
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.parameter_server.placement import place
@@ -44,24 +45,44 @@ FIRST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class TrainingTask:
-    """What is to be measured: a task with these batches, and for how many seconds each.
+class Workload:
+    """A task to be calibrated, with batches around `batch_sizes`, of one worker.
 
-    `threads` are the numbers of threads that it is measured with: 1, and more; `until` is when it
-    has to be done, by the clock of a `Budget`; `folder`, of the launcher, takes the files of what
-    is trained, since ranks may be killed.
+    Attributes:
+        seconds: for each figure, where there is so much time.
+        threads: numbers of threads that it is measured with: 1, and more.
+        until: when it has to be done, by the clock of a `Budget`.
+        folder: takes the files of what is trained; the launcher's, since ranks may be killed.
     """
 
     task: str
     optimizer: Optimizer
-    precision: str
-    batch_size: int
-    sizes: tuple[int, ...]
-    seconds: float
-    threads: tuple[int, ...]
-    key: tuple[str, str, str]
+    precision: str = "float32"
+    batch_sizes: tuple[int, ...] = (32,)
+    seconds: float = 0.5
+    threads: tuple[int, ...] = (1,)
     until: float = math.inf
     folder: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What the figures are found by in a calibration."""
+        return key_of(self.task, self.optimizer, self.precision)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch that was asked for."""
+        return self.batch_sizes[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those asked for, a quarter and half of the smallest, double and four times the largest.
+
+        A quarter is a micro-batch of four; four times as many is what one process takes for four.
+        """
+        least, most = min(self.batch_sizes), max(self.batch_sizes)
+        wanted = {*self.batch_sizes, least // 4, least // 2, 2 * most, 4 * most}
+        return tuple(sorted(size for size in wanted if size > 0))
 
 
 @dataclass
@@ -74,14 +95,14 @@ class Profile:
     clock: Callable[[], float]
     exchange: Callable[[], object] = lambda: None
     seconds: float = 0.0
-    notes: list[tuple[str, float, float]] = field(default_factory=list)
+    notes: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         began = self.clock()
         result = function()
         ended = self.clock()
         self.seconds += ended - began
-        self.notes.append((work.kind, began, ended))
+        self.notes[work.kind].append((began, ended))
         if work.kind == "update":
             self.exchange()
         return result
@@ -93,20 +114,19 @@ class Profile:
         """Of each step but the first ones: seconds of the gradient, the update, the rest, and all
         three together."""
         times: dict[str, list[float]] = defaultdict(list)
-        ends = [ended for kind, _, ended in self.notes if kind == "update"]
-        works = [(k, e - b) for k, b, e in self.notes if k in ("gradient", "update")]
-        gradients = [seconds for kind, seconds in works if kind == "gradient"]
-        updates = [seconds for kind, seconds in works if kind == "update"]
+        ends = [ended for _, ended in self.notes["update"]]
         for step in range(FIRST_STEPS, len(ends)):
-            times["gradient"].append(gradients[step])
-            times["update"].append(updates[step])
-            whole = ends[step] - ends[step - 1]
-            times["step"].append(whole - gradients[step] - updates[step])
+            whole = rest = ends[step] - ends[step - 1]
+            for kind in ("gradient", "update"):
+                began, ended = self.notes[kind][step]
+                times[kind].append(ended - began)
+                rest -= ended - began
+            times["step"].append(rest)
             times["whole"].append(whole)
         return times
 
 
-def measure_task(runtime: Runtime, order: TrainingTask) -> tuple[TaskCosts, Kept] | None:
+def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | None:
     """On rank 0 of two: the figures of a task. The other rank answers messages, and else waits."""
     torch.set_num_threads(1)
     if runtime.rank > 0:
@@ -144,22 +164,6 @@ def measure_task(runtime: Runtime, order: TrainingTask) -> tuple[TaskCosts, Kept
     return costs, kept
 
 
-def step_of(order: TrainingTask) -> Callable[[], None]:
-    """A gradient of the task and an update, as often as it is called, always on the same batch."""
-    task = load_task(order.task)
-    module = task.model()
-    batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    optimizer = OptimizerSpec.from_settings(order.optimizer, list(named)).build(named)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        task.loss(module, batch).backward()
-        optimizer.step()
-
-    return step
-
-
 def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
     """An all-reduce of both ranks; whether it is the last."""
     vector = torch.zeros(EXCHANGED // 4)
@@ -179,21 +183,14 @@ class _Inner(PassingReporter):
 
     done: int
 
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None:
+    def progress(self, *, samples: int, **_: Any) -> None:
         self.inner.progress(step=self.done, samples=samples)
 
 
 class _Meter:
     """Short trainings of one task on one worker, with batches of several sizes."""
 
-    def __init__(self, runtime: Runtime, order: TrainingTask, task: Task, kept: Kept) -> None:
+    def __init__(self, runtime: Runtime, order: Workload, task: Task, kept: Kept) -> None:
         self._runtime = runtime
         self._order = order
         self._task = task
@@ -305,9 +302,7 @@ class _Meter:
         return profile.steps()
 
 
-def _updates(
-    module: nn.Module, order: TrainingTask, kept: Kept, budget: Budget
-) -> dict[int, float]:
+def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> dict[int, float]:
     """What part of an update's seconds it takes on slices as servers have them, by elements."""
     layout = Layout.of_module(module)
     names = [slot.name for slot in layout.slots]
@@ -336,7 +331,7 @@ def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
 
 
 def _parameters(
-    task: Task, module: nn.Module, order: TrainingTask, most: float
+    task: Task, module: nn.Module, order: Workload, most: float
 ) -> tuple[Parameter, ...]:
     """How a gradient's seconds are spread over the layers, at the batch that was asked for."""
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
