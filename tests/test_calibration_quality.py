@@ -34,7 +34,7 @@ from orchestra.bench.calibrate.stopwatch import (
 from orchestra.bench.calibrate.training import measure_task
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, read_calibration
-from orchestra.cluster.quality import Quality, together
+from orchestra.cluster.costs import Quality, together
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.display import LINE_SECONDS, Lines
 from orchestra.engines.processes.system import UsageMeter

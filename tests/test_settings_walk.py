@@ -11,10 +11,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from orchestra.data.sharding import SHARDINGS, Sharding
-from orchestra.experiments import Entry, Experiment, load, to_yaml
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.file import load, to_yaml
 from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule
 from orchestra.settings import Registry, Settings, write
 from orchestra.settings.base import Limits, settings_of, type_hints
+from orchestra.settings.reading import Entry
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES

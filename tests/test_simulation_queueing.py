@@ -40,14 +40,6 @@ class Exponential(Jitter):
     def factor(self, uniform: float) -> float:
         return -math.log1p(-uniform)
 
-    @property
-    def mean_factor(self) -> float:
-        return 1.0
-
-    @property
-    def support(self) -> tuple[float, float]:
-        return 0.0, math.inf
-
 
 def cycle_seconds(workers: int, think: float, demands: Sequence[float]) -> float:
     """Of a customer, by mean-value analysis: one that arrives sees the mean queue of the network

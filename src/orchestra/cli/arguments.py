@@ -130,6 +130,21 @@ def numbers(text: str) -> list[int]:
     return _continued(text, first, last)
 
 
+def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
+    """The numbers in the value of `option`, each at least `low`, for the reason `why`.
+
+    Raises:
+        InputError: they are no such numbers.
+    """
+    try:
+        found = numbers(text)
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"{option}: {error}") from None
+    if min(found) < low:
+        raise InputError(f"{option}: {min(found)} is below {low}{why}")
+    return found
+
+
 def _continued(text: str, first: list[int], last: int) -> list[int]:
     following = _rule(first)
     if following is None:

@@ -28,16 +28,6 @@ class Jitter(Settings, ABC):
     def factor(self, uniform: float) -> float:
         """The factor at the quantile `uniform`, which lies between 0 and 1, both excluded."""
 
-    @property
-    @abstractmethod
-    def mean_factor(self) -> float:
-        """The mean of the factor."""
-
-    @property
-    @abstractmethod
-    def support(self) -> tuple[float, float]:
-        """The least factor and the largest; 0 and infinity are never drawn."""
-
     def draw(self, generator: Generator) -> float:
         """A factor, from one uniform number of `generator`."""
         return self.factor(max(generator.random(), _LEAST_UNIFORM))
@@ -54,20 +44,10 @@ class Normal(Jitter):
 
     def factor(self, uniform: float) -> float:
         """The quantile of the truncated distribution, from the whole one's inverse."""
-        low, high = self.support
+        low, high = 0.1, 1.9
         first = _NORMAL.cdf((low - 1) / self.sigma)
         inside = min(first + uniform * (1 - 2 * first), _MOST_UNIFORM)
         return min(max(1 + self.sigma * _NORMAL.inv_cdf(inside), low), high)
-
-    @property
-    def mean_factor(self) -> float:
-        """1."""
-        return 1.0
-
-    @property
-    def support(self) -> tuple[float, float]:
-        """From 0.1 to 1.9."""
-        return 0.1, 1.9
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,16 +60,6 @@ class LogNormal(Jitter):
         """exp(sigma z - sigma^2 / 2), which has the mean 1."""
         return math.exp(self.sigma * _NORMAL.inv_cdf(uniform) - self.sigma**2 / 2)
 
-    @property
-    def mean_factor(self) -> float:
-        """1."""
-        return 1.0
-
-    @property
-    def support(self) -> tuple[float, float]:
-        """Everything above 0; below a quantile of 2^-54 nothing is drawn."""
-        return self.factor(_LEAST_UNIFORM), math.inf
-
 
 @dataclass(frozen=True, repr=False)
 class ExponentialTail(Jitter):
@@ -100,16 +70,6 @@ class ExponentialTail(Jitter):
     def factor(self, uniform: float) -> float:
         """1 - mean log(1 - uniform)."""
         return 1 - self.mean * math.log1p(-uniform)
-
-    @property
-    def mean_factor(self) -> float:
-        """1 + mean."""
-        return 1 + self.mean
-
-    @property
-    def support(self) -> tuple[float, float]:
-        """Everything from 1."""
-        return 1.0, math.inf
 
 
 DEFAULT: Final = "default"

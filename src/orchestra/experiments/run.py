@@ -9,13 +9,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from orchestra.cluster.presets import load_cluster
 from orchestra.engines.run_record import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment
@@ -215,3 +216,19 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
         f"{path.parent}: holds a different experiment (in {keys or 'its form'}); "
         "choose another --out, or none for a new folder"
     )
+
+
+def idle_nodes(planned: Sequence[Run]) -> list[str]:
+    """A line for each cluster that has more nodes than the largest run has ranks to spread."""
+    most = max((run.training.ranks for run in planned), default=0)
+    simulated = [run.training for run in planned if run.training.engine == "simulation"]
+    lines = []
+    for name in dict.fromkeys(each.cluster for each in simulated):
+        cluster = load_cluster(name, where="cluster", folder=Path())
+        nodes = len(cluster.nodes)
+        if cluster.placement == "spread" and nodes > most:
+            lines.append(
+                f"cluster {name} has {nodes} nodes, but ranks is {most}: {nodes - most} of them "
+                f"stand idle; set ranks={nodes} to use all"
+            )
+    return lines

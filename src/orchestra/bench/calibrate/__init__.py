@@ -22,7 +22,7 @@ from orchestra.bench.calibrate.stopwatch import (
 from orchestra.bench.calibrate.training import Workload, measure_task
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cluster.calibration import Calibration, TaskCosts
-from orchestra.cluster.quality import Quality
+from orchestra.cluster.costs import Quality
 from orchestra.engines.processes.launch import launch
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
@@ -62,7 +62,7 @@ def calibrate(
     first, second = messages.value
     time_slice = statistics.median(itertools.chain(*slices.value))
     machine = environment()
-    del machine["command"]
+    del machine["command"], machine["modules"]
     spread = statistics.median((*first.send.spread, *first.receive.spread))
     quality = _quality([messages, slices], spread)
     return Calibration(

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestra.bench.turns import Progress
 from orchestra.cluster.calibration import Curve
-from orchestra.cluster.quality import MOST_WAITED
+from orchestra.cluster.costs import MOST_WAITED
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.errors import RunFailed
 from orchestra.records.report import taken_by_others

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -333,66 +334,52 @@ def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
 def _parameters(
     task: Task, module: nn.Module, order: Workload, most: float
 ) -> tuple[Parameter, ...]:
-    """How a gradient's seconds are spread over the layers, at the batch that was asked for."""
+    """Measure how a gradient's seconds are spread over the layers, at the batch asked for."""
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    passes = _Passes(module, named)
-    began = time.perf_counter()
-    while not passes.ready or (
-        (passed := time.perf_counter() - began) < most
-        and (len(passes.ready) < 12 or (passed < order.seconds and len(passes.ready) < 200))
-    ):
-        passes.once(lambda: task.loss(module, batch))
-    counted = slice(min(FIRST_STEPS, len(passes.ready) - 1), None)
-    ready = [statistics.median(column) for column in zip(*passes.ready[counted], strict=True)]
-    forward = [statistics.median(column) for column in zip(*passes.forward[counted], strict=True)]
-    return tuple(
-        Parameter(name, p.numel(), forward[index], min(ready[index], 1.0))
-        for index, (name, p) in enumerate(named)
-    )
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    slots = {id(parameter): slot for slot, parameter in enumerate(named.values())}
+    entered: list[tuple[int, float]] = []
+    marks: dict[int, float] = {}
+    for layer in module.modules():
+        own = [slots[id(p)] for p in layer.parameters(recurse=False) if id(p) in slots]
+        if own:
+            layer.register_forward_pre_hook(
+                lambda *_, slot=own[0]: entered.append((slot, time.thread_time()))
+            )
+    for slot, parameter in enumerate(named.values()):
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, slot=slot: marks.update({slot: time.thread_time()})
+        )
 
-
-class _Passes:
-    """Watches the layers of a module that have parameters, through its passes."""
-
-    def __init__(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self.ready: list[list[float]] = []
-        self.forward: list[list[float]] = []
-        self._parameters = [parameter for _, parameter in named]
-        self._entered: list[tuple[int, float]] = []
-        self._marks: dict[int, float] = {}
-        slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
-        for layer in module.modules():
-            own = [slots[id(p)] for p in layer.parameters(recurse=False) if id(p) in slots]
-            if own:
-                layer.register_forward_pre_hook(self._enter(own[0]))
-        for slot, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._mark(slot))
-
-    def _enter(self, slot: int) -> Callable[..., None]:
-        return lambda *_: self._entered.append((slot, time.thread_time()))
-
-    def _mark(self, slot: int) -> Callable[..., None]:
-        def mark(_: object) -> None:
-            self._marks[slot] = time.thread_time()
-
-        return mark
-
-    def once(self, loss_of: Callable[[], torch.Tensor]) -> None:
-        """A forward and a backward; what part of it each parameter waited for its gradient."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._entered, self._marks = [], {}
+    def once() -> tuple[list[float], list[float]]:
+        """Return the parts of a gradient: in each layer's forward, and until each one is ready."""
+        module.zero_grad()
+        entered.clear()
+        marks.clear()
         began = time.thread_time()
-        loss = loss_of()
+        loss = task.loss(module, batch)
         turned = time.thread_time()
         loss.backward()
         whole = time.thread_time() - began
-        count = len(self._parameters)
-        marks = (self._marks.get(slot, began + whole) for slot in range(count))
-        self.ready.append([(mark - began) / whole for mark in marks])
-        forward = [0.0] * count
-        starts = [began, *(at for _, at in self._entered[1:]), turned]
-        for index, (slot, _) in enumerate(self._entered):
-            forward[slot] += (starts[index + 1] - starts[index]) / whole
-        self.forward.append(forward)
+        forward = [0.0] * len(named)
+        starts = [began, *(at for _, at in entered[1:]), turned]
+        for (slot, _), (begin, end) in zip(entered, itertools.pairwise(starts), strict=False):
+            forward[slot] += (end - begin) / whole
+        ends = (marks.get(slot, began + whole) for slot in slots.values())
+        return forward, [(end - began) / whole for end in ends]
+
+    passes: list[tuple[list[float], list[float]]] = []
+    started = time.perf_counter()
+    while not passes or (
+        (passed := time.perf_counter() - started) < most
+        and (len(passes) < 12 or (passed < order.seconds and len(passes) < 200))
+    ):
+        passes.append(once())
+    counted = zip(*passes[min(FIRST_STEPS, len(passes) - 1) :], strict=True)
+    forward, ready = (
+        [statistics.median(of_one) for of_one in zip(*rows, strict=True)] for rows in counted
+    )
+    return tuple(
+        Parameter(name, p.numel(), turn, min(end, 1.0))
+        for (name, p), turn, end in zip(named.items(), forward, ready, strict=True)
+    )
