@@ -265,12 +265,12 @@ def closed_formula(case: Case, calibration: Calibration) -> float:
 
 
 def _threads(case: Case, calibration: Calibration) -> int:
-    """That each rank computes with."""
+    """Return the threads that each rank computes with."""
     return max(1, calibration.cores // case.ranks)
 
 
 def _alone(costs: TaskCosts, case: Case, calibration: Calibration) -> float:
-    """Seconds of a step of one worker with nobody beside it."""
+    """Return the seconds of a step of one worker with nobody beside it."""
     threads, batch = _threads(case, calibration), case.task.subject.batch_sizes[0]
     elements = sum(parameter.elements for parameter in costs.parameters)
     gradient, rest = (costs.seconds(part, batch, threads) for part in ("gradient", "step"))

@@ -158,7 +158,7 @@ def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepR
 
 
 def _best_peer(blocks: Blocks) -> str:
-    """The bucket size that is fastest beside the others in the same rounds."""
+    """Return the bucket size that is fastest beside the others in the same rounds."""
     peers = [PEER.format(size) for size in BUCKET_MEGABYTES]
     rounds = list(map(statistics.mean, zip(*(blocks[name] for name in peers), strict=True)))
     return min(peers, key=lambda name: median_ratio(blocks[name], rounds))
@@ -194,7 +194,7 @@ def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
 def _plain_step(
     subject: BenchmarkModel, model: torch.nn.Module, samples: int
 ) -> Callable[[], None]:
-    """As in a loop by hand; reads the loss, as every step of ours does."""
+    """Return a step as in a loop by hand, which reads the loss, as every step of ours does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     batch = subject.batch(samples)
 
@@ -209,7 +209,7 @@ def _plain_step(
 
 
 def _alone(runtime: Runtime, contest: Contest) -> Callable[[], None]:
-    """The first rank takes the batch of all ranks and all cores; the others wait meanwhile."""
+    """Give the first rank the batch of all ranks and all cores; the others wait meanwhile."""
     if runtime.rank != 0:
         return lambda: None
     subject = contest.subject

@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _instead_of(self, option: str, arguments: Sequence[str]) -> str:
-        """What to write in place of an unknown option: a setting, or the nearest one."""
+        """Say what to write in place of an unknown option: a setting, or the nearest one."""
         known = self._option_string_actions
         settings = _SETTINGS if "--set" in known else {}
         spelled = option.replace("_", "-")
@@ -163,7 +163,7 @@ def _continued(text: str, first: list[int], last: int) -> list[int]:
 
 
 def _rule(first: list[int]) -> Callable[[int], int] | None:
-    """What follows a number, as in `first`, which has to rise; None where nothing does."""
+    """Return what follows a number, as in `first`, which has to rise; None where nothing does."""
     pairs = list(itertools.pairwise(first))
     if any(a >= b for a, b in pairs):
         return None

@@ -193,7 +193,7 @@ def progress_line() -> Iterator[Progress]:
 
 
 def _print_steps(rows: Iterable[StepRow]) -> None:
-    """One table for each model and number of ranks."""
+    """Print a table for each model and number of ranks."""
     for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
         lines = [
             (

@@ -131,7 +131,7 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
 
 
 def _without_rival(common: Mapping[Any, Entry], own: Mapping[Any, Entry]) -> dict[Any, Entry]:
-    """What holds for all nodes, but for the speed where a node says its own, in either unit."""
+    """Return what all nodes share, without the speed if a node gives its own, in either unit."""
     rivals = {"speed", "flops"} if {"speed", "flops"} & {*own} else set()
     return {key: entry for key, entry in common.items() if key not in rivals}
 
@@ -169,7 +169,7 @@ def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
 
 
 def _links(inside: Mapping[Any, Entry], key: str) -> dict[str, Link | None]:
-    """`up` and `down`, from the `link` of a node or switch: one for both, or each by itself."""
+    """Read `up` and `down` from the `link` of a node or switch: one for both, or each by itself."""
     if "link" not in inside:
         return {"up": None, "down": None}
     entry, key = inside["link"], f"{key}.link"
@@ -247,7 +247,7 @@ def _groups(nodes: Sequence[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """Those settings that differ from their defaults, with units; without the name."""
+    """Return the settings that differ from their defaults, with units; without the name."""
     found: dict[str, Any] = {}
     for field in settings_of(type(settings)):
         value = getattr(settings, field.name)

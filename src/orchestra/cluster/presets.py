@@ -91,12 +91,12 @@ class Preset(Settings, ABC):
         return write(self, CLUSTERS)
 
     def _read(self, unit: Unit, name: str) -> float:
-        """The quantity that the setting `name` gives as text."""
+        """Read the quantity that the setting `name` gives as text."""
         where = f"{CLUSTERS.name_of(type(self))}.{name}"
         return unit.read(getattr(self, name), where=where)
 
     def _link(self, bandwidth: str, latency: str) -> Link:
-        """The link whose quantities are the settings of these names."""
+        """Return the link whose quantities are the settings of these names."""
         return Link(self._read(BANDWIDTH, bandwidth), self._read(SECONDS, latency))
 
 

@@ -78,9 +78,8 @@ class Unit:
         return Decimal(factor.numerator) / Decimal(factor.denominator)
 
     def _complaint(self, value: object) -> str:
-        if isinstance(value, str) and not re.fullmatch(r"[-+\d.eE]+", value):
-            return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
+        bare = isinstance(value, int | float) and not isinstance(value, bool)
+        if bare or (isinstance(value, str) and re.fullmatch(r"[-+\d.eE]+", value)):
             return f"{value} has no unit; write {self.kind} like {self.example}"
         return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
 

@@ -227,7 +227,7 @@ def _experiment(path: Path | None, given: Mapping[str, Any]) -> Experiment:
 
 
 def _notation(value: Any, key: str) -> Any:
-    """The words for what Python gives as an object; plain values as they are."""
+    """Return the notation of what Python gives as an object; plain values as they are."""
     if isinstance(value, Mapping):
         inside = (lambda _: key) if key == "strategies" else str
         return {name: _notation(item, inside(name)) for name, item in value.items()}

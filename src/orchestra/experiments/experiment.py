@@ -108,7 +108,7 @@ def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
 
 
 def _has(strategy: Strategy[Any], key: str, value: object) -> bool:
-    """Whether the setting is the training's, or `strategy` has it and takes `value`."""
+    """Return whether the setting is the training's, or `strategy` has it and takes `value`."""
     if not key.startswith(_STRATEGY):
         return True
     try:

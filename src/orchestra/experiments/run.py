@@ -148,7 +148,7 @@ def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The lock is the kernel's, and ends with its holder, however that ends."""
+    """Hold a lock of the kernel, which ends with its holder, however that ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,7 +167,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _holder(inode: int) -> str:
-    """The process that has locked a file, as far as it can be told."""
+    """Return the process that has locked a file, as far as the kernel shows it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()

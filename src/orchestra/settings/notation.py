@@ -250,7 +250,7 @@ def replace_setting(value: Any, path: str, text: str, registry: Registry, *, whe
 
 
 def _get(value: Any, name: str) -> Any:
-    """What `value` holds under `name`: an object with settings of its own."""
+    """Return what `value` holds under `name`: an object with settings of its own."""
     if isinstance(value, Call):
         value = value.keywords
     if isinstance(value, Mapping):
@@ -265,7 +265,7 @@ def _get(value: Any, name: str) -> Any:
 
 
 def _setting_value(value: Any, name: str, text: str, registry: Registry, where: str) -> object:
-    """What `text` means as the setting `name` of `value`."""
+    """Return what `text` means as the setting `name` of `value`."""
     new = literal(text)
     if isinstance(value, Settings):
         wants_object = wants_notation(type_hints(type(value)).get(name, str))
@@ -289,7 +289,7 @@ def _unknown_argument(name: str, argument: str, signature: inspect.Signature) ->
 
 
 class _Reader:
-    """One text on its way into a `Call`."""
+    """Reads one text into a `Call`."""
 
     def __init__(self, text: str, where: str) -> None:
         self._text = text.strip()

@@ -62,7 +62,7 @@ class Loader(yaml.SafeLoader):
         return root
 
     def _check(self, node: yaml.Node, values: dict[int, int]) -> int:
-        """How many values `node` stands for; `values` has those of the nodes before."""
+        """Count the values that `node` stands for; `values` has those of the nodes before."""
         known = values.get(id(node))
         if known is not None:
             if not known:
@@ -345,7 +345,7 @@ class Reader:
 
 
 def _settings_in(hint: Any) -> type[Settings] | None:
-    """The class of settings that `hint` is, or is but for None."""
+    """Return the class of settings that `hint` is, or is but for None."""
     parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     inner = [part for part in parts if part is not type(None)]
     if len(inner) == 1 and isinstance(inner[0], type) and issubclass(inner[0], Settings):

@@ -68,7 +68,7 @@ class Registry:
         return place
 
     def _hint(self, name: str) -> str:
-        """What to write in place of an unknown name."""
+        """Say what to write in place of an unknown name."""
         if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
             return f"write {notation}"
         first = [known for known in self._all if known not in self._arguments]

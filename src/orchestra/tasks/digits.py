@@ -62,7 +62,7 @@ def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _file() -> Path:
-    """The table inside scikit-learn, found without importing it: that takes over a second."""
+    """Find the table inside scikit-learn without importing it: that takes over a second."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise InputError("task digits: its images come with scikit-learn: pip install scikit-learn")
@@ -128,13 +128,13 @@ def _made(distortion: float) -> dict[str, Tensor]:
 
 
 def _in_turns(originals: NDArray[int64], size: int, random: RandomState) -> NDArray[int64]:
-    """`size` of `originals`: all of them in a new order, again and again."""
+    """Return `size` of `originals`: all of them in a new order, again and again."""
     turns = -(-size // len(originals))
     return numpy.concatenate([random.permutation(originals) for _ in range(turns)])[:size]
 
 
 def _enlarged(pixels: Places) -> Images:
-    """Shape (n, 8, 8), pixels from 0 to 16, to a digit in the middle of (n, 28, 28)."""
+    """Turn (n, 8, 8), pixels from 0 to 16, into a digit in the middle of (n, 28, 28)."""
     matrix = _cubic(DIGIT, pixels.shape[1])
     large = numpy.clip(matrix @ pixels @ matrix.T, 0, 16)
     margin = (SIDE - DIGIT) // 2
@@ -144,7 +144,7 @@ def _enlarged(pixels: Places) -> Images:
 
 
 def _cubic(outputs: int, inputs: int) -> Places:
-    """The (outputs, inputs) matrix of cubic interpolation (Keys, 1981), ends repeated."""
+    """Return the (outputs, inputs) matrix of cubic interpolation (Keys, 1981), ends repeated."""
     places = (numpy.arange(outputs) + 0.5) * inputs / outputs - 0.5
     nearest = numpy.floor(places).astype(int)
     matrix = numpy.zeros((outputs, inputs))
@@ -160,7 +160,7 @@ def _cubic(outputs: int, inputs: int) -> Places:
 
 
 def _distorted(images: Images, strength: float, random: RandomState) -> Images:
-    """Each of `images` under a distortion of its own."""
+    """Give each of `images` a distortion of its own."""
     count = len(images)
     draws = strength * random.uniform(-1, 1, (6, count, 1, 1))
     turn, shear = ROTATION * draws[0], SHEAR * draws[1]
@@ -183,7 +183,7 @@ def _distorted(images: Images, strength: float, random: RandomState) -> Images:
 
 
 def _sampled(images: Images, rows: Places, columns: Places) -> Images:
-    """Linear interpolation of each image at its places, shape (n, 28, 28); background outside.
+    """Interpolate each image linearly at its places, shape (n, 28, 28); background outside.
 
     In whole numbers, 256 steps a pixel: the last bits of a machine's floating point leave no trace.
     """

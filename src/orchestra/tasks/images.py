@@ -49,7 +49,7 @@ def images(chosen: settings.Images) -> Task:
 
 
 def _made(noise: float) -> dict[str, Tensor]:
-    """Images (7000, 3, 32, 32) of dtype uint8, and labels: each class in turn."""
+    """Make images (7000, 3, 32, 32) of dtype uint8, and labels: each class in turn."""
     # RandomState: NumPy promises that its stream never changes.
     random = numpy.random.RandomState(IMAGE_SEED)
     waves, colours = _textures(random, CLASSES)
@@ -63,7 +63,7 @@ def _made(noise: float) -> dict[str, Tensor]:
 
 
 def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:
-    """Wave vectors (count, WAVES, 2) in periods an image, and colours (count, WAVES, 3)."""
+    """Draw wave vectors (count, WAVES, 2) in periods an image, and colours (count, WAVES, 3)."""
     angles = random.uniform(0, numpy.pi, (count, WAVES))
     periods = random.uniform(*PERIODS, (count, WAVES))
     waves = numpy.stack([periods * numpy.cos(angles), periods * numpy.sin(angles)], -1)
@@ -71,7 +71,7 @@ def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:
 
 
 def _drawn(waves: Numbers, colours: Numbers, noise: float, random: RandomState) -> NDArray[uint8]:
-    """An image (3, 32, 32) for each texture: it, in a disc, before another one."""
+    """Draw an image (3, 32, 32) for each texture: it, in a disc, before another one."""
     count = len(waves)
     figure = _painted(_varied(waves, random), _recoloured(colours, random), random)
     ground = _painted(*_textures(random, count), random)
@@ -87,7 +87,7 @@ def _drawn(waves: Numbers, colours: Numbers, noise: float, random: RandomState) 
 
 
 def _varied(waves: Numbers, random: RandomState) -> Numbers:
-    """Each texture turned and resized."""
+    """Turn and resize each texture."""
     angle = random.uniform(-TURN, TURN, (len(waves), 1))
     size = 1 + random.uniform(-RESIZING, RESIZING, (len(waves), 1))
     row, column = waves[..., 0], waves[..., 1]
@@ -97,12 +97,12 @@ def _varied(waves: Numbers, random: RandomState) -> Numbers:
 
 
 def _recoloured(colours: Numbers, random: RandomState) -> Numbers:
-    """Half of each texture's own colour, half of any other."""
+    """Mix half of each texture's own colour with half of any other."""
     return (colours + random.uniform(-1, 1, colours.shape)) / 2
 
 
 def _painted(waves: Numbers, colours: Numbers, random: RandomState) -> Numbers:
-    """Textures of shape (n, 3, 32, 32) around 0, each with phases and a contrast of its own."""
+    """Paint textures (n, 3, 32, 32) around 0, each with phases and a contrast of its own."""
     count = len(waves)
     place = (numpy.arange(SIDE) + 0.5) / SIDE
     phase = random.uniform(0, 1, (count, WAVES, 1, 1))

@@ -96,7 +96,7 @@ def _settings_or_call(text: str, where: str) -> Settings | Call:
 
 
 def _functions_of(module: str) -> list[str]:
-    """The functions in a module that speak of tasks, else its public ones; it is not imported."""
+    """Return the functions of a module that name tasks, else its public ones, without an import."""
     spec = None if module in sys.stdlib_module_names else importlib.util.find_spec(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
         return []

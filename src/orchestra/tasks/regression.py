@@ -39,7 +39,7 @@ def regression(chosen: settings.Regression) -> Task:
 
 
 def _data(chosen: settings.Regression) -> tuple[Tensor, Tensor]:
-    """Inputs (samples, inputs) and targets (samples, outputs) of all splits, in float32."""
+    """Make inputs (samples, inputs) and targets (samples, outputs) of all splits, in float32."""
     samples = chosen.train_samples + chosen.validation_samples + chosen.test_samples
     # RandomState: NumPy promises that its stream never changes.
     draw = numpy.random.RandomState(chosen.data_seed).standard_normal

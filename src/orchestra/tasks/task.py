@@ -186,7 +186,7 @@ def evaluate(
     """
     total = 0.0
 
-    def judged() -> Iterator[Batch]:
+    def measured() -> Iterator[Batch]:
         nonlocal total
         left = len(sized)
         for batch in _batches(task, model, dataset, batch_size):
@@ -196,7 +196,7 @@ def evaluate(
 
     sized: Any = dataset
     with evaluation_mode(model), torch.no_grad(), one_forward_each(model):
-        batches = judged()
+        batches = measured()
         metrics = _checked(task.metrics(model, batches)) if task.metrics is not None else {}
         for _ in batches:  # what the metrics left unread
             pass

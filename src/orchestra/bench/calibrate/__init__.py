@@ -82,7 +82,7 @@ def calibrate(
 
 
 def _general(seconds: float) -> list[Measurement]:
-    """What is the same for every task."""
+    """Return the measurements that are the same for every task."""
     cores = len(usable_cores())
 
     def due(until: float) -> tuple[float, float]:
@@ -95,7 +95,7 @@ def _general(seconds: float) -> list[Measurement]:
 
 
 def _of_subject(subject: Workload, seconds: float, folder: str) -> list[Measurement]:
-    """What is of one task: its steps, and these on all cores at once."""
+    """Return those of one task: its steps, and these on all cores at once."""
     cores = len(usable_cores())
     order = replace(subject, seconds=seconds, folder=folder, threads=thread_counts(cores))
 
@@ -117,8 +117,8 @@ def _measurement(
     ranks: int,
     total: int,
 ) -> Measurement:
-    """`program` on so many ranks, which counts up to `total`; each that measures returns a value
-    and under what conditions (`stopwatch.Kept`), the others None."""
+    """Run `program`, which counts up to `total`, on so many ranks; each that measures returns a
+    value and under what conditions (`stopwatch.Kept`), the others None."""
 
     def measure(until: float, end: float, tell: Callable[[float], None]) -> Attempt | None:
         outcome = launch(
@@ -140,7 +140,7 @@ def _measurement(
 
 
 def _costs(steps: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
-    """Of a task, from what was kept of its steps, and of those on all cores."""
+    """Return a task's figures, from what was kept of its steps, and of those on all cores."""
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
     spreads = [

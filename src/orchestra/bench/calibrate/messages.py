@@ -88,7 +88,7 @@ def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Me
 
 
 def _goes_on(transport: Transport, wish: bool) -> bool:
-    """What rank 0 wishes; both know it then."""
+    """Return what rank 0 wishes; both know it then."""
     if transport.rank == 0:
         transport.send(torch.tensor([float(wish)]), 1, GO).wait()
         return wish
@@ -98,7 +98,7 @@ def _goes_on(transport: Transport, wish: bool) -> bool:
 def _sizes(
     runtime: Runtime, seconds: float, number: int, budget: Budget
 ) -> tuple[Times, Times, Times]:
-    """Messages of all sizes, back and forth: sending, receiving, one way."""
+    """Time messages of all sizes, back and forth: sending, receiving, one way."""
     sends, receives, ways = {}, {}, {}
     for done, size in enumerate(SIZES, start=1):
         pair = _Pair(runtime.transport, size)
@@ -110,15 +110,15 @@ def _sizes(
 
 
 def _best(passes: Sequence[Times]) -> Times:
-    """Of each size the pass with the lowest median: a machine that wakes up, or has other things
-    to do for a second, only adds."""
+    """Take of each size the pass with the lowest median: a machine that wakes up, or has other
+    things to do for a second, only adds."""
     return {
         size: min((times[size] for times in passes), key=statistics.median) for size in passes[0]
     }
 
 
 class _Pair:
-    """Messages of one size, back and forth between ranks 0 and 1; this rank's part in it."""
+    """Sends messages of one size back and forth between ranks 0 and 1; this rank's part in it."""
 
     def __init__(self, transport: Transport, size: int) -> None:
         self.frame = size // 4 * 4 + header_bytes(1)
@@ -192,7 +192,7 @@ def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
 
 
 def _buffer_bytes(transport: Transport) -> int:
-    """The largest of the sizes that leaves a sender free while nobody receives."""
+    """Find the largest size that leaves a sender free while nobody receives."""
     free = SIZES[0]
     for size in SIZES:
         if transport.rank == 0:
@@ -212,7 +212,7 @@ def _buffer_bytes(transport: Transport) -> int:
 
 
 def _local(transport: Transport, size: int, seconds: float, most: float) -> list[float]:
-    """A message from a flow to another of the same rank, and half of the answer."""
+    """Time a message from a flow to another of the same rank, and half of the answer."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
     task = transport.spawn(lambda inner: _echo(inner, there, back))
@@ -331,7 +331,7 @@ def measure_links(runtime: Runtime, size: int) -> Matrix | None:
 
 
 def _one_way(runtime: Runtime, peer: int, size: int) -> float:
-    """Half of the median time there and back."""
+    """Return half of the median time there and back."""
     transport = runtime.transport
     leaving, arriving = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     times = []

@@ -53,7 +53,7 @@ def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, floa
 
 
 def _step_of(order: Workload) -> Callable[[], None]:
-    """A gradient of the task and an update, as often as it is called, always on the same batch."""
+    """Return what takes a gradient and an update at each call, always on the same batch."""
     task = load_task(order.task)
     module = task.model()
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
@@ -76,7 +76,7 @@ def _crowd(
     seconds: float,
     kept: Kept,
 ) -> float:
-    """Processor seconds of a step, where as many ranks as `crowd` take them at the same time."""
+    """Return processor seconds of a step, where as many ranks as `crowd` take them at once."""
     mine = torch.zeros(1, dtype=torch.float64)
     all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)  # a barrier
     with kept.watched(crowd):
@@ -87,7 +87,7 @@ def _crowd(
 
 
 def _agreed(runtime: Runtime, everyone: Group, wish: bool) -> bool:
-    """Whether any rank has this wish: their clocks are one, but they read it one after another."""
+    """Return whether any rank has this wish: they read their one clock one after another."""
     wishes = torch.tensor([float(wish)])
     all_reduce(runtime.transport, wishes, "ring", everyone, Tag.AGREE)
     return bool(wishes)
@@ -111,7 +111,7 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
-    """Processor seconds of a step; the ends, where others may not be there, do not count."""
+    """Return processor seconds of a step; the ends, where others may not be there, do not count."""
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     least = 3 if seconds > 0 else 1

@@ -118,7 +118,7 @@ def repeat(
 
 
 def _goes_on(count: int, passed: float, seconds: float, most: float) -> bool:
-    """Whether there is to be a further repeat after `count` of them."""
+    """Return whether there is to be a further repeat after `count` of them."""
     if count == 0:
         return True
     return passed < most and (count < LEAST or (passed < seconds and count < MOST))

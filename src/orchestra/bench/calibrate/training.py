@@ -166,7 +166,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
 
 
 def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
-    """An all-reduce of both ranks; whether it is the last."""
+    """Make an all-reduce of both ranks; return whether it is the last."""
     vector = torch.zeros(EXCHANGED // 4)
     vector[0] = last
     all_reduce(runtime.transport, vector, "ring", Group((0, 1)), Tag.GRADIENTS)
@@ -180,7 +180,7 @@ def _answer(runtime: Runtime) -> None:
 
 @dataclass
 class _Inner(PassingReporter):
-    """Of a training inside a measurement, which has done `done` figures: a sign of life only."""
+    """Reports only a sign of life of a training inside a measurement with `done` figures."""
 
     done: int
 
@@ -189,7 +189,7 @@ class _Inner(PassingReporter):
 
 
 class _Meter:
-    """Short trainings of one task on one worker, with batches of several sizes."""
+    """Makes short trainings of one task on one worker, with batches of several sizes."""
 
     def __init__(self, runtime: Runtime, order: Workload, task: Task, kept: Kept) -> None:
         self._runtime = runtime
@@ -255,7 +255,7 @@ class _Meter:
         clock: Callable[[], float],
         exchange: Callable[[], object] = lambda: None,
     ) -> dict[str, list[float]]:
-        """A training of as many steps as fit into the time; what found that out, if it is short."""
+        """Train for as many steps as fit into the time, or as few as it took to find that out."""
         most, began = self.budget.share(), time.perf_counter()
         times = self._train(strategy, size, FIRST_STEPS + 2, clock, exchange)
         passed = time.perf_counter() - began
@@ -304,7 +304,7 @@ class _Meter:
 
 
 def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> dict[int, float]:
-    """What part of an update's seconds it takes on slices as servers have them, by elements."""
+    """Measure what part of an update's seconds slices as servers have them take, by elements."""
     layout = Layout.of_module(module)
     names = [slot.name for slot in layout.slots]
     spec = OptimizerSpec.from_settings(order.optimizer, names)
@@ -324,7 +324,7 @@ def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> 
 
 
 def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
-    """Operations of one sample's gradient, on a batch of `size`."""
+    """Count the operations of one sample's gradient, on a batch of `size`."""
     batch = open_samples(task.train, 0, task.collate).read(0, size)
     with FlopCounterMode(display=False) as counter:
         task.loss(module, batch).backward()
