@@ -13,8 +13,8 @@ from rich.table import Table
 
 from orchestra.cli.arguments import Parser
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
+from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.jitter import ASSUMED
-from orchestra.cluster.presets import is_file
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
@@ -100,8 +100,6 @@ def main(arguments: Sequence[str]) -> int:
     elif name == "experiment":
         _describe_experiment()
     elif "(" in name or is_file(name):
-        from orchestra.cluster.file import cluster_text
-
         print(cluster_text(load_cluster(name, where="list", folder=Path())), end="")
     else:
         _describe(name)

@@ -10,14 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
-from pathlib import Path
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.jitter import DEFAULT, JITTER_MEANS, JitterSetting, LogNormal
 from orchestra.cluster.nodes import MOST_CORES, Link, Node, Switch
 from orchestra.cluster.units import BANDWIDTH, SECONDS, Unit
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, Registry, Settings, parse, setting, write
+from orchestra.settings import MOST_RANKS, Registry, Settings, setting, write
 
 CLUSTERS = Registry(
     "cluster",
@@ -36,39 +35,6 @@ CLUSTERS = Registry(
     },
     group="orchestra.clusters",
 )
-
-
-def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
-    """The cluster that `text` names: `lan_1gbit(nodes=8)`, or the path of a YAML file.
-
-    Args:
-        where: opens the message of every error about `text` itself.
-        folder: what a relative path is relative to.
-
-    Raises:
-        InputError: an unknown name or setting, or an error in the file, with its line.
-    """
-    if is_file(text):
-        from orchestra.cluster.file import read_cluster
-
-        path = folder / text
-        if not path.is_file():
-            raise InputError(f"{where}: there is no file {path}; give one, or a preset's name")
-        return read_cluster(path)
-    from orchestra.cluster.presets import Preset
-
-    preset = parse(text, CLUSTERS, where=where)
-    if not isinstance(preset, Preset):
-        raise InputError(f"{where}: {text} is no cluster; one of them is lan_1gbit(nodes=8)")
-    try:
-        return preset.cluster()
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
-def is_file(text: str) -> bool:
-    """Whether `text` is the path of a cluster's file, not the name of a preset."""
-    return isinstance(text, str) and text.endswith((".yaml", ".yml"))
 
 
 LOOPBACK = Link(3e9, 15e-6)

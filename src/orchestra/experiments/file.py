@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestra.cluster.presets import is_file, load_cluster
+from orchestra.cluster.file import is_file, load_cluster
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment, Tune

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from orchestra.cluster.presets import load_cluster
+from orchestra.cluster.file import load_cluster
 from orchestra.engines.run_record import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment

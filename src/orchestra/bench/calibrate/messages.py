@@ -66,11 +66,19 @@ def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Me
     budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     with kept.watched(2):
-        passes: list[tuple[Times, Times, Times]] = []
+        passes: list[dict[int, tuple[list[float], ...]]] = []
         while len(passes) < PASSES and (not passes or _goes_on(transport, not budget.over)):
-            passes.append(_sizes(runtime, seconds / PASSES, len(passes), budget))
+            times: dict[int, tuple[list[float], ...]] = {}
+            for done, size in enumerate(SIZES, start=len(passes) * len(SIZES) + 1):
+                frame = size // 4 * 4 + header_bytes(1)
+                times[frame] = _back_and_forth(transport, size, seconds / PASSES, budget.share())
+                runtime.reporter.progress(step=done, samples=0)
+            passes.append(times)
         two_rounds, one_round = _all_reduces(transport, budget.share())
-    send, receive, one_way = (curve_of(_best(several)) for several in zip(*passes, strict=True))
+    send, receive, one_way = (
+        curve_of(_best([{frame: found[k] for frame, found in times.items()} for times in passes]))
+        for k in range(3)
+    )
     buffer_bytes = _buffer_bytes(transport)
     work, local = {}, curve_of({1: [1.0]})
     if transport.rank == 0:
@@ -95,20 +103,6 @@ def _goes_on(transport: Transport, wish: bool) -> bool:
     return bool(transport.receive(0, GO).wait())
 
 
-def _sizes(
-    runtime: Runtime, seconds: float, number: int, budget: Budget
-) -> tuple[Times, Times, Times]:
-    """Time messages of all sizes, back and forth: sending, receiving, one way."""
-    sends, receives, ways = {}, {}, {}
-    for done, size in enumerate(SIZES, start=1):
-        pair = _Pair(runtime.transport, size)
-        pair.run(seconds, budget.share())
-        sends[pair.frame], receives[pair.frame] = pair.sends, pair.receives
-        ways[pair.frame] = pair.one_way
-        runtime.reporter.progress(step=number * len(SIZES) + done, samples=0)
-    return sends, receives, ways
-
-
 def _best(passes: Sequence[Times]) -> Times:
     """Take of each size the pass with the lowest median: a machine that wakes up, or has other
     things to do for a second, only adds."""
@@ -117,48 +111,37 @@ def _best(passes: Sequence[Times]) -> Times:
     }
 
 
-class _Pair:
-    """Sends messages of one size back and forth between ranks 0 and 1; this rank's part in it."""
+def _back_and_forth(
+    transport: Transport, size: int, seconds: float, most: float
+) -> tuple[list[float], ...]:
+    """Send messages of one size back and forth; return seconds to send, to receive, and one way.
 
-    def __init__(self, transport: Transport, size: int) -> None:
-        self.frame = size // 4 * 4 + header_bytes(1)
-        self.sends: list[float] = []
-        self.receives: list[float] = []
-        self.one_way: list[float] = []
-        self._transport = transport
-        self._peer = 1 - transport.rank
-        self._leaving = torch.zeros(size // 4)
-        self._arriving = torch.zeros(size // 4)
+    They go as often as rank 0 finds time for: for `seconds`, and at least 20 times if that takes no
+    more than `most`. The first times warm up; they count where there are no others.
+    """
+    peer = 1 - transport.rank
+    leaving, arriving = torch.zeros(size // 4), torch.zeros(size // 4)
 
-    def run(self, seconds: float, most: float) -> None:
-        """As often as rank 0 finds time for: for `seconds`, and at least 20 times if that takes no
-        more than `most`. The first times warm up; they count where there are no others."""
-        count, began, go_on = 0, time.perf_counter(), True
-        while go_on:
-            for _ in range(FIRST):
-                self._round()
-            count += FIRST
-            passed = time.perf_counter() - began
-            wanted = count < 2 * FIRST or passed < seconds
-            go_on = _goes_on(self._transport, wanted and passed < most)
-        for times in (self.sends, self.receives, self.one_way) if count > FIRST else ():
-            del times[:FIRST]
+    def send() -> None:
+        transport.send(leaving, peer, TAG).wait()
 
-    def _round(self) -> None:
-        started = time.perf_counter()
-        functions = [self._send, self._receive]
-        if self._transport.rank > 0:
-            functions.reverse()
-        times = {function: _processor_seconds(function) for function in functions}
-        self.sends.append(times[self._send])
-        self.receives.append(times[self._receive])
-        self.one_way.append((time.perf_counter() - started) / 2)
+    def receive() -> None:
+        transport.receive(peer, TAG, arriving).wait()
 
-    def _send(self) -> None:
-        self._transport.send(self._leaving, self._peer, TAG).wait()
-
-    def _receive(self) -> None:
-        self._transport.receive(self._peer, TAG, self._arriving).wait()
+    rounds: list[tuple[float, float, float]] = []
+    began, go_on = time.perf_counter(), True
+    while go_on:
+        for _ in range(FIRST):
+            started = time.perf_counter()
+            if transport.rank == 0:
+                sent, received = _processor_seconds(send), _processor_seconds(receive)
+            else:
+                received, sent = _processor_seconds(receive), _processor_seconds(send)
+            rounds.append((sent, received, (time.perf_counter() - started) / 2))
+        passed = time.perf_counter() - began
+        wanted = len(rounds) < 2 * FIRST or passed < seconds
+        go_on = _goes_on(transport, wanted and passed < most)
+    return tuple(map(list, zip(*(rounds[FIRST:] or rounds), strict=True)))
 
 
 def _processor_seconds(function: Callable[[], None]) -> float:
