@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,8 +75,7 @@ def resolved(registry: Registry, name: str) -> Any:
 
 
 def is_one(name: str, kind: type) -> bool:
-    module, _, attribute = STRATEGIES.place(name, where="test").partition(":")
-    return issubclass(getattr(importlib.import_module(module), attribute), kind)
+    return issubclass(STRATEGIES.resolve(name, where="test"), kind)
 
 
 STRATEGY_NAMES = [name for name in STRATEGIES.names() if is_one(name, Strategy)]

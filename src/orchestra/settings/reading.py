@@ -215,24 +215,20 @@ def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]
 
 
 def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
+    """Return what a sequence or a mapping holds, each item with the line of its key."""
+    items: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
-        return {
-            i: _entry(loader, _place(item, name), item, name) for i, item in enumerate(node.value)
-        }
-    if isinstance(node, yaml.MappingNode):
-        return {
-            loader.construct_object(key, deep=True): _entry(loader, _place(key, name), item, name)
-            for key, item in node.value
-        }
-    return {}
-
-
-def _entry(loader: Loader, where: str, node: yaml.Node, name: str) -> Entry:
-    return Entry(loader.construct_object(node, deep=True), where, _inside(loader, node, name))
-
-
-def _place(node: yaml.Node, name: str) -> str:
-    return f"{name}:{node.start_mark.line + 1}"
+        items = [(index, item, item) for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        items = [(loader.construct_object(key, deep=True), key, it) for key, it in node.value]
+    return {
+        key: Entry(
+            loader.construct_object(item, deep=True),
+            f"{name}:{place.start_mark.line + 1}",
+            _inside(loader, item, name),
+        )
+        for key, place, item in items
+    }
 
 
 S = TypeVar("S", bound=Settings)
