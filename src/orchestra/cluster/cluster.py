@@ -293,8 +293,7 @@ class Cluster(Settings):
 
     def _require_switch(self, part: Part, name: str) -> None:
         if name not in self._by_switch:
-            hint = _hint(name, self._by_switch)
-            raise Unfit(part, f"there is no switch {name!r}; {hint}")
+            raise Unfit(part, f"there is no switch {name!r}; {_hint(name, self._by_switch)}")
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
