@@ -14,7 +14,7 @@ from torch import Tensor
 
 from orchestra.collectives import Group, broadcast
 from orchestra.engines.simulation.kernel import Flow, Kernel
-from orchestra.engines.simulation.meeting import Summed
+from orchestra.engines.simulation.rendezvous import Contribution
 from orchestra.engines.simulation.transport import Port, SimulatedTransport
 from orchestra.schedules import ALL_REDUCE
 from orchestra.transports.tags import Tag
@@ -100,8 +100,8 @@ class NativeCollectives:
             self._finish()
             return
         ring = ALL_REDUCE["ring"](len(self._ranks))
-        summed = Summed(vector, ring, self._ranks, Tag.NATIVE, None)
-        member = net.meetings.join(net, summed, self._port.rank, self._processor, self._finish)
+        given = Contribution(vector, ring, self._ranks, Tag.NATIVE, None)
+        member = net.rendezvous.join(net, given, self._port.rank, self._processor, self._finish)
         assert member is not None, "nobody asked for messages"
         self._port.meter.count_all(member.sent)
 

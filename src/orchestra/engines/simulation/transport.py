@@ -18,7 +18,7 @@ from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
 from orchestra.engines.simulation.links import Meter
-from orchestra.engines.simulation.meeting import Meetings, Member, Summed
+from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Net:
     """All ranks' ports, and the ways between them.
 
-    `meetings` brings ranks together that take part in an all-reduce. `delay` tells how many
+    `rendezvous` brings ranks together that take part in an all-reduce. `delay` tells how many
     seconds later a message from one rank to another arrives if it is sent at a time; None: never.
     """
 
@@ -47,13 +47,13 @@ class Net:
         fluid: Fluid,
         overhead: Overhead,
         route: Callable[[int, int], Route],
-        meetings: Meetings,
+        rendezvous: Rendezvous,
         delay: Callable[[int, int, float], float] | None = None,
     ) -> None:
         self.kernel = kernel
         self.fluid = fluid
         self.overhead = overhead
-        self.meetings = meetings
+        self.rendezvous = rendezvous
         self.ports: list[Port] = []
         self.streams: dict[tuple[int, int], Stream] = {}
         self._route = route
@@ -257,8 +257,8 @@ class SimulatedTransport(CollectiveVerb):
         self._spend(port.warm_up() + port.net.overhead.collective, traffic)
         moves_values = not (schedule.all_reduce or vector.is_meta)
         member = self._join(
-            Summed(vector, schedule, group.ranks, tag, edges),
-            visible or moves_values or port.net.meetings.faults,
+            Contribution(vector, schedule, group.ranks, tag, edges),
+            visible or moves_values or port.net.rendezvous.faults,
         )
         if member is None:
             return execute(flow, schedule, vector, group, tag, edges)
@@ -277,15 +277,15 @@ class SimulatedTransport(CollectiveVerb):
     def _new_hand_over(self) -> HandOver:
         return FlowHandOver(self._port)
 
-    def _join(self, summed: Summed, message_by_message: bool) -> Member | None:
+    def _join(self, given: Contribution, message_by_message: bool) -> Member | None:
         """Let the present flow take part once its present is everybody's."""
         port, kernel, flow = self._port, self._kernel, self._kernel.current
         joined: list[Member | None] = []
 
         def join() -> None:
-            member = port.net.meetings.join(
+            member = port.net.rendezvous.join(
                 port.net,
-                summed,
+                given,
                 self.rank,
                 flow.processor,
                 lambda: kernel.resume(flow),
@@ -293,7 +293,7 @@ class SimulatedTransport(CollectiveVerb):
             )
             joined.append(member)
             if member is not None:
-                flow.waits = member.signs
+                flow.waits = member.waits
             elif is_ahead:
                 kernel.resume(flow)
 
@@ -313,7 +313,7 @@ class SimulatedTransport(CollectiveVerb):
         transport = SimulatedTransport(self._port)
         processor = self._port.new_processor()
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
-        self._port.net.meetings.flow_began(self.rank)
+        self._port.net.rendezvous.flow_began(self.rank)
         return FlowTask(self._kernel, flow, self.traffic)
 
     def lost(self) -> frozenset[int]:

@@ -12,9 +12,9 @@ from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.links import Meter
-from orchestra.engines.simulation.meeting import Meetings
 from orchestra.engines.simulation.native import NativeCollectives
 from orchestra.engines.simulation.processor import Cores, Team, Thread
+from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.sharing import ROUNDING
 from orchestra.engines.simulation.streams import Load, Message, Stream
 from orchestra.engines.simulation.transport import Net, Port
@@ -54,10 +54,10 @@ class World:
         self.kernel = kernel
         self.fluid = Fluid(kernel)
         self.nodes = [cluster.node_of(rank, ranks) for rank in range(ranks)]
-        meetings = Meetings(kernel, self._crowded, faults=faults)
+        rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
-        self.net = Net(kernel, self.fluid, overhead, self._way, meetings, delay)
-        self._native = Net(kernel, self.fluid, overhead, self._way, meetings, delay)
+        self.net = Net(kernel, self.fluid, overhead, self._way, rendezvous, delay)
+        self._native = Net(kernel, self.fluid, overhead, self._way, rendezvous, delay)
         self._native_threads: Counter[str] = Counter()  # by node
         self._cluster = cluster
         self._channels: dict[Channel, Resource] = {}
