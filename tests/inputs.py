@@ -16,8 +16,7 @@ from hypothesis import strategies as some
 from hypothesis.strategies import SearchStrategy
 
 from orchestra.cluster.faults import FAULTS
-from orchestra.cluster.jitter import Jitter
-from orchestra.cluster.nodes import Link, Node
+from orchestra.cluster.nodes import Jitter, Link, Node
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import Unit
 from orchestra.data.sharding import SHARDINGS, Sharding

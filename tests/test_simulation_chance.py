@@ -16,7 +16,7 @@ from scipy.integrate import quad
 from tests.simulated import cluster, simulated
 from tests.step_times import Figures, Timed
 
-from orchestra.cluster.jitter import ASSUMED, Drift, ExponentialTail, Jitter, LogNormal, Normal
+from orchestra.cluster.nodes import ASSUMED, Drift, ExponentialTail, Jitter, LogNormal, Normal
 from orchestra.optimizers.settings import Optimizer
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer.settings import Run, Training

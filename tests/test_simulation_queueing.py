@@ -25,7 +25,7 @@ from tests.simulated import cluster
 from tests.step_times import Figures, Timed
 
 from orchestra.cluster import Cluster
-from orchestra.cluster.jitter import ASSUMED, Jitter, LogNormal
+from orchestra.cluster.nodes import ASSUMED, Jitter, LogNormal
 
 ELEMENTS, BANDWIDTH = 6_000_000, 100e6
 CROSSING = 4 * ELEMENTS / BANDWIDTH  # 24 MB in 0.24 s

@@ -49,7 +49,6 @@ IMPORTED = (
     "orchestra.cli.list",
     "orchestra.cli.train",
     "orchestra.cli.compare",
-    "orchestra.cli.runs",
     "orchestra.experiments.run",
     "orchestra.tasks.digits",
     "sklearn.datasets",

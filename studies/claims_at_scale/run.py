@@ -29,8 +29,7 @@ from studies.pool import Job, Pool
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.file import cluster_text
-from orchestra.cluster.jitter import DEFAULT
-from orchestra.cluster.nodes import Link
+from orchestra.cluster.nodes import DEFAULT, Link
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import RATE, Experiment, on_ranks, runs
 from orchestra.experiments.file import load

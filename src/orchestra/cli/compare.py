@@ -1,4 +1,4 @@
-"""`orchestra compare` and `orchestra simulate`: every strategy of an experiment, side by side."""
+"""`orchestra compare`, `orchestra simulate` and `orchestra report`: strategies side by side."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from orchestra.report.collect import collect
 from orchestra.report.conditions import conditions, doubts
 from orchestra.report.fairness import fairness
 from orchestra.report.numbers import significant, uncertain
+from orchestra.report.page import TABLES, write_report
 from orchestra.report.rows import SENT, TIME_TO_TARGET, TRAIN, Measure, Row, known_to, rows_of
 from orchestra.report.study import Study
 from orchestra.settings.reading import Entry
@@ -231,3 +232,51 @@ def _figure(row: Row, measure: Measure) -> str:
         return uncertain(mean, known)
     text = significant(mean, measure.digits)
     return text if spread is None else f"{text} ±{significant(spread, 2)}"
+
+
+REPORT = """\
+Make a report of past runs: report.html, one file that needs nothing else, and each figure as PNG
+and SVG. Its first sentence says which strategy was first, and whether distributing paid.
+
+A folder is that of a comparison or of a training; several are shown side by side. Where they
+differ in more than their strategy, ranks and seed, the report says so first.
+"""
+
+REPORT_EPILOG = """\
+examples:
+  orchestra report runs/quickstart-1
+      into that folder, as orchestra compare did; again after an interruption
+
+  orchestra report runs/ring runs/servers --out both --baseline ring
+      two trainings on one page, with differences to the first
+
+  orchestra report runs/quickstart-1 --csv --latex
+      the table as table.csv and table.tex, too
+"""
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Report as the command line says."""
+    parser = Parser("report", REPORT, REPORT_EPILOG)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where to (default: the folder itself if there is one, else report)",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="LABEL",
+        help="the row that differences refer to (default: one process with all cores)",
+    )
+    parser.add_argument("--csv", action="store_true", help="write the table as table.csv, too")
+    parser.add_argument("--latex", action="store_true", help="write it as table.tex, for booktabs")
+    options = parser.read(arguments)
+    folders: list[Path] = options.runs
+    out: Path = options.out or (folders[0] if len(folders) == 1 else Path("report"))
+    kinds = [kind for kind in TABLES if getattr(options, kind)]
+    print(write_report(folders, out, options.baseline, kinds))
+    for kind in kinds:
+        print(out / TABLES[kind][0])
+    return 0

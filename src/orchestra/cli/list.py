@@ -14,7 +14,7 @@ from rich.table import Table
 from orchestra.cli.arguments import Parser
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
-from orchestra.cluster.jitter import ASSUMED
+from orchestra.cluster.nodes import ASSUMED
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment

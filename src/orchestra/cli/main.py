@@ -62,8 +62,8 @@ COMMANDS = {
     "calibrate": "orchestra.cli.calibrate:main",
     "compare": "orchestra.cli.compare:main",
     "list": "orchestra.cli.list:main",
-    "replay": "orchestra.cli.runs:replay",
-    "report": "orchestra.cli.runs:report",
+    "replay": "orchestra.cli.train:replay",
+    "report": "orchestra.cli.compare:report",
     "simulate": "orchestra.cli.compare:simulate",
     "train": "orchestra.cli.train:main",
 }

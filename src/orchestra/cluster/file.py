@@ -11,8 +11,7 @@ from typing import Any
 from orchestra.cluster.cluster import Cluster, Part, Unfit
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.faults import FAULTS, Fault
-from orchestra.cluster.jitter import Drift
-from orchestra.cluster.nodes import Link, Node, Switch
+from orchestra.cluster.nodes import Drift, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
 from orchestra.errors import InputError

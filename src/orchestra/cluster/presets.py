@@ -12,8 +12,16 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 
 from orchestra.cluster.cluster import Cluster
-from orchestra.cluster.jitter import DEFAULT, JITTER_MEANS, JitterSetting, LogNormal
-from orchestra.cluster.nodes import MOST_CORES, Link, Node, Switch
+from orchestra.cluster.nodes import (
+    DEFAULT,
+    JITTER_MEANS,
+    MOST_CORES,
+    JitterSetting,
+    Link,
+    LogNormal,
+    Node,
+    Switch,
+)
 from orchestra.cluster.units import BANDWIDTH, SECONDS, Unit
 from orchestra.errors import InputError
 from orchestra.settings import MOST_RANKS, Registry, Settings, setting, write
@@ -21,9 +29,9 @@ from orchestra.settings import MOST_RANKS, Registry, Settings, setting, write
 CLUSTERS = Registry(
     "cluster",
     {
-        "ExponentialTail": "orchestra.cluster.jitter:ExponentialTail",
-        "LogNormal": "orchestra.cluster.jitter:LogNormal",
-        "Normal": "orchestra.cluster.jitter:Normal",
+        "ExponentialTail": "orchestra.cluster.nodes:ExponentialTail",
+        "LogNormal": "orchestra.cluster.nodes:LogNormal",
+        "Normal": "orchestra.cluster.nodes:Normal",
         "containers_10mbit": "orchestra.cluster.presets:Containers10Mbit",
         "infiniband": "orchestra.cluster.presets:Infiniband",
         "lan_10gbit": "orchestra.cluster.presets:Lan10Gbit",
