@@ -30,7 +30,7 @@ from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.optimizers.settings import Optimizer
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.tasks.load import load_task
+from orchestra.tasks.task import load_task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.worker.runtime import Reporter, Runtime, SilentReporter

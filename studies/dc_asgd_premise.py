@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from orchestra.tasks.load import load_task
+from orchestra.tasks.task import load_task
 
 HIDDEN, RATE, BATCH, CHUNK, SHUFFLES = 16, 0.1, 32, 128, 20
 POINTS = (0, 10, 37, 110, 370, 1110)  # steps; an epoch has 37

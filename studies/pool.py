@@ -13,12 +13,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from studies.retiming import retimed
+
 from orchestra.engines.run import failed_record, train_run
 from orchestra.errors import RunFailed
-from orchestra.experiments import Experiment, finished
-from orchestra.experiments.experiment import alone
-from orchestra.experiments.retiming import retimed
-from orchestra.experiments.run import clear_others, make_run
+from orchestra.experiments.experiment import Experiment, alone
+from orchestra.experiments.run import clear_others, finished, make_run
 from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 

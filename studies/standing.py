@@ -35,7 +35,9 @@ import torch
 from studies.pool import Job, Pool
 
 from orchestra.cluster import CLUSTERS, Jitter
-from orchestra.experiments import Experiment, claim, load, runs
+from orchestra.experiments.experiment import Experiment, runs
+from orchestra.experiments.file import load
+from orchestra.experiments.run import claim
 from orchestra.records.layout import run_folder
 from orchestra.records.record import write_summary
 from orchestra.settings import write

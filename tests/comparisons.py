@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from orchestra.experiments import Entry, Experiment, load
 from orchestra.experiments.comparison import Comparison, carry_out
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.file import load
+from orchestra.settings.reading import Entry
 
 TASK = "tests.comparison_tasks:guarded"
 SMALL: dict[str, Any] = {

@@ -5,7 +5,6 @@ A new setting of a strategy, a task or a training is among them without a word h
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import types
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,7 @@ from hypothesis import strategies as some
 from hypothesis.strategies import SearchStrategy
 
 from orchestra.cluster.faults import FAULTS
-from orchestra.cluster.jitter import Jitter
-from orchestra.cluster.nodes import Link, Node
+from orchestra.cluster.nodes import Jitter, Link, Node
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import Unit
 from orchestra.data.sharding import SHARDINGS, Sharding
@@ -142,8 +140,7 @@ def named(kind: type) -> list[str]:
     registry = KINDS[kind]
     found = []
     for name in registry.names():
-        module, _, attribute = registry.place(name, where="test").partition(":")
-        cls = getattr(importlib.import_module(module), attribute)
+        cls = registry.resolve(name, where="test")
         if kind is Schedule or (issubclass(cls, kind) and not inspect.isabstract(cls)):
             found.append(name)
     return found

@@ -11,7 +11,7 @@ from tests.simulated import FREE, cluster
 
 from orchestra.cluster import Cluster
 from orchestra.cluster.costs import Overhead
-from orchestra.cluster.jitter import Jitter
+from orchestra.cluster.nodes import Jitter
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import RankReport

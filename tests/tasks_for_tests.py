@@ -17,7 +17,7 @@ from orchestra.settings import setting
 from orchestra.strategies.all_reduce import AllReduce, AllReduceState
 from orchestra.strategies.base import Roles
 from orchestra.tasks import Task, TensorData
-from orchestra.tasks.digits import Digits
+from orchestra.tasks.settings import Digits
 from orchestra.worker.worker import Worker
 
 CLASSES = 4

@@ -111,7 +111,7 @@ def test_the_measure_sees_a_server_that_waits_for_everybody() -> None:
     ("arguments", "message"),
     [
         (["setp"], "unknown benchmark 'setp'; did you mean 'step'?"),
-        (["step", "--ranks", "2,x"], "--ranks: '2,x' is not a list of numbers such as 2,4"),
+        (["step", "--ranks", "2,x"], "--ranks: '2,x' is not a list of whole numbers"),
         (["step", "--ranks", "1,2"], "--ranks: 1 is below 2"),
         (["step", "--rounds", "0"], "--rounds: 0 is below 1"),
         (["step", "--model", "lennet"], "--model: unknown model 'lennet'; did you mean 'lenet'?"),

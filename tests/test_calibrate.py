@@ -13,7 +13,7 @@ import pytest
 from tests.simulated import run_ranks, simulated
 from tests.training import settings
 
-from orchestra.bench.calibrate import Workload, calibrate, sizes_around, stopwatch, thread_counts
+from orchestra.bench.calibrate import Workload, calibrate, stopwatch, thread_counts
 from orchestra.bench.calibrate.messages import calibrate_links
 from orchestra.bench.calibrate.stopwatch import curve_of, spread
 from orchestra.bench.calibrate.training import Profile
@@ -38,7 +38,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.pipeline import Pipeline
 from orchestra.strategies.single import Single
-from orchestra.tasks.load import load_task
+from orchestra.tasks.task import load_task
 from orchestra.trainer.settings import Run
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Runtime, Work
@@ -139,8 +139,8 @@ def test_a_curve_goes_through_the_medians() -> None:
 
 
 def test_the_sizes_lie_around_those_asked_for() -> None:
-    assert sizes_around((32,)) == (8, 16, 32, 64, 128)
-    assert sizes_around((1, 3)) == (1, 3, 6, 12)
+    assert Workload(TASK, SGD).sizes == (8, 16, 32, 64, 128)
+    assert Workload(TASK, SGD, batch_sizes=(1, 3)).sizes == (1, 3, 6, 12)
 
 
 # The file

@@ -18,7 +18,7 @@ from tests.simulated import simulated
 from tests.test_calibrate import CALIBRATION, COSTS, SGD, TASK, run_of
 
 from orchestra.bench import calibrate as bench
-from orchestra.bench.calibrate import Workload, stopwatch
+from orchestra.bench.calibrate import Workload, stopwatch, thread_counts
 from orchestra.bench.calibrate.sharing import measure_speeds
 from orchestra.bench.calibrate.stopwatch import (
     FIRST,
@@ -31,10 +31,10 @@ from orchestra.bench.calibrate.stopwatch import (
     repeat,
     waited,
 )
-from orchestra.bench.calibrate.training import TrainingTask, measure_task
+from orchestra.bench.calibrate.training import measure_task
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, read_calibration
-from orchestra.cluster.quality import Quality, together
+from orchestra.cluster.costs import Quality, together
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.display import LINE_SECONDS, Lines
 from orchestra.engines.processes.system import UsageMeter
@@ -72,7 +72,7 @@ class Bench:
         kept = measure_all(
             measurements, limit, lambda what, part: self.told.append((what, part)), self.clock
         )
-        return [(one.attempt.value, one.attempt.waited, one.repeats) for one in kept]
+        return [(one.value, one.waited, one.repeats) for one in kept]
 
     def _measure(self, name: str) -> Callable[..., Attempt | None]:
         seconds, disturbed = self._planned[name]
@@ -129,7 +129,7 @@ def test_a_repeat_that_was_cut_off_is_no_loss() -> None:
         return None if bench.clock.now == end else Attempt("first", 0.5)
 
     (kept,) = measure_all([Measurement("messages", 1.0, measure)], 60, None, bench.clock)
-    assert (kept.attempt.value, kept.repeats, bench.clock.now) == ("first", 1, 160)
+    assert (kept.value, kept.repeats, bench.clock.now) == ("first", 1, 160)
 
 
 def test_a_time_that_is_too_short_for_everything_is_said() -> None:
@@ -167,7 +167,7 @@ def test_what_is_slow_is_repeated_less_often(
 
 
 def test_steps_without_time_are_of_the_batch_that_was_asked_for() -> None:
-    order = Workload(TASK, SGD, batch_sizes=(4,)).order(0.01, until=0.0)
+    order = Workload(TASK, SGD, batch_sizes=(4,), seconds=0.01, threads=thread_counts(2), until=0.0)
     (measured, kept), _ = launch(measure_task, order, 2).results
     for timing in (measured.one, measured.all):
         assert [amount for amount, _ in timing.gradient.points] == [4]
@@ -186,7 +186,7 @@ def test_files_of_ranks_that_are_killed_go_with_the_calibration(
 ) -> None:
     left: list[Path] = []
 
-    def killed(program: Any, order: TrainingTask, *_: Any, **__: Any) -> None:
+    def killed(program: Any, order: Workload, *_: Any, **__: Any) -> None:
         assert order.folder is not None
         left.append(Path(order.folder) / "training")
         left[0].mkdir()
@@ -198,7 +198,9 @@ def test_files_of_ranks_that_are_killed_go_with_the_calibration(
     with pytest.raises(RunFailed, match="was killed"):
         bench.calibrate([Workload(TASK, SGD)])
     assert not left[0].parent.exists()
-    order = Workload(TASK, SGD, batch_sizes=(4,)).order(0.01, 0.0, folder=f"{tmp_path}/none")
+    order = Workload(
+        TASK, SGD, batch_sizes=(4,), seconds=0.01, until=0.0, folder=f"{tmp_path}/none"
+    )
     with pytest.raises(RunFailed, match="none/training-"):
         launch(measure_task, order, 2)
 

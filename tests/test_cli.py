@@ -290,7 +290,7 @@ def test_a_module_beside_its_experiment_file_is_found_from_anywhere(
 
 def test_a_task_of_the_users_own_trains_from_end_to_end(folder: Path) -> None:
     (folder / "own_tasks.py").write_text(
-        "from orchestra.tasks.regression import Regression\n"
+        "from orchestra.tasks.settings import Regression\n"
         "def task(size) -> Regression:\n"
         "    return Regression(train_samples=size, validation_samples=16, test_samples=16)\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -118,6 +119,6 @@ def test_reading_what_was_written_changes_nothing(value: float, at: Unit) -> Non
 
 
 def test_a_quantity_says_what_a_plain_number_means() -> None:
-    field = quantity(SECONDS, 1.0, "how long", low=0)
+    field: Any = quantity(SECONDS, 1.0, "how long", low=0)
     assert field.metadata["meaning"] == "how long (seconds)"
     assert field.metadata["limits"] == Limits(low=0, high=SECONDS.most)

@@ -17,9 +17,9 @@ from orchestra import AllReduce, Single, Strategy
 from orchestra.cli.main import main
 from orchestra.engines.processes.training import lacking
 from orchestra.errors import InputError
-from orchestra.experiments import load, runs, to_yaml
 from orchestra.experiments.comparison import carry_out
-from orchestra.experiments.experiment import with_one_process
+from orchestra.experiments.experiment import runs, with_one_process
+from orchestra.experiments.file import load, to_yaml
 from orchestra.records.layout import run_folder
 from orchestra.records.record import read_summary
 

@@ -13,8 +13,8 @@ import pytest
 from tests.commands import Started, rank_pids, run, started
 from tests.comparisons import compared, experiment, files, rows, summary
 
-from orchestra.experiments import to_yaml
 from orchestra.experiments.comparison import Comparison
+from orchestra.experiments.file import to_yaml
 from orchestra.records.record import RunRecord
 
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"

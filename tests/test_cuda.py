@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 import orchestra
 from orchestra import AllReduce, Pipeline, Single, Strategy
-from orchestra.experiments import load
+from orchestra.experiments.file import load
 from orchestra.records.record import RunRecord, read_summary
 
 pytestmark = pytest.mark.cuda

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from studies.retiming import retimed
 from tests.simulated import simulated
 from tests.test_report_answer import fair, headline, source, study, timed, told
 from tests.training import Trained, distance, equal, settings, train_threads
@@ -16,7 +17,6 @@ from tests.training import Trained, distance, equal, settings, train_threads
 import orchestra
 from orchestra.data.plan import Plan
 from orchestra.errors import InputError
-from orchestra.experiments.retiming import retimed
 from orchestra.records.record import RunRecord
 from orchestra.report.table import table
 from orchestra.settings import parse

@@ -10,21 +10,14 @@ from typing import Any
 import pytest
 
 from orchestra.errors import InputError
-from orchestra.experiments import (
-    Entry,
-    Experiment,
-    claim,
-    finished,
-    fresh_folder,
-    load,
-    runs,
-    to_yaml,
-)
-from orchestra.experiments.experiment import Tune
+from orchestra.experiments.experiment import Experiment, Tune, runs
+from orchestra.experiments.file import load, to_yaml
+from orchestra.experiments.run import claim, finished, fresh_folder
 from orchestra.optimizers.settings import Cosine, Group, Optimizer
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.settings import setting
 from orchestra.settings.base import settings_of
+from orchestra.settings.reading import Entry
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.parameter_server import ParameterServer

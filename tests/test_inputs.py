@@ -21,7 +21,8 @@ from orchestra.cli.main import main
 from orchestra.cluster import load_cluster
 from orchestra.engines.events import describe
 from orchestra.errors import InputError, RunFailed
-from orchestra.experiments import load, runs, to_yaml
+from orchestra.experiments.experiment import runs
+from orchestra.experiments.file import load, to_yaml
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.settings import Settings, parse
 from orchestra.settings.base import settings_of, type_hints

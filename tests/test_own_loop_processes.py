@@ -23,8 +23,8 @@ import orchestra
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.own_loop import Channel
 from orchestra.errors import InputError
-from orchestra.experiments.comparison import idle_nodes
 from orchestra.experiments.experiment import runs
+from orchestra.experiments.run import idle_nodes
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop

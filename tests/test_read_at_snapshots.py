@@ -11,7 +11,7 @@ import pytest
 from tests.drawn import keep, record
 from tests.test_report_answer import headline, plain, source, study, told
 
-from orchestra.cli.tables import print_record
+from orchestra.cli.train import print_record
 from orchestra.records.record import RunRecord, write_curve
 from orchestra.records.report import Point
 from orchestra.report.collect import collect

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -97,6 +98,25 @@ def test_the_command_says_whether_they_are_equal(
         main(["replay", str(tmp_path / "run"), "--until", "3", "--out", str(tmp_path / "3")]) == 0
     )
     assert "the state of every rank" in capsys.readouterr().out
+
+
+def test_a_task_beside_its_experiment_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "task_beside.py").write_text(
+        "from orchestra.tasks import Task, load_task\n"
+        "def small() -> Task:\n"
+        "    return load_task('digits(channels=1, hidden=2)')\n"
+    )
+    (tmp_path / "experiment.yaml").write_text(
+        "task: task_beside:small()\nstrategies: {alone: Single()}\nranks: 1\nsteps: 2\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    arguments = ["train", str(tmp_path / "experiment.yaml"), "--record-order"]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    sys.path.remove(str(tmp_path))
+    sys.modules.pop("task_beside", None)
+    assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from studies.retiming import retimed
 from tests.simulated import simulated
 from tests.test_contract import TABLE
 from tests.training import settings
 
 from orchestra.errors import InputError
-from orchestra.experiments.retiming import retimed
 from orchestra.records.record import RunRecord
 from orchestra.report.collect import RunData
 from orchestra.settings import parse

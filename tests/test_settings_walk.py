@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +10,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 from orchestra.data.sharding import SHARDINGS, Sharding
-from orchestra.experiments import Entry, Experiment, load, to_yaml
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.file import load, to_yaml
 from orchestra.optimizers.settings import SCHEDULES, Optimizer, Schedule
 from orchestra.settings import Registry, Settings, write
 from orchestra.settings.base import Limits, settings_of, type_hints
+from orchestra.settings.reading import Entry
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
@@ -74,8 +75,7 @@ def resolved(registry: Registry, name: str) -> Any:
 
 
 def is_one(name: str, kind: type) -> bool:
-    module, _, attribute = STRATEGIES.place(name, where="test").partition(":")
-    return issubclass(getattr(importlib.import_module(module), attribute), kind)
+    return issubclass(STRATEGIES.resolve(name, where="test"), kind)
 
 
 STRATEGY_NAMES = [name for name in STRATEGIES.names() if is_one(name, Strategy)]

@@ -25,7 +25,7 @@ from tests.simulated import cluster
 from tests.step_times import Figures, Timed
 
 from orchestra.cluster import Cluster
-from orchestra.cluster.jitter import ASSUMED, Jitter, LogNormal
+from orchestra.cluster.nodes import ASSUMED, Jitter, LogNormal
 
 ELEMENTS, BANDWIDTH = 6_000_000, 100e6
 CROSSING = 4 * ELEMENTS / BANDWIDTH  # 24 MB in 0.24 s
@@ -39,14 +39,6 @@ class Exponential(Jitter):
 
     def factor(self, uniform: float) -> float:
         return -math.log1p(-uniform)
-
-    @property
-    def mean_factor(self) -> float:
-        return 1.0
-
-    @property
-    def support(self) -> tuple[float, float]:
-        return 0.0, math.inf
 
 
 def cycle_seconds(workers: int, think: float, demands: Sequence[float]) -> float:

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from orchestra.errors import InputError
 from orchestra.tasks import Task, TensorData, evaluate, load_task
 from orchestra.tasks.classification import random_shift
-from orchestra.tasks.digits import Digits
-from orchestra.tasks.regression import Regression
-from orchestra.tasks.scores import scores
+from orchestra.tasks.regression import scores
+from orchestra.tasks.settings import Digits, Regression
 
 
 def squared(model: nn.Module, batch: Any) -> Tensor:
@@ -125,8 +124,7 @@ def test_a_part_of_the_wrong_kind_is_refused(changes: dict[str, Any], message: s
 
 def test_settings_need_no_torch() -> None:
     code = (
-        "import sys, orchestra.tasks.digits as d, orchestra.tasks.regression as r; "
-        "d.Digits(), r.Regression(); "
+        "import sys, orchestra.tasks.settings as tasks; tasks.Digits(), tasks.Regression(); "
         "sys.exit(bool({'torch', 'numpy', 'sklearn'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader
 from orchestra.errors import InputError
 from orchestra.tasks import TensorData, evaluate, load_task
 from orchestra.tasks.characters import (
+    GPT,
     KNOWN,
     VOCABULARY,
-    Characters,
     split_text,
     text,
     text_sha256,
     windows,
 )
-from orchestra.tasks.gpt import GPT
+from orchestra.tasks.settings import Characters
 
 
 @pytest.fixture

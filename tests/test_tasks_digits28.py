@@ -21,7 +21,8 @@ from orchestra.records.cache import cache_folder
 from orchestra.tasks import Task, TensorData, evaluate, load_task
 from orchestra.tasks import digits as module
 from orchestra.tasks.cache import cached
-from orchestra.tasks.digits import Digits28, distorted_digits, split_digits
+from orchestra.tasks.digits import distorted_digits, split_digits
+from orchestra.tasks.settings import Digits28
 
 #: Of the images at the default distortion: another value needs another RECIPE.
 SHA256 = "21b50bef06336718374e9221b381e3b9b44620efb7b0d3cb0c875afd669d03ab"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.tasks import Task, TensorData, load_task
-from orchestra.tasks.cifar10 import Cifar10
-from orchestra.tasks.mnist import FILES, Mnist
+from orchestra.tasks.image_files import FILES
+from orchestra.tasks.settings import Cifar10, Mnist
 
 IMAGES, LABELS = FILES["training images"], FILES["training labels"]
 

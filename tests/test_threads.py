@@ -26,7 +26,7 @@ from orchestra.engines.simulation.calibrated import CalibratedCosts
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.single import Single
-from orchestra.tasks.load import load_task
+from orchestra.tasks.task import load_task
 from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Runtime, SilentReporter, Work
 from orchestra.worker.threads import chosen_threads, shares_of_cores, usable_cores

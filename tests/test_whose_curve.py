@@ -23,7 +23,7 @@ from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.outer import Elastic
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks import load_task
-from orchestra.tasks.evaluation import evaluate
+from orchestra.tasks.task import evaluate
 from orchestra.topologies import Ring, Star
 from orchestra.trainer.curve import MOST_JUDGED
 from orchestra.trainer.settings import Target, Training, target_times

@@ -49,8 +49,6 @@ IMPORTED = (
     "orchestra.cli.list",
     "orchestra.cli.train",
     "orchestra.cli.compare",
-    "orchestra.cli.replay",
-    "orchestra.cli.report",
     "orchestra.experiments.run",
     "orchestra.tasks.digits",
     "sklearn.datasets",

@@ -29,15 +29,15 @@ from studies.pool import Job, Pool
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.file import cluster_text
-from orchestra.cluster.jitter import DEFAULT
-from orchestra.cluster.nodes import Link
+from orchestra.cluster.nodes import DEFAULT, Link
 from orchestra.errors import InputError
-from orchestra.experiments import Entry, Experiment, claim, load, runs
-from orchestra.experiments.experiment import RATE, on_ranks
+from orchestra.experiments.experiment import RATE, Experiment, on_ranks, runs
+from orchestra.experiments.file import load
+from orchestra.experiments.run import claim
 from orchestra.experiments.tuning import Trial, trials, write_tuning
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_atomically, write_summary
-from orchestra.settings.reading import read_document
+from orchestra.settings.reading import Entry, read_document
 from orchestra.trainer.settings import Run
 
 FILE = Path(__file__).parent / "studies.yaml"

@@ -21,6 +21,7 @@ from orchestra.bench.turns import join_gloo, take_turns
 from orchestra.engines.processes import launch
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.tasks.classification import cross_entropy
 from orchestra.trainer.trace import Trace
 from orchestra.transports.protocol import Traffic
 from orchestra.worker.interception import Chain, InterceptedTransport, intercepted
@@ -61,7 +62,7 @@ def contestant(runtime: Runtime, tracer: Trace | None, steps: int) -> Callable[[
     spec = OptimizerSpec(torch.optim.SGD, {"lr": 0.01}, ((names, {}),))
     if tracer is not None:
         runtime = intercepted(runtime, tracer)
-    worker = Worker(runtime, model, spec, loss=SUBJECT.loss)
+    worker = Worker(runtime, model, spec, loss=cross_entropy)
     state = STRATEGY.start(worker)
     batch, samples = SUBJECT.batch(SUBJECT.batch_size), SUBJECT.batch_size
     if tracer is not None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestra.bench.turns import (
@@ -26,6 +25,7 @@ from orchestra.engines.processes.launch import launch
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.tasks.classification import cross_entropy, lenet5
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 
@@ -53,21 +53,6 @@ class BenchmarkModel:
         inputs = torch.randn(samples, *self.input_shape, generator=generator)
         return inputs, torch.randint(self.classes, (samples,), generator=generator)
 
-    @staticmethod
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross entropy."""
-        inputs, labels = batch
-        return functional.cross_entropy(model(inputs), labels)
-
-
-def lenet() -> nn.Module:
-    """LeNet-5 on 28 x 28 images: 61,706 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
-    )  # fmt: skip
-
 
 def perceptron() -> nn.Module:
     """A perceptron of 25.1 million parameters."""
@@ -80,7 +65,7 @@ def perceptron() -> nn.Module:
 
 
 SUBJECTS = (
-    BenchmarkModel("lenet", lenet, 64, 10, (1, 28, 28), steps=25),
+    BenchmarkModel("lenet", lenet5, 64, 10, (1, 28, 28), steps=25),
     BenchmarkModel("mlp25m", perceptron, 32, 10, (1024,), steps=3),
 )
 
@@ -173,7 +158,7 @@ def step_rows(subject: BenchmarkModel, ranks: int, blocks: Blocks) -> list[StepR
 
 
 def _best_peer(blocks: Blocks) -> str:
-    """The bucket size that is fastest beside the others in the same rounds."""
+    """Return the bucket size that is fastest beside the others in the same rounds."""
     peers = [PEER.format(size) for size in BUCKET_MEGABYTES]
     rounds = list(map(statistics.mean, zip(*(blocks[name] for name in peers), strict=True)))
     return min(peers, key=lambda name: median_ratio(blocks[name], rounds))
@@ -209,13 +194,13 @@ def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
 def _plain_step(
     subject: BenchmarkModel, model: torch.nn.Module, samples: int
 ) -> Callable[[], None]:
-    """As in a loop by hand; reads the loss, as every step of ours does."""
+    """Return a step as in a loop by hand, which reads the loss, as every step of ours does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     batch = subject.batch(samples)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = subject.loss(model, batch)
+        loss = cross_entropy(model, batch)
         loss.backward()
         loss.item()
         optimizer.step()
@@ -224,7 +209,7 @@ def _plain_step(
 
 
 def _alone(runtime: Runtime, contest: Contest) -> Callable[[], None]:
-    """The first rank takes the batch of all ranks and all cores; the others wait meanwhile."""
+    """Give the first rank the batch of all ranks and all cores; the others wait meanwhile."""
     if runtime.rank != 0:
         return lambda: None
     subject = contest.subject
@@ -245,7 +230,7 @@ def _ours(runtime: Runtime, subject: BenchmarkModel, strategy: AllReduce) -> Cal
     model = subject.build()
     names = frozenset(name for name, _ in model.named_parameters())
     spec = OptimizerSpec(torch.optim.SGD, {"lr": RATE}, ((names, {}),))
-    worker = Worker(runtime, model, spec, loss=subject.loss)
+    worker = Worker(runtime, model, spec, loss=cross_entropy)
     state = strategy.start(worker)
     batch, samples = subject.batch(subject.batch_size), subject.batch_size
 

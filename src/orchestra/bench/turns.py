@@ -71,7 +71,7 @@ def order(names: Sequence[T], number: int) -> Sequence[T]:
 
 
 def _somebody_stops(runtime: Runtime) -> bool:
-    """Also the barrier before a block."""
+    """Return whether any rank is to stop; also the barrier before a block."""
     wishes = torch.tensor([float(runtime.reporter.stop_requested())])
     dist.all_reduce(wishes)
     return bool(wishes)

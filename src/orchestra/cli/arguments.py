@@ -6,7 +6,7 @@ import argparse
 import difflib
 import itertools
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _instead_of(self, option: str, arguments: Sequence[str]) -> str:
-        """What to write in place of an unknown option: a setting, or the nearest one."""
+        """Say what to write in place of an unknown option: a setting, or the nearest one."""
         known = self._option_string_actions
         settings = _SETTINGS if "--set" in known else {}
         spelled = option.replace("_", "-")
@@ -130,34 +130,42 @@ def numbers(text: str) -> list[int]:
     return _continued(text, first, last)
 
 
+def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
+    """The numbers in the value of `option`, each at least `low`, for the reason `why`.
+
+    Raises:
+        InputError: they are no such numbers.
+    """
+    try:
+        found = numbers(text)
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"{option}: {error}") from None
+    if min(found) < low:
+        raise InputError(f"{option}: {min(found)} is below {low}{why}")
+    return found
+
+
 def _continued(text: str, first: list[int], last: int) -> list[int]:
-    following = _rule(first)
-    if following is None:
+    """Go on as `first` does, which has to rise, up to `last`."""
+    step, factor = first[1] - first[0], first[1] // first[0] if first[0] > 0 else 0
+    pairs = list(itertools.pairwise(first))
+    if all(0 < b - a == step for a, b in pairs):
+        factor = 1
+    elif all(a < b == a * factor for a, b in pairs):
+        step = 0
+    else:
         raise _refused(text, "rises neither by equal steps nor by equal factors")
     if last <= first[-1]:
         raise _refused(text, f"has to end with a number above {first[-1]}")
     found = list(first)
     while found[-1] < last:
-        found.append(following(found[-1]))
+        found.append(found[-1] * factor + step)
         if len(found) > MOST:
             raise _refused(text, f"stands for more than {MOST} numbers")
     if found[-1] != last:
         nearest = " and ".join(map(str, found[-2:]))
         raise _refused(text, f"does not come to {last}, but to {nearest}")
     return found
-
-
-def _rule(first: list[int]) -> Callable[[int], int] | None:
-    """What follows a number, as in `first`, which has to rise; None where nothing does."""
-    pairs = list(itertools.pairwise(first))
-    if any(a >= b for a, b in pairs):
-        return None
-    step, factor = first[1] - first[0], first[1] // first[0] if first[0] > 0 else 0
-    if all(b - a == step for a, b in pairs):
-        return lambda number: number + step
-    if all(b == a * factor for a, b in pairs):
-        return lambda number: number * factor
-    return None
 
 
 def _refused(text: str, reason: str) -> argparse.ArgumentTypeError:

@@ -12,7 +12,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli.arguments import Parser
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+
+from orchestra.cli.arguments import Parser, counts
 from orchestra.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -98,9 +102,8 @@ def _fidelity(arguments: Sequence[str]) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to a file")
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks) if options.ranks is not None else None
-    from orchestra.bench.fidelity import bench_fidelity
-    from orchestra.bench.fidelity.cases import cases, tasks_named
-    from orchestra.bench.fidelity.markdown import markdown
+    from orchestra.bench.cases import cases, tasks_named
+    from orchestra.bench.fidelity import bench_fidelity, markdown
 
     tasks = tasks_named(listed_words(options.tasks))
     chosen = cases(listed_words(options.strategies), tasks, ranks)
@@ -147,13 +150,7 @@ def read_options(parser: Parser, arguments: Sequence[str]) -> Namespace:
 
 def rank_counts(text: str) -> list[int]:
     """Numbers of ranks, such as 2,4; each at least 2."""
-    try:
-        ranks = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"--ranks: {text!r} is not a list of numbers such as 2,4") from None
-    if min(ranks) < 2:
-        raise InputError(f"--ranks: {min(ranks)} is below 2: nothing would be exchanged")
-    return ranks
+    return counts("--ranks", text, low=2, why=": nothing would be exchanged")
 
 
 def write_figures(path: Path | None, name: str, rows: Sequence[Any]) -> None:
@@ -181,11 +178,12 @@ def progress_line() -> Iterator[Progress]:
 
         yield Lines()
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as line:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=24),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as line:
         task = line.add_task("starting", total=1.0)
 
         def tell(what: str, part: float) -> None:
@@ -195,7 +193,7 @@ def progress_line() -> Iterator[Progress]:
 
 
 def _print_steps(rows: Iterable[StepRow]) -> None:
-    """One table for each model and number of ranks."""
+    """Print a table for each model and number of ranks."""
     for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
         lines = [
             (
@@ -213,15 +211,12 @@ def _print_steps(rows: Iterable[StepRow]) -> None:
 
 def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
     """Print a table; its first column is of names, the others of numbers."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     for line in lines:
         table.add_row(*line)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(title, style="bold", soft_wrap=True)
     console.print(table)
     console.print()
@@ -229,10 +224,8 @@ def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[st
 
 def print_remarks(text: str) -> None:
     """Print a sentence below a table, and which machine the figures are of."""
-    from rich.console import Console
-
     from orchestra.records.record import environment
 
     about = environment()
     machine = f"{about['cores']} cores, {about['processor']}, torch {about['packages']['torch']}"
-    Console(highlight=False).print(f"{text}\n{machine}.", soft_wrap=True, markup=False)
+    print(f"{text}\n{machine}.")

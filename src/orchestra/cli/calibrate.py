@@ -10,22 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
-from orchestra.cli.arguments import Parser
-from orchestra.cli.bench import progress_line
-from orchestra.cluster.calibration import Calibration, Curve, TaskCosts
+from orchestra.cli.arguments import Parser, counts
+from orchestra.cli.bench import print_table, progress_line
+from orchestra.cluster.calibration import Calibration, Curve, TaskCosts, read_calibration
 from orchestra.engines.processes.environment import detect
 from orchestra.engines.processes.system import now
+from orchestra.engines.simulation.figures import own_calibration
 from orchestra.errors import InputError, RunFailed
+from orchestra.experiments.file import load
 from orchestra.optimizers.settings import Optimizer
+from orchestra.records.record import write_atomically
 from orchestra.tasks.registry import task_text
 
 if TYPE_CHECKING:
     from orchestra.bench.calibrate import Workload
-    from orchestra.cluster.calibration import Calibration
-
 
 DESCRIPTION = """\
 Measure what a simulation needs to know of this machine: seconds of a gradient of a task, with
@@ -70,20 +68,18 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().read(arguments)
     if options.links:
         return _links(options)
-    from orchestra.cluster.calibration import read_calibration
-    from orchestra.engines.simulation.figures import own_calibration
-
-    path = options.out or own_calibration()
+    path: Path = options.out or own_calibration()
     before = read_calibration(path) if path.exists() else None
-    _make_folder(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # before minutes are spent
+    except OSError as error:
+        raise InputError(f"--out: {path.parent} cannot be made: {error.strerror}") from None
     subject = _subject(options)
     from orchestra.bench.calibrate import LIMIT, calibrate
 
     limit = options.limit or LIMIT
     with progress_line() as tell:
         measured = calibrate([subject], options.seconds, tell, limit - (now() - began))
-    from orchestra.cli.calibrate import print_calibration
-
     print_calibration(measured)
     quality = measured.quality_of(measured.tasks[0])
     doubts = quality.doubts
@@ -95,7 +91,10 @@ def main(arguments: Sequence[str]) -> int:
     kept = measured.marked() if doubts else measured
     if before is not None and before.machine == measured.machine:
         kept = replace(kept, tasks=before.tasks).with_task(kept.tasks[0])
-    _write(path, kept)
+    try:
+        write_atomically(path, kept.to_json())
+    except OSError as error:
+        raise InputError(f"--out: {path} cannot be written: {error.strerror}") from None
     print(f"quality: {quality}")
     if quality.left_out:
         print(f"left out, for there was no time: {', '.join(quality.left_out)}; see --limit")
@@ -145,8 +144,6 @@ def _subject(options: Namespace) -> Workload:
     task, optimizer, precision = TASK, None, "float32"
     sizes: tuple[int, ...] = BATCH
     if options.experiment is not None:
-        from orchestra.experiments import load
-
         experiment = load(options.experiment)
         training = experiment.training
         task, optimizer, precision = experiment.task, training.optimizer, training.precision
@@ -156,38 +153,11 @@ def _subject(options: Namespace) -> Workload:
     if options.optimizer is not None or optimizer is None:
         optimizer = Optimizer.parse(options.optimizer or OPTIMIZER, where="--optimizer")
     if options.batch_size is not None:
-        sizes = _numbers(options.batch_size)
+        sizes = tuple(counts("--batch-size", options.batch_size, low=1))
     for name, value in (("--seconds", options.seconds), ("--limit", options.limit)):
         if value is not None and not value > 0:
             raise InputError(f"{name}: {value} is not above 0")
     return Workload(task, optimizer, precision, sizes)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--batch-size: {text!r} is not a list of numbers such as 8,64") from None
-    if min(numbers) < 1:
-        raise InputError(f"--batch-size: {min(numbers)} is below 1")
-    return numbers
-
-
-def _make_folder(path: Path) -> None:
-    """Before minutes are spent."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out: {path.parent} cannot be made: {error.strerror}") from None
-
-
-def _write(path: Path, calibration: Calibration) -> None:
-    from orchestra.records.record import write_atomically
-
-    try:
-        write_atomically(path, calibration.to_json())
-    except OSError as error:
-        raise InputError(f"--out: {path} cannot be written: {error.strerror}") from None
 
 
 def _links(options: Namespace) -> int:
@@ -202,7 +172,6 @@ def _links(options: Namespace) -> int:
         matrix = calibrate_links(ranks, options.bytes, launched, tell)
     if matrix is None:
         return 0
-    from orchestra.cli.calibrate import print_links
     from orchestra.schedules import ring_order
 
     order = ring_order(matrix)
@@ -218,16 +187,10 @@ Row = tuple[str, ...]
 def print_calibration(calibration: Calibration) -> None:
     """What was measured: medians, and how far the repeats lie apart."""
     for task in calibration.tasks:
-        name, optimizer, precision = task.key
-        _print(
-            f"a step of {name}, {optimizer}, {precision}",
-            (
-                "",
-                "amount",
-                "1 thread",
-                "spread",
-                *(f"{t.threads} threads" for t in task.timings[1:]),
-            ),
+        more = [f"{timing.threads} threads" for timing in task.timings[1:]]
+        print_table(
+            f"a step of {', '.join(task.key)}",
+            ("", "amount", "1 thread", "spread", *more),
             _task_rows(task),
         )
     messages = calibration.messages
@@ -237,20 +200,15 @@ def print_calibration(calibration: Calibration) -> None:
         *_rows("to itself", "bytes", messages.local),
         ("around a message", "", _seconds(messages.handling), ""),
         ("an all-reduce itself", "", _seconds(messages.collective), ""),
-        *(
-            row
-            for kind, curve in calibration.work.items()
-            for row in _rows(kind, "elements", curve)
-        ),
     ]
-    _print("a message, and work on float32", ("", "amount", "seconds", "spread"), rows)
-    console = Console(highlight=False)
-    console.print(
+    for kind, curve in calibration.work.items():
+        rows += _rows(kind, "elements", curve)
+    print_table("a message, and work on float32", ("", "amount", "seconds", "spread"), rows)
+    print(
         f"A thread keeps a core for {_seconds(calibration.time_slice)} if another one waits. "
-        f"A send of up to {messages.buffer_bytes / 1e6:.1f} MB is over at once.",
-        soft_wrap=True,
+        f"A send of up to {messages.buffer_bytes / 1e6:.1f} MB is over at once."
     )
-    console.print(f"This machine as a cluster: {calibration.cluster}", soft_wrap=True, markup=False)
+    print(f"This machine as a cluster: {calibration.cluster}")
 
 
 def print_links(matrix: Sequence[Sequence[float]], size: int, order: Sequence[int]) -> None:
@@ -260,7 +218,7 @@ def print_links(matrix: Sequence[Sequence[float]], size: int, order: Sequence[in
         (f"from {source}", *("-" if s == source else f"{x * 1e6:.0f}" for s, x in enumerate(row)))
         for source, row in enumerate(matrix)
     ]
-    _print(f"a message of {size} bytes, one way", headings, rows)
+    print_table(f"a message of {size} bytes, one way", headings, rows)
     print(f'AllReduce("ring", order={tuple(order)})')
 
 
@@ -271,10 +229,9 @@ def _task_rows(task: TaskCosts) -> Iterable[Row]:
             _rows(kind, unit, getattr(task.one, kind)), getattr(task.one, kind).points, strict=True
         ):
             yield *row, *(_seconds(known[amount]) if amount in known else "" for known in more)
-    empty = ("",) * len(task.timings)
-    yield "in turn with an exchange", "", f"+{_seconds(task.cold)}", *empty
-    yield "on all cores at once", "", f"{1 / task.shared_speed:.2f} times as long", *empty
-    yield "on another's core", "", f"+{_seconds(task.refill)}", *empty
+    yield "in turn with an exchange", "", f"+{_seconds(task.cold)}"
+    yield "on all cores at once", "", f"{1 / task.shared_speed:.2f} times as long"
+    yield "on another's core", "", f"+{_seconds(task.refill)}"
 
 
 def _rows(name: str, unit: str, curve: Curve) -> Iterable[Row]:
@@ -285,15 +242,3 @@ def _rows(name: str, unit: str, curve: Curve) -> Iterable[Row]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-
-
-def _print(title: str, headings: Sequence[str], rows: Iterable[Row]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row[: len(headings)])
-    console = Console(highlight=False)
-    console.print(title, style="bold", soft_wrap=True, markup=False)
-    console.print(table)
-    console.print()

@@ -1,17 +1,32 @@
-"""`orchestra compare`: every strategy of an experiment, side by side."""
+"""`orchestra compare`, `orchestra simulate` and `orchestra report`: strategies side by side."""
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from orchestra.cli.arguments import Parser, numbers
 from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError
-from orchestra.experiments import Entry, load
+from orchestra.experiments.comparison import Comparison, carry_out
+from orchestra.experiments.experiment import ranks_text
+from orchestra.experiments.file import load
+from orchestra.report.answer import answer
+from orchestra.report.collect import collect
+from orchestra.report.conditions import conditions, doubts
+from orchestra.report.fairness import fairness
+from orchestra.report.numbers import significant, uncertain
+from orchestra.report.page import TABLES, write_report
+from orchestra.report.rows import SENT, TIME_TO_TARGET, TRAIN, Measure, Row, known_to, rows_of
+from orchestra.report.study import Study
+from orchestra.settings.reading import Entry
 
 DESCRIPTION = """\
 Train one task under every strategy of an experiment file, with every seed, and report on them side
@@ -41,7 +56,6 @@ examples:
   orchestra compare experiment.yaml --set 'tune={settings: {optimizer.lr: [0.01, 0.1]}}'
       the better of two learning rates for each strategy
 """
-
 
 SIMULATE = """\
 Compare strategies in virtual time, on a cluster that is described: `orchestra compare` with
@@ -77,11 +91,19 @@ def simulate(arguments: Sequence[str]) -> int:
 
 
 def _compare(options: Namespace) -> int:
-    _require_no_launcher()
-    experiment = load(options.experiment, options.set, _given(options))
+    launched = detect(os.environ)
+    if launched is not None and launched.ranks > 1:
+        raise InputError(
+            f"orchestra compare starts the processes of its runs itself: call it without "
+            f"{launched.launcher}, or train one strategy with orchestra train"
+        )
+    given = {
+        key: Entry(value, f"--{key}")
+        for key in ("ranks", "seeds")
+        if (value := getattr(options, key)) is not None
+    }
+    experiment = load(options.experiment, options.set, Parser.run_settings(options) | given)
     check_task(experiment.task)
-    from orchestra.experiments.comparison import carry_out
-
     comparison = carry_out(
         experiment,
         options.out,
@@ -89,8 +111,6 @@ def _compare(options: Namespace) -> int:
         report=options.report,
         baseline=options.baseline,
     )
-    from orchestra.cli.comparison_table import print_comparison
-
     print_comparison(comparison, options.baseline)
     return 0 if comparison.well else 1
 
@@ -120,17 +140,143 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
     return parser
 
 
-def _given(options: Namespace) -> dict[str, Entry]:
-    """What options say in place of the file."""
-    given = {"ranks": options.ranks, "seeds": options.seeds}
-    entries = {key: Entry(value, f"--{key}") for key, value in given.items() if value is not None}
-    return Parser.run_settings(options) | entries
+FAIR = (
+    "Fair: same initial parameters, same samples in one order by seed, same budget of ranks; "
+    "set-up and evaluation off the stopwatch"
+)
 
 
-def _require_no_launcher() -> None:
-    launched = detect(os.environ)
-    if launched is not None and launched.ranks > 1:
-        raise InputError(
-            f"orchestra compare starts the processes of its runs itself: call it without "
-            f"{launched.launcher}, or train one strategy with orchestra train"
+def print_comparison(comparison: Comparison, baseline: str | None = None) -> None:
+    """The fairness rule, the rows best first, the answer, what failed, and where the rest lies."""
+    console = Console(highlight=False, markup=False)
+    folder = comparison.folder
+    if comparison.records:
+        sources = collect([folder])
+        study = Study(sources, rows_of(sources), baseline)
+        for line in (FAIR, *fairness(study).tuning):
+            console.print(f"{line}.")
+        for condition in conditions(study):
+            if condition.name != "machine":
+                console.print(f"{condition.name}: {condition.text}")
+        console.print(_table(study))
+        console.print(answer(study).headline, style="bold")
+        for doubt in doubts(study):
+            console.print(doubt, style="yellow")
+    for record in comparison.records:
+        if record.failure is not None:
+            what = f"{record.name}, {ranks_text(record.ranks)}, seed {record.seed}"
+            console.print(f"failed: {what}: {record.failure.splitlines()[0]}")
+    for row in comparison.not_run:
+        console.print(f"not run: {row['name']}, {ranks_text(row['ranks'])}: {row['reason']}")
+    if comparison.stopped:
+        console.print(
+            f"stopped after {len(comparison.records)} of {comparison.planned} runs; the same "
+            f"command with --out {folder} goes on"
         )
+    console.print(f"record: {folder}", soft_wrap=True)
+    if comparison.report is not None:
+        console.print(f"report: {comparison.report}", soft_wrap=True)
+
+
+def _table(study: Study) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = dict(_columns(study))
+    for heading in columns:
+        table.add_column(
+            heading,
+            justify="left" if heading == "strategy" else "right",
+            min_width=max(map(len, heading.split())),  # headings break between words only
+            overflow="fold",  # a name that is cut off could be another's
+        )
+    for row in study.ranked:
+        table.add_row(*(Text(cell(row)) for cell in columns.values()))
+    return table
+
+
+def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
+    """Yield headings, and what stands below them in a row."""
+    rows, chief = study.ranked, study.chief
+
+    def to_target(row: Row) -> str:
+        reached = study.reached(row)
+        share = f" ({reached} of {len(row.runs)})" if 0 < reached < len(row.runs) else ""
+        return _figure(row, TIME_TO_TARGET) + share
+
+    def switched(row: Row) -> str:
+        steps = dict.fromkeys(run.record.switched_at_step for run in row.completed)
+        return ", ".join("never" if step is None else str(step) for step in steps)
+
+    yield "strategy", lambda row: row.label
+    yield "ranks", lambda row: str(row.ranks)
+    yield "batch", lambda row: str(row.global_batch)
+    if len({row.steps for row in rows if row.completed}) > 1:
+        yield "steps", lambda row: str(row.steps)
+    if any(len(row.completed) < len(row.runs) for row in rows):
+        yield "runs", lambda row: f"{len(row.completed)} of {len(row.runs)}"
+    if study.target is not None:
+        yield "s to target", to_target
+    yield chief.title.removeprefix("final "), lambda row: _figure(row, chief)
+    yield "seconds", lambda row: _figure(row, TRAIN)
+    yield "MB sent", lambda row: _figure(row, SENT).partition(" ")[0]
+    if any(row.switches for row in rows):
+        yield "switched", lambda row: switched(row) if row.switches else ""
+
+
+def _figure(row: Row, measure: Measure) -> str:
+    """Return the mean over the seeds, and the spread where there are several, or how well it is
+    known."""
+    mean, spread = row.mean(measure.read), row.spread(measure.read)
+    if mean is None:
+        return "-"
+    if (known := known_to(row, measure)) is not None:
+        return uncertain(mean, known)
+    text = significant(mean, measure.digits)
+    return text if spread is None else f"{text} ±{significant(spread, 2)}"
+
+
+REPORT = """\
+Make a report of past runs: report.html, one file that needs nothing else, and each figure as PNG
+and SVG. Its first sentence says which strategy was first, and whether distributing paid.
+
+A folder is that of a comparison or of a training; several are shown side by side. Where they
+differ in more than their strategy, ranks and seed, the report says so first.
+"""
+
+REPORT_EPILOG = """\
+examples:
+  orchestra report runs/quickstart-1
+      into that folder, as orchestra compare did; again after an interruption
+
+  orchestra report runs/ring runs/servers --out both --baseline ring
+      two trainings on one page, with differences to the first
+
+  orchestra report runs/quickstart-1 --csv --latex
+      the table as table.csv and table.tex, too
+"""
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Report as the command line says."""
+    parser = Parser("report", REPORT, REPORT_EPILOG)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where to (default: the folder itself if there is one, else report)",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="LABEL",
+        help="the row that differences refer to (default: one process with all cores)",
+    )
+    parser.add_argument("--csv", action="store_true", help="write the table as table.csv, too")
+    parser.add_argument("--latex", action="store_true", help="write it as table.tex, for booktabs")
+    options = parser.read(arguments)
+    folders: list[Path] = options.runs
+    out: Path = options.out or (folders[0] if len(folders) == 1 else Path("report"))
+    kinds = [kind for kind in TABLES if getattr(options, kind)]
+    print(write_report(folders, out, options.baseline, kinds))
+    for kind in kinds:
+        print(out / TABLES[kind][0])
+    return 0

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from orchestra.cli.arguments import Parser
-from orchestra.cli.tables import print_names, print_settings, print_variants, print_wrapped
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
-from orchestra.cluster.jitter import ASSUMED
-from orchestra.cluster.presets import is_file
+from orchestra.cluster.file import cluster_text, is_file
+from orchestra.cluster.nodes import ASSUMED
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
-from orchestra.experiments import Experiment
+from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import TRAINING_KEYS
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.settings import Described, Registry, Settings, describe
@@ -42,22 +45,33 @@ examples:
   orchestra list 'two_sites(nodes=6)' --draw sites.png --ranks 6
 """
 
-REGISTRIES = (STRATEGIES, TASKS, SCHEDULES, SHARDINGS, CLUSTERS)
-KINDS: dict[str, type] = {
-    "rules, for Switch(..., when=RULE)": Rule,
-    "outer optimizers, for LocalSGD(outer=OUTER)": Outer,
-    "topologies, for Gossip(TOPOLOGY) and its kin": Topology,
+HEADINGS: dict[str, tuple[Registry, type | None]] = {
+    "strategies": (STRATEGIES, None),
+    "rules, for Switch(..., when=RULE)": (STRATEGIES, Rule),
+    "outer optimizers, for LocalSGD(outer=OUTER)": (STRATEGIES, Outer),
+    "topologies, for Gossip(TOPOLOGY) and its kin": (STRATEGIES, Topology),
+    "tasks": (TASKS, None),
+    "schedules of the learning rate": (SCHEDULES, None),
+    "shardings of the data": (SHARDINGS, None),
+    "clusters": (CLUSTERS, None),
+    "jitter, of the nodes of a cluster": (CLUSTERS, Jitter),
 }
-JITTER = "jitter, of the nodes of a cluster"
+"""Where names come from, and of which class those are that stand under a heading of their own."""
+REGISTRIES = {registry: title for title, (registry, base) in HEADINGS.items() if base is None}
 NODES = f"""\
 Durations vary on every node: as calibrated, else by {ASSUMED!r}. jitter=None, or null in \
 a file, makes them exact. Single() is on the node that is fastest on the task, on one device if \
 it has any; other ranks are where the cluster places them. Where a file gives nodes memory, a run \
 that has no room is refused. docs/clusters.md has more."""
+EXPLANATION = """\
+"fast on": best, or within 5 % of the best, by the seconds to a target. A variant without it was \
+not fastest on any task in real runs ({real}), nor on any cluster in simulated runs \
+({simulated})."""
 HOW_IT_IS_COMPUTED = ("capturable", "differentiable", "foreach", "fused")
 GROUPS = Described(
     "parameter_groups", "list of mappings", "[]", "", "match (a pattern of names) and arguments"
 )
+_NARROWEST = 20  # columns of text, on however small a terminal
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,84 +85,25 @@ def main(arguments: Sequence[str]) -> int:
     if options.draw is not None or options.ranks is not None:
         _draw(name, options.draw, options.ranks)
     elif name is None:
-        print_names(_names())
+        _print_names(_names())
         print("orchestra list NAME shows the settings of one of them; orchestra list strategies")
         print("shows variants, and which were fastest where.")
     elif name in ("strategies", "strategy"):
-        _list_strategies()
+        _print_strategies()
     elif name in ("optimizers", "optimizer"):
-        print_names({"optimizers, of torch.optim": _optimizers()})
+        _print_names({"optimizers, of torch.optim": _optimizers()})
         print("optimizer=Adam(lr=0.003) in an experiment, or --set optimizer.lr=0.1")
     elif heading := {title: rows for title, rows in _names().items() if _is_of(name, title)}:
-        print_names(heading)
+        _print_names(heading)
         if "clusters" in heading:
-            print_wrapped(NODES)
+            _print_indented(NODES, 0)
     elif name == "experiment":
         _describe_experiment()
     elif "(" in name or is_file(name):
-        from orchestra.cluster.file import cluster_text
-
         print(cluster_text(load_cluster(name, where="list", folder=Path())), end="")
     else:
-        _describe(name, _find(name))
+        _describe(name)
     return 0
-
-
-def _names() -> dict[str, list[tuple[str, ...]]]:
-    titles: dict[str, list[tuple[str, ...]]] = {title: [] for title in ("strategies", *KINDS)}
-    for name in STRATEGIES.names():
-        target = _resolved(STRATEGIES, name)
-        uses = (target.use,) if _is_strategy(target) else ()
-        titles[_kind(target)].append((name, _first_line(target), *uses))
-    for title, registry in (
-        ("tasks", TASKS),
-        ("schedules of the learning rate", SCHEDULES),
-        ("shardings of the data", SHARDINGS),
-    ):
-        titles[title] = [
-            (name, _first_line(_resolved(registry, name))) for name in registry.names()
-        ]
-    titles["clusters"], titles[JITTER] = [], []
-    for name in CLUSTERS.names():
-        target = _resolved(CLUSTERS, name)
-        title = JITTER if isinstance(target, type) and issubclass(target, Jitter) else "clusters"
-        titles[title].append((name, _first_line(target)))
-    titles["the rest"] = [
-        ("experiment", "The keys of an experiment file."),
-        ("optimizers", "Those of torch.optim, with their arguments."),
-        ("Target", _first_line(Target)),
-    ]
-    return titles
-
-
-def _is_strategy(target: Any) -> bool:
-    return isinstance(target, type) and issubclass(target, Strategy)
-
-
-def _list_strategies() -> None:
-    found = [(name, _resolved(STRATEGIES, name)) for name in STRATEGIES.names()]
-    shown = {name: (_first_line(target), target) for name, target in found if _is_strategy(target)}
-    print_strategies(shown)
-
-
-def _optimizers() -> list[tuple[str, ...]]:
-    """The optimizers that can be distributed, with arguments and defaults."""
-    from orchestra.optimizers.spec import REFUSED, torch_optimizers
-
-    known = torch_optimizers().items()
-    return [(name, _arguments(cls)) for name, cls in known if cls not in REFUSED]
-
-
-def _arguments(optimizer: type) -> str:
-    _, *parameters = inspect.signature(optimizer).parameters.values()
-    shown = (each for each in parameters if each.name not in HOW_IT_IS_COMPUTED)
-    return ", ".join(f"{each.name}={each.default!r}" for each in shown)
-
-
-def _is_of(name: str, title: str) -> bool:
-    """Whether `name` is the first word of a heading, in the plural or the singular."""
-    word = title.partition(" ")[0].rstrip(",")
-    return name in (word, word.removesuffix("s"), f"{word.removesuffix('ies')}y")
 
 
 def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:
@@ -167,25 +122,109 @@ def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:
     print(path)
 
 
-def _kind(target: Any) -> str:
-    for title, base in KINDS.items():
-        if isinstance(target, type) and issubclass(target, base):
-            return title
-    return "strategies"
+def _names() -> dict[str, list[tuple[str, ...]]]:
+    """Return under each heading its names, each with a line of meaning and, perhaps, of use."""
+    titles: dict[str, list[tuple[str, ...]]] = {title: [] for title in HEADINGS}
+    for registry, plain in REGISTRIES.items():
+        for name, target in _resolved(registry).items():
+            own = (title for title, (_, base) in HEADINGS.items() if base and _is(target, base))
+            uses = (target.use,) if _is(target, Strategy) else ()
+            titles[next(own, plain)].append((name, _first_line(target), *uses))
+    titles["the rest"] = [
+        ("experiment", "The keys of an experiment file."),
+        ("optimizers", "Those of torch.optim, with their arguments."),
+        ("Target", _first_line(Target)),
+    ]
+    return titles
 
 
-def _resolved(registry: Registry, name: str) -> Any:
-    """What `name` stands for, or what prevents that: one bad plug-in does not spoil the list."""
-    try:
-        return registry.resolve(name, where=name)
-    except InputError as error:
-        return error
+def _resolved(registry: Registry) -> dict[str, Any]:
+    """Return what each name stands for, or what prevents that: one bad plug-in does not spoil the
+    list."""
+    found: dict[str, Any] = {}
+    for name in registry.names():
+        try:
+            found[name] = registry.resolve(name, where=name)
+        except InputError as error:
+            found[name] = error
+    return found
+
+
+def _is(target: Any, base: type) -> bool:
+    return isinstance(target, type) and issubclass(target, base)
 
 
 def _first_line(target: Any) -> str:
     if isinstance(target, InputError):
         return f"({target})"
     return (inspect.getdoc(target) or "").partition("\n")[0]
+
+
+def _is_of(name: str, title: str) -> bool:
+    """Return whether `name` is the first word of a heading, in the plural or the singular."""
+    word = title.partition(" ")[0].rstrip(",")
+    return name in (word, word.removesuffix("s"), f"{word.removesuffix('ies')}y")
+
+
+def _print_strategies() -> None:
+    """Print the first line of each, its use, and its variants with their use and standing."""
+    standing = Standing.shipped()
+    for name, strategy in _resolved(STRATEGIES).items():
+        if not _is(strategy, Strategy):
+            continue
+        _print_indented(name, 0, style="bold")
+        for line in (_first_line(strategy), strategy.use):
+            _print_indented(line, 2)
+        for notation, use in variants_of(name, strategy):
+            _print_indented(notation, 4)
+            own = use if use != strategy.use else ""  # which stands above already
+            for line in filter(None, (own, _seen(notation, standing))):
+                _print_indented(line, 8, style="dim")
+        print()
+    _print_indented(
+        EXPLANATION.format(real=standing.remark, simulated=standing.simulated_remark), 0
+    )
+
+
+def variants_of(name: str, strategy: type[Strategy[Any]]) -> tuple[tuple[str, str], ...]:
+    """Notations and when to use them; without any, the strategy as it is."""
+    return strategy.variants or ((f"{name}()", strategy.use),)
+
+
+def _seen(notation: str, standing: Standing) -> str:
+    """Return where it was seen best, in words; nothing if it was not."""
+    real, simulated = standing.good_on(notation), standing.good_in_simulation(notation)
+    parts = [f"on {', '.join(real)} in real runs"] if real else []
+    parts += [f"on {', '.join(simulated)} in simulated runs"] if simulated else []
+    return f"fast {' and '.join(parts)}" if parts else ""
+
+
+def _optimizers() -> list[tuple[str, ...]]:
+    """Return the optimizers that can be distributed, with arguments and defaults."""
+    from orchestra.optimizers.spec import REFUSED, torch_optimizers
+
+    found: list[tuple[str, ...]] = []
+    for name, optimizer in torch_optimizers().items():
+        if optimizer not in REFUSED:
+            _, *parameters = inspect.signature(optimizer).parameters.values()
+            shown = (each for each in parameters if each.name not in HOW_IT_IS_COMPUTED)
+            found.append((name, ", ".join(f"{each.name}={each.default!r}" for each in shown)))
+    return found
+
+
+def _describe(name: str) -> None:
+    target = _find(name)
+    rows = describe(target) if _is(target, Settings) else []
+    signature = str(inspect.signature(target)) if callable(target) else ""
+    if _is(target, Settings):
+        signature = f"({', '.join(row.name for row in rows)})"
+    print(f"{name}{signature}\n")
+    if doc := inspect.getdoc(target):
+        print(f"{doc}\n")
+    if rows:
+        _print_settings(rows)
+    elif _is(target, Settings):
+        print("It has no settings.")
 
 
 def _find(name: str) -> Any:
@@ -198,58 +237,44 @@ def _find(name: str) -> Any:
     raise InputError(f"unknown name {name!r}; {nearest(name, [*known, 'experiment', 'Target'])}")
 
 
-def _describe(name: str, target: Any) -> None:
-    print(f"{name}{_signature(target)}\n")
-    if doc := inspect.getdoc(target):
-        print(f"{doc}\n")
-    if isinstance(target, type) and issubclass(target, Settings):
-        rows = describe(target)
-        print_settings(rows) if rows else print("It has no settings.")
-
-
-def _signature(target: Any) -> str:
-    if isinstance(target, type) and issubclass(target, Settings):
-        return f"({', '.join(row.name for row in describe(target))})"
-    return str(inspect.signature(target)) if callable(target) else ""
-
-
 def _describe_experiment() -> None:
     print("The keys of an experiment file; task and strategies are required.\n")
     name, *rows = (row for row in describe(Experiment) if row.name != "training")
     rows += (row for row in describe(Training) if row.name in TRAINING_KEYS)
-    print_settings([name._replace(default="the file's"), *rows, GROUPS])
+    _print_settings([name._replace(default="the file's"), *rows, GROUPS])
 
 
-EXPLANATION = """\
-"fast on": best, or within 5 % of the best, by the seconds to a target. A variant without it was \
-not fastest on any task in real runs ({real}), nor on any cluster in simulated runs \
-({simulated})."""
+def _print_settings(rows: Sequence[Described]) -> None:
+    """Print each setting's values, default and meaning."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("setting", "values", "default", "meaning"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "setting")
+    for row in rows:
+        values = f"{row.type}, {row.range}" if row.range else row.type
+        table.add_row(row.name, values, row.default, row.meaning)
+    _console().print(table)
 
 
-def print_strategies(strategies: Mapping[str, tuple[str, type[Strategy[Any]]]]) -> None:
-    """Of each name its first line, its use, and its variants with their own and their standing."""
-    standing = Standing.shipped()
-    for name, (first_line, strategy) in strategies.items():
-        print_variants(name, [first_line, strategy.use], _rows(name, strategy, standing))
-    print_wrapped(EXPLANATION.format(real=standing.remark, simulated=standing.simulated_remark))
+def _print_names(titles: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
+    """Print under each title names with a line of meaning; further lines below that, dim."""
+    width = max(len(name) for rows in titles.values() for name, *_ in rows)
+    for title, rows in titles.items():
+        _print_indented(title, 0, style="bold")
+        for name, meaning, *more in rows:
+            _print_indented(meaning, 4 + width, f"  {name}")
+            for line in more:
+                _print_indented(line, 4 + width, style="dim")
+        print()
 
 
-def variants_of(name: str, strategy: type[Strategy[Any]]) -> tuple[tuple[str, str], ...]:
-    """Notations and when to use them; without any, the strategy as it is."""
-    return strategy.variants or ((f"{name}()", strategy.use),)
+def _print_indented(text: str, indent: int, before: str = "", style: str | None = None) -> None:
+    """Print `text` in lines that fit the terminal, `indent` from its edge; `before` the first."""
+    console = _console()
+    lines = textwrap.wrap(text, max(console.width - indent, _NARROWEST), break_on_hyphens=False)
+    for number, line in enumerate(lines or [""]):
+        start = before.ljust(indent) if number == 0 else " " * indent
+        console.print(f"{start}{line}".rstrip(), style=style, soft_wrap=True)
 
 
-def _rows(
-    name: str, strategy: type[Strategy[Any]], standing: Standing
-) -> Iterator[tuple[str, ...]]:
-    for notation, use in variants_of(name, strategy):
-        own = use if use != strategy.use else ""  # which stands above already
-        yield notation, *filter(None, (own, _seen(notation, standing)))
-
-
-def _seen(notation: str, standing: Standing) -> str:
-    """Where it was seen best, in words; nothing if it was not."""
-    real, simulated = standing.good_on(notation), standing.good_in_simulation(notation)
-    parts = [f"on {', '.join(real)} in real runs"] if real else []
-    parts += [f"on {', '.join(simulated)} in simulated runs"] if simulated else []
-    return f"fast {' and '.join(parts)}" if parts else ""
+def _console() -> Console:
+    return Console(highlight=False, markup=False)

@@ -62,8 +62,8 @@ COMMANDS = {
     "calibrate": "orchestra.cli.calibrate:main",
     "compare": "orchestra.cli.compare:main",
     "list": "orchestra.cli.list:main",
-    "replay": "orchestra.cli.replay:main",
-    "report": "orchestra.cli.report:main",
+    "replay": "orchestra.cli.train:replay",
+    "report": "orchestra.cli.compare:report",
     "simulate": "orchestra.cli.compare:simulate",
     "train": "orchestra.cli.train:main",
 }
@@ -104,7 +104,7 @@ def guarded(command: Callable[[list[str]], int], argv: Sequence[str] | None = No
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """While inside, SIGTERM is what Ctrl-C is; only a main thread can arrange that."""
+    """Treat SIGTERM as Ctrl-C inside; only a main thread can arrange that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -116,7 +116,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """What is still to be written to standard output goes nowhere."""
+    """Send what is still to be written to standard output nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,36 +1,31 @@
-"""`orchestra train`: one task under one strategy."""
+"""`orchestra train` and `orchestra replay`: one task under one strategy, and the same again."""
 
 from __future__ import annotations
 
 import os
 import signal
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from orchestra.cli.arguments import Parser
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.system import handling
 from orchestra.errors import InputError, RunEnded, RunFailed
-from orchestra.experiments import (
-    PARENT,
-    Entry,
-    Experiment,
-    for_training,
-    fresh_folder,
-    load,
-    make_run,
-    runs,
-)
+from orchestra.experiments.experiment import Experiment, for_training, runs
+from orchestra.experiments.file import load
+from orchestra.experiments.run import PARENT, fresh_folder, idle_nodes, make_run, write_failure
+from orchestra.records.record import RunRecord
+from orchestra.report.conditions import costs_text
+from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import read
 from orchestra.settings.notation import bound
+from orchestra.settings.reading import Entry
 from orchestra.tasks.registry import TASKS
-
-if TYPE_CHECKING:
-    from orchestra.experiments.run import Train
-    from orchestra.records.record import RunRecord
-    from orchestra.trainer.settings import Run
+from orchestra.trainer.settings import Run
 
 DESCRIPTION = """\
 Train one task under one strategy, and write the record of the run into a folder.
@@ -59,13 +54,28 @@ def main(arguments: Sequence[str]) -> int:
         return _run(options, launched)
 
 
+def _parser() -> Parser:
+    parser = Parser("train", DESCRIPTION, EPILOG)
+    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
+    parser.add_argument("--task", metavar="TASK", help="digits, or package.module:function")
+    parser.add_argument(
+        "--strategy", metavar="EXPRESSION", help="in place of the file's: 'AllReduce(\"ring\")'"
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, servers included")
+    parser.add_argument("--seed", type=int, metavar="N", help="in place of the file's first one")
+    parser.add_run_options(
+        out="the record's folder (default: a new one in runs/); one of the same run is resumed"
+    )
+    return parser
+
+
 def _run(options: Namespace, launched: Launched | None) -> int:
     experiment = resolve(options, launched)
     check_task(experiment.task)
     (run,) = runs(experiment)
     if launched is not None and launched.rank > 0:
         return _follow(run, options.out, launched, experiment.name)
-    folder = options.out or fresh_folder(PARENT, _folder_name(experiment))
+    folder = options.out or fresh_folder(PARENT, f"{experiment.name}-{run.name}")
 
     def tell_resumed(completed: RunRecord | None) -> None:
         state = "going on with this run"
@@ -73,13 +83,19 @@ def _run(options: Namespace, launched: Launched | None) -> int:
             state = "this run was completed before; its record:"
         print(f"{folder}: {state}")
 
-    from orchestra.experiments.comparison import idle_nodes
+    def train(run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
+        from orchestra.engines.processes.training import take_part
+        from orchestra.engines.run import train_run
+
+        if launched is None:  # this process starts the ranks, else it is rank 0 of them
+            return completed or train_run(run, folder)
+        record = take_part(run, folder, launched, completed=completed)
+        assert record is not None  # on rank 0
+        return record
 
     for line in idle_nodes([run]):
         print(line)
-    record = make_run(run, experiment, folder, _trainer(launched), on_resume=tell_resumed)
-    from orchestra.cli.tables import print_record
-
+    record = make_run(run, experiment, folder, train, on_resume=tell_resumed)
     print_record(record, run)
     return 0 if record.status == "completed" else 1
 
@@ -96,27 +112,6 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
                 f"under {launched.launcher} give --out DIR: every rank has to know the folder"
             )
         options.ranks = launched.ranks if options.ranks is None else options.ranks
-    experiment = load(options.experiment, options.set, _given(options))
-    return for_training(experiment, str(options.experiment or "command line"))
-
-
-def _parser() -> Parser:
-    parser = Parser("train", DESCRIPTION, EPILOG)
-    parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
-    parser.add_argument("--task", metavar="TASK", help="digits, or package.module:function")
-    parser.add_argument(
-        "--strategy", metavar="EXPRESSION", help="in place of the file's: 'AllReduce(\"ring\")'"
-    )
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes, servers included")
-    parser.add_argument("--seed", type=int, metavar="N", help="in place of the file's first one")
-    parser.add_run_options(
-        out="the record's folder (default: a new one in runs/); one of the same run is resumed"
-    )
-    return parser
-
-
-def _given(options: Namespace) -> dict[str, Entry]:
-    """What options say in place of the file."""
     given = Parser.run_settings(options)
     given["tune"] = Entry(None, "train")  # it tunes nothing
     if options.task is not None:
@@ -129,7 +124,8 @@ def _given(options: Namespace) -> dict[str, Entry]:
         given["ranks"] = Entry(options.ranks, "--ranks")
     if options.seed is not None:
         given["seeds"] = Entry([options.seed], "--seed")
-    return given
+    experiment = load(options.experiment, options.set, given)
+    return for_training(experiment, str(options.experiment or "command line"))
 
 
 def check_task(text: str) -> None:
@@ -137,16 +133,10 @@ def check_task(text: str) -> None:
     bound(read(text, where="task"), TASKS, where="task")
 
 
-def _folder_name(experiment: Experiment) -> str:
-    (label,) = experiment.strategies
-    return f"{experiment.name}-{label}"
-
-
 def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
     """Take part as a rank beside the first, which keeps the record and tells how the run ended;
     where that one is gone, this one does. The first rank of each node tells it in any case."""
     from orchestra.engines.processes.training import take_part
-    from orchestra.experiments.run import write_failure
 
     def first_is_gone(reason: str) -> None:
         write_failure(run, folder, experiment, RunFailed(reason))
@@ -160,17 +150,111 @@ def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
     return 0
 
 
-def _trainer(launched: Launched | None) -> Train:
-    """How this process trains: it starts the ranks, or is rank 0 of those that were launched."""
+def print_record(record: RunRecord, run: Run) -> None:
+    """Print the figures of a run, and where its record lies."""
+    table = Table(title=record.strategy, title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in figures(record, run):
+        table.add_row(name, value)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"record: {record.folder}", soft_wrap=True, markup=False)
 
-    def train(run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
-        from orchestra.engines.processes.training import take_part
-        from orchestra.engines.run import train_run
 
-        if launched is None:
-            return completed or train_run(run, folder)
-        record = take_part(run, folder, launched, completed=completed)
-        assert record is not None  # on rank 0
-        return record
+def figures(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
+    """What the terminal says of a run: names, and values in words."""
+    yield "status", record.status
+    yield "ranks", f"{record.ranks} ({record.workers} workers, {record.servers} servers)"
+    yield "length", f"{record.steps} steps, {record.samples} samples"
+    if record.train_seconds is not None:
+        yield "time", f"{record.train_seconds:.2f} s, and {record.setup_seconds or 0:.2f} s set-up"
+    if record.samples_per_second is not None:
+        yield "speed", f"{record.samples_per_second:.0f} samples/s"
+    if record.final_loss is not None:
+        yield "loss", f"{record.final_loss:.4g}"
+    for name, value in record.metrics.items():
+        yield name, f"{value:.4g}"
+    if record.nodes is not None:  # their mean and the worst, at the last snapshot
+        worst = record.nodes["worst"]
+        each = [
+            f"{name} {mean:.4g}" + (f" (worst {worst[name]:.4g})" if name in worst else "")
+            for name, mean in record.nodes["mean"].items()
+        ]
+        yield "nodes' own models", f"mean {', '.join(each)}"
+    if run.training.target is not None:
+        after, by = record.time_to_target_after_seconds, record.time_to_target_seconds
+        if after is None or by is None:
+            yield "target", "not reached"
+        else:  # between two snapshots
+            places = max(0, places_of(by - after))
+            yield "target", f"reached between {fixed(after, places)} and {fixed(by, places)} s"
+    yield from _conditions(record, run)
 
-    return train
+
+def _conditions(record: RunRecord, run: Run) -> Iterator[tuple[str, str]]:
+    yield "sent", f"{record.bytes_sent / 1e6:.3f} MB" + " (estimated)" * record.bytes_estimated
+    if record.seconds:
+        yield "a worker's time", ", ".join(f"{k} {v:.2f} s" for k, v in record.seconds.items())
+    if record.costs is not None:
+        yield "cost model", costs_text(record)
+    if record.disturbed:
+        part = f"{record.busy_with_others:.0%} of the processor time"
+        yield "busy machine", f"other programs took {part}: these seconds are too long"
+    if record.staleness is not None:
+        mean, most = record.staleness["mean"], record.staleness["max"]
+        yield "staleness", f"{mean:.2f} updates in the mean, at most {most:.0f}"
+    if run.strategy.switches:
+        step = record.switched_at_step
+        yield "switched", "never: its rule did not fire" if step is None else f"at step {step}"
+    for rank, reason in record.left_out.items():
+        yield f"without rank {rank}", reason
+
+
+REPLAY = """\
+Repeat a run that was made with --record-order, in virtual time, in one process: every message that
+a receive from any source took comes from the same rank again, so that an asynchronous training
+goes the same way and ends with the same parameters, bit for bit. What was recorded holds no
+parameter and no gradient: they are computed again.
+
+With --until the state of each worker after so many steps of its own is written, and that of the
+servers when the last worker is there: parameters, gradient, optimizer, random streams.
+
+Exit status: 0 the parameters are those of the run (or it was stopped where you said), 1 they are
+not, 2 bad input.
+"""
+
+REPLAY_EPILOG = """\
+examples:
+  orchestra train experiment.yaml --record-order --out runs/recorded
+  orchestra replay runs/recorded
+  orchestra replay runs/recorded --until 40 --out runs/step-40
+
+  in Python: states = orchestra.replay("runs/recorded", until=40).states
+      states[2]["parameters"] is the flat vector of rank 2
+"""
+
+
+def replay(arguments: Sequence[str]) -> int:
+    """Replay as the command line says."""
+    parser = Parser("replay", REPLAY, REPLAY_EPILOG)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a recorded run")
+    parser.add_argument("--until", type=int, metavar="STEP", help="stop each worker there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder")
+    options = parser.read(arguments)
+    from orchestra.experiments import api
+
+    done = api.replay(options.run, options.until, out=options.out)
+    steps = ", ".join(f"rank {rank}: {count}" for rank, count in done.steps.items())
+    print(f"steps done: {steps}")
+    if done.states:
+        print(f"the state of every rank: {done.folder}")
+        return 0
+    if options.until is not None:
+        print(f"the run ended before step {options.until} of every worker")
+    if done.equal is None:
+        print("the run has no final parameters to compare with")
+        return 0
+    print("the parameters are those of the run, bit for bit" if done.equal else
+          "the parameters differ from those of the run")  # fmt: skip
+    return 0 if done.equal else 1

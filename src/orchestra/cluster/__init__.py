@@ -2,9 +2,20 @@
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, Delay, Fault, LinkCut, LinkSlow, Pause, SlowDown
-from orchestra.cluster.jitter import Drift, ExponentialTail, Jitter, LogNormal, Normal
-from orchestra.cluster.nodes import Channel, Link, Node, Path, Switch
-from orchestra.cluster.presets import CLUSTERS, load_cluster
+from orchestra.cluster.file import load_cluster
+from orchestra.cluster.nodes import (
+    Channel,
+    Drift,
+    ExponentialTail,
+    Jitter,
+    Link,
+    LogNormal,
+    Node,
+    Normal,
+    Path,
+    Switch,
+)
+from orchestra.cluster.presets import CLUSTERS
 
 __all__ = [
     "CLUSTERS",

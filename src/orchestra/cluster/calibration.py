@@ -15,9 +15,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from orchestra.cluster.costs import Overhead, Sharing
-from orchestra.cluster.jitter import Jitter, LogNormal
-from orchestra.cluster.quality import Quality, marked, together
+from orchestra.cluster.costs import Overhead, Quality, Sharing, marked, together
+from orchestra.cluster.nodes import Jitter, LogNormal
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
 

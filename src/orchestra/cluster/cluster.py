@@ -144,18 +144,18 @@ class Cluster(Settings):
         return {channel.name: channel for channel in found}
 
     def _way(self, source: Node, target: Node) -> Iterator[str]:
-        """The names of the channels from `source` to `target`."""
+        """Yield the names of the channels from `source` to `target`."""
         if source.name == target.name:
             yield f"{source.name} loopback"
             return
         up, down = self._switches_above(source), self._switches_above(target)
-        meeting = next(name for name in up if name in down)
+        common = next(name for name in up if name in down)
         yield f"{source.name} up"
-        for name in up[: up.index(meeting)]:
+        for name in up[: up.index(common)]:
             yield from self._shared(name)
             yield f"{name} up"
-        yield from self._shared(meeting)
-        for name in reversed(down[: down.index(meeting)]):
+        yield from self._shared(common)
+        for name in reversed(down[: down.index(common)]):
             yield f"{name} down"
             yield from self._shared(name)
         yield f"{target.name} down"
@@ -165,7 +165,7 @@ class Cluster(Settings):
             yield f"{switch} shared"
 
     def _switches_above(self, node: Node) -> list[str]:
-        """From the switch of `node` to the root."""
+        """Return the switches from that of `node` to the root."""
         found, name = [], node.switch
         while name is not None:
             found.append(name)
@@ -293,8 +293,7 @@ class Cluster(Settings):
 
     def _require_switch(self, part: Part, name: str) -> None:
         if name not in self._by_switch:
-            hint = _hint(name, self._by_switch)
-            raise Unfit(part, f"there is no switch {name!r}; {hint}")
+            raise Unfit(part, f"there is no switch {name!r}; {_hint(name, self._by_switch)}")
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,9 @@
-"""How long work takes: straight lines over amounts, measured on some machine or assumed."""
+"""How long work takes, measured or assumed; and how far measured figures can be trusted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 
@@ -92,3 +93,66 @@ class MessageCost(NamedTuple):
     rest: float
     taking_in: float
     wire_bytes: float
+
+
+MOST_WAITED = 0.1
+"""The part of the processor time that others may take from a measurement."""
+MOST_SPREAD = 0.3
+"""The spread up to which repeats can be taken for the same: half of their interquartile range over
+the median. A simulation would draw jitter with a standard deviation of 0.44 from it."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Under what conditions figures were measured.
+
+    Attributes:
+        measured_at: date and time, UTC.
+        waited: the part of the processor time that the measurement wanted and other programs took;
+            of several measurements the worst.
+        spread: of the repeats, half of their interquartile range over the median: in the middle
+            of all messages, or of a gradient of the batch that was asked for.
+        repeats: how many measurements were made again because they had been disturbed.
+        left_out: what there was no time for.
+        kept_anyway: whether the figures are not to be trusted, and were kept because the user
+            said so.
+    """
+
+    measured_at: str
+    waited: float
+    spread: float
+    repeats: int = 0
+    left_out: tuple[str, ...] = ()
+    kept_anyway: bool = False
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the figures are not to be trusted; none where they are."""
+        found = []
+        if self.waited > MOST_WAITED:
+            found.append(f"other programs took {self.waited:.0%} of the processor time")
+        if self.spread > MOST_SPREAD:
+            found.append(f"repeats differ by ±{self.spread:.0%}")
+        return tuple(found)
+
+    def __str__(self) -> str:
+        again = f", {self.repeats} measured again" * (self.repeats > 0)
+        text = f"waited {self.waited:.0%}, spread ±{self.spread:.0%}{again}"
+        return text + ", kept anyway" * self.kept_anyway
+
+
+def together(qualities: Sequence[Quality]) -> Quality:
+    """That of figures which are used together: the worst of each, and the oldest date."""
+    return Quality(
+        measured_at=min(quality.measured_at for quality in qualities),
+        waited=max(quality.waited for quality in qualities),
+        spread=max(quality.spread for quality in qualities),
+        repeats=sum(quality.repeats for quality in qualities),
+        left_out=tuple(dict.fromkeys(what for q in qualities for what in q.left_out)),
+        kept_anyway=any(quality.kept_anyway for quality in qualities),
+    )
+
+
+def marked(quality: Quality | None) -> Quality | None:
+    """The same with the mark that it was kept anyway, where there are doubts."""
+    return replace(quality, kept_anyway=True) if quality and quality.doubts else quality

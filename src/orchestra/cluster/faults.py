@@ -68,7 +68,6 @@ class SlowDown(Lasting):
 
     @property
     def words(self) -> str:
-        """Slower by how much, and when."""
         return f"{self.factor:g}x slower {self._span}"
 
 
@@ -81,7 +80,6 @@ class LinkSlow(Lasting):
 
     @property
     def words(self) -> str:
-        """The part that is left, and when."""
         return f"link {self.factor:g}x slower {self._span}"
 
 
@@ -93,7 +91,6 @@ class LinkCut(Lasting):
 
     @property
     def words(self) -> str:
-        """When it is cut."""
         return f"link cut {self._span}"
 
 
@@ -113,7 +110,6 @@ class Delay(Lasting):
 
     @property
     def words(self) -> str:
-        """Which messages, how much later, and when."""
         ends = f"from {self.source} " * bool(self.source) + f"to {self.target} " * bool(self.target)
         return f"messages {ends}{SECONDS.write(self.seconds)} late {self._span}"
 
@@ -129,7 +125,6 @@ class Pause(Fault):
 
     @property
     def words(self) -> str:
-        """When, and how long."""
         return f"paused {SECONDS.write(self.seconds)} at {SECONDS.write(self.at)}"
 
 
@@ -143,7 +138,6 @@ class Death(Fault):
 
     @property
     def words(self) -> str:
-        """When."""
         return f"dies at {SECONDS.write(self.at)}"
 
 

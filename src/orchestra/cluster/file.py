@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.cluster import Cluster, Part, Unfit
-from orchestra.cluster.costs import Cost, Line, Overhead
+from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.faults import FAULTS, Fault
-from orchestra.cluster.jitter import Drift
-from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.presets import CLUSTERS
+from orchestra.cluster.nodes import Drift, Link, Node, Switch
+from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
 from orchestra.errors import InputError
 from orchestra.settings import MOST_RANKS, REQUIRED, Settings, parse, setting, write
@@ -87,6 +86,35 @@ class _Overhead(Settings):
     wire: float = setting(REQUIRED, "", low=1, high=1e3)
 
 
+def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
+    """The cluster that `text` names: `lan_1gbit(nodes=8)`, or the path of a YAML file.
+
+    Args:
+        where: opens the message of every error about `text` itself.
+        folder: what a relative path is relative to.
+
+    Raises:
+        InputError: an unknown name or setting, or an error in the file, with its line.
+    """
+    if is_file(text):
+        path = folder / text
+        if not path.is_file():
+            raise InputError(f"{where}: there is no file {path}; give one, or a preset's name")
+        return read_cluster(path)
+    preset = parse(text, CLUSTERS, where=where)
+    if not isinstance(preset, Preset):
+        raise InputError(f"{where}: {text} is no cluster; one of them is lan_1gbit(nodes=8)")
+    try:
+        return preset.cluster()
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def is_file(text: str) -> bool:
+    """Whether `text` is the path of a cluster's file, not the name of a preset."""
+    return isinstance(text, str) and text.endswith((".yaml", ".yml"))
+
+
 def read_cluster(path: Path) -> Cluster:
     """The cluster in the file `path`.
 
@@ -131,7 +159,7 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
 
 
 def _without_rival(common: Mapping[Any, Entry], own: Mapping[Any, Entry]) -> dict[Any, Entry]:
-    """What holds for all nodes, but for the speed where a node says its own, in either unit."""
+    """Return what all nodes share, without the speed if a node gives its own, in either unit."""
     rivals = {"speed", "flops"} if {"speed", "flops"} & {*own} else set()
     return {key: entry for key, entry in common.items() if key not in rivals}
 
@@ -169,7 +197,7 @@ def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
 
 
 def _links(inside: Mapping[Any, Entry], key: str) -> dict[str, Link | None]:
-    """`up` and `down`, from the `link` of a node or switch: one for both, or each by itself."""
+    """Read `up` and `down` from the `link` of a node or switch: one for both, or each by itself."""
     if "link" not in inside:
         return {"up": None, "down": None}
     entry, key = inside["link"], f"{key}.link"
@@ -201,14 +229,10 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
 def _overhead(entry: Entry) -> Overhead:
     inside = mapping(entry, "overhead", f"{{send: {LINE}, receive: {LINE}}}")
     read = READER.read_settings(_Overhead, entry, "overhead", inside)
-    return Overhead(
-        send=Line(read.send.fixed, read.send.each),
-        receive=Line(read.receive.fixed, read.receive.each),
-        local=Line(read.local.fixed, read.local.each),
-        add=read.add,
-        buffer_bytes=round(read.buffer),
-        wire=read.wire,
+    send, receive, local = (
+        Line(line.fixed, line.each) for line in (read.send, read.receive, read.local)
     )
+    return Overhead(send, receive, read.add, round(read.buffer), read.wire, local)
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -247,7 +271,7 @@ def _groups(nodes: Sequence[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _plain(settings: Settings) -> dict[str, Any]:
-    """Those settings that differ from their defaults, with units; without the name."""
+    """Return the settings that differ from their defaults, with units; without the name."""
     found: dict[str, Any] = {}
     for field in settings_of(type(settings)):
         value = getattr(settings, field.name)
@@ -256,7 +280,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         unit = field.metadata.get("unit")
         if unit is not None:
             value = unit.write(value)
-        elif isinstance(value, Link | Drift):
+        elif isinstance(value, Link | Drift | _Line):
             value = _plain(value)
         elif isinstance(value, Settings):
             value = write(value, CLUSTERS)
@@ -268,17 +292,10 @@ def _plain(settings: Settings) -> dict[str, Any]:
 
 
 def _overhead_text(overhead: Overhead) -> dict[str, Any]:
-    return {
-        "send": _line_text(overhead.send),
-        "receive": _line_text(overhead.receive),
-        "local": _line_text(overhead.local or Line(0.0, 0.0)),
-        "add": SECONDS_PER_BYTE.write(overhead.add),
-        "buffer": BYTES.write(overhead.buffer_bytes),
-        "wire": overhead.wire,
-    }
-
-
-def _line_text(line: Cost) -> dict[str, str]:
-    if not isinstance(line, Line):
+    ends = (overhead.send, overhead.receive, overhead.local or Line(0.0, 0.0))
+    lines = [_Line(line.fixed, line.each) for line in ends if isinstance(line, Line)]
+    if len(lines) < len(ends):
         raise InputError("a measured overhead is no part of a file; leave overhead out")
-    return {"fixed": SECONDS.write(line.fixed), "each": SECONDS_PER_BYTE.write(line.each)}
+    send, receive, local = lines
+    buffer, wire = overhead.buffer_bytes, overhead.wire
+    return _plain(_Overhead(send, receive, local, overhead.add, buffer, wire))

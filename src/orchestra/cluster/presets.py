@@ -10,21 +10,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, replace
-from pathlib import Path
 
 from orchestra.cluster.cluster import Cluster
-from orchestra.cluster.jitter import DEFAULT, JITTER_MEANS, JitterSetting, LogNormal
-from orchestra.cluster.nodes import MOST_CORES, Link, Node, Switch
+from orchestra.cluster.nodes import (
+    DEFAULT,
+    JITTER_MEANS,
+    MOST_CORES,
+    JitterSetting,
+    Link,
+    LogNormal,
+    Node,
+    Switch,
+)
 from orchestra.cluster.units import BANDWIDTH, SECONDS, Unit
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, Registry, Settings, parse, setting, write
+from orchestra.settings import MOST_RANKS, Registry, Settings, setting, write
 
 CLUSTERS = Registry(
     "cluster",
     {
-        "ExponentialTail": "orchestra.cluster.jitter:ExponentialTail",
-        "LogNormal": "orchestra.cluster.jitter:LogNormal",
-        "Normal": "orchestra.cluster.jitter:Normal",
+        "ExponentialTail": "orchestra.cluster.nodes:ExponentialTail",
+        "LogNormal": "orchestra.cluster.nodes:LogNormal",
+        "Normal": "orchestra.cluster.nodes:Normal",
         "containers_10mbit": "orchestra.cluster.presets:Containers10Mbit",
         "infiniband": "orchestra.cluster.presets:Infiniband",
         "lan_10gbit": "orchestra.cluster.presets:Lan10Gbit",
@@ -36,39 +43,6 @@ CLUSTERS = Registry(
     },
     group="orchestra.clusters",
 )
-
-
-def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
-    """The cluster that `text` names: `lan_1gbit(nodes=8)`, or the path of a YAML file.
-
-    Args:
-        where: opens the message of every error about `text` itself.
-        folder: what a relative path is relative to.
-
-    Raises:
-        InputError: an unknown name or setting, or an error in the file, with its line.
-    """
-    if is_file(text):
-        from orchestra.cluster.file import read_cluster
-
-        path = folder / text
-        if not path.is_file():
-            raise InputError(f"{where}: there is no file {path}; give one, or a preset's name")
-        return read_cluster(path)
-    from orchestra.cluster.presets import Preset
-
-    preset = parse(text, CLUSTERS, where=where)
-    if not isinstance(preset, Preset):
-        raise InputError(f"{where}: {text} is no cluster; one of them is lan_1gbit(nodes=8)")
-    try:
-        return preset.cluster()
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
-def is_file(text: str) -> bool:
-    """Whether `text` is the path of a cluster's file, not the name of a preset."""
-    return isinstance(text, str) and text.endswith((".yaml", ".yml"))
 
 
 LOOPBACK = Link(3e9, 15e-6)
@@ -91,12 +65,12 @@ class Preset(Settings, ABC):
         return write(self, CLUSTERS)
 
     def _read(self, unit: Unit, name: str) -> float:
-        """The quantity that the setting `name` gives as text."""
+        """Read the quantity that the setting `name` gives as text."""
         where = f"{CLUSTERS.name_of(type(self))}.{name}"
         return unit.read(getattr(self, name), where=where)
 
     def _link(self, bandwidth: str, latency: str) -> Link:
-        """The link whose quantities are the settings of these names."""
+        """Return the link whose quantities are the settings of these names."""
         return Link(self._read(BANDWIDTH, bandwidth), self._read(SECONDS, latency))
 
 

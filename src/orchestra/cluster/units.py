@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import TypeVar
 
 from orchestra.errors import InputError, nearest
-from orchestra.settings.base import Limits, Required
+from orchestra.settings import setting
 
+T = TypeVar("T")
 _QUANTITY = re.compile(
     r"(?P<number>[-+]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:[eE][-+]?\d{1,3}(?!\d))?)"
     r"\s*(?P<unit>.*)"
@@ -77,9 +78,8 @@ class Unit:
         return Decimal(factor.numerator) / Decimal(factor.denominator)
 
     def _complaint(self, value: object) -> str:
-        if isinstance(value, str) and not re.fullmatch(r"[-+\d.eE]+", value):
-            return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
+        bare = isinstance(value, int | float) and not isinstance(value, bool)
+        if bare or (isinstance(value, str) and re.fullmatch(r"[-+\d.eE]+", value)):
             return f"{value} has no unit; write {self.kind} like {self.example}"
         return f"{value!r} is no {self.kind}; write a number and its unit: {self.example}"
 
@@ -168,22 +168,12 @@ SECONDS_PER_BYTE = Unit(
 
 
 def quantity(
-    unit: Unit,
-    default: float | Required | None,
-    meaning: str,
-    *,
-    low: float | None = None,
-    above: float | None = None,
-) -> Any:
+    unit: Unit, default: T, meaning: str, *, low: float | None = None, above: float | None = None
+) -> T:
     """A field of a `Settings` class that a file gives with `unit`, and Python in its base.
 
     Its range is the unit's, from `low` on where that is given.
     """
-    metadata = {
-        "meaning": f"{meaning} ({unit.base})",
-        "limits": Limits(unit.least if low is None else low, unit.most, above),
-        "unit": unit,
-    }
-    if isinstance(default, Required):
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    low = unit.least if low is None else low
+    text = f"{meaning} ({unit.base})"
+    return setting(default, text, low=low, high=unit.most, above=above, unit=unit)

@@ -13,7 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from orchestra.cluster.presets import load_cluster
 from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
 from orchestra.engines.run import failed_record, train_run
@@ -35,13 +34,14 @@ from orchestra.experiments.run import (
     finished,
     fresh_folder,
     held,
+    idle_nodes,
     make_run,
     write_failure,
 )
 from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_summary
-from orchestra.trainer.settings import Run, Target
+from orchestra.trainer.settings import Run
 
 
 @dataclass(frozen=True)
@@ -99,53 +99,35 @@ def carry_out(
     with held(folder, experiment):
         execution = _Execution(experiment, folder, retry=retry, quiet=quiet)
         stopped = execution.run()
-    records = execution.rows()
-    page = _report(folder, baseline) if report and records else None
+    records, page = execution.rows(), None
+    if report and records:
+        from orchestra.report.page import write_report
+
+        page = write_report([folder], out=folder, baseline=baseline)
     return Comparison(records, folder, page, len(execution.runs), execution.not_run, stopped)
 
 
-def _report(folder: Path, baseline: str | None) -> Path:
-    from orchestra.report.page import write_report
-
-    return write_report([folder], out=folder, baseline=baseline)
-
-
-def _lacking(experiment: Experiment) -> list[dict[str, Any]]:
-    """The rows for which this machine has not the devices, and which."""
-    return [
-        {"name": run.name, "ranks": run.training.ranks, "reason": reason}
-        for run in runs(replace(experiment, seeds=experiment.seeds[:1]))
-        if (reason := training.lacking(run)) is not None
-    ]
-
-
-def idle_nodes(planned: Sequence[Run]) -> list[str]:
-    """A line for each cluster that has more nodes than the largest run has ranks to spread."""
-    most = max((run.training.ranks for run in planned), default=0)
-    simulated = [run.training for run in planned if run.training.engine == "simulation"]
-    lines = []
-    for name in dict.fromkeys(each.cluster for each in simulated):
-        cluster = load_cluster(name, where="cluster", folder=Path())
-        nodes = len(cluster.nodes)
-        if cluster.placement == "spread" and nodes > most:
-            lines.append(
-                f"cluster {name} has {nodes} nodes, but ranks is {most}: {nodes - most} of them "
-                f"stand idle; set ranks={nodes} to use all"
-            )
-    return lines
-
-
 class _Execution:
-    """Makes the runs that are missing, until the end or Ctrl-C."""
+    """Makes the runs that are missing, until the end or Ctrl-C.
+
+    A run that fails is a record, too: the others go on.
+    """
 
     def __init__(self, experiment: Experiment, folder: Path, *, retry: bool, quiet: bool) -> None:
-        self.not_run = not_run(experiment) + _lacking(experiment)
+        first = runs(replace(experiment, seeds=experiment.seeds[:1]))
+        lacking = [(run, training.lacking(run)) for run in first]
+        self.not_run = not_run(experiment) + [
+            {"name": run.name, "ranks": run.training.ranks, "reason": reason}
+            for run, reason in lacking
+            if reason is not None
+        ]
         self.runs = [run for run in runs(experiment) if training.lacking(run) is None]
         self._experiment, self._folder, self._retry = experiment, folder, retry
         self._trials = [it for it in trials(experiment) if training.lacking(it.run) is None]
         self._choices: Mapping[tuple[str, int], Choice] = {}
         self._progress = Progress(len(self._trials) + len(self.runs), quiet=quiet)
-        self._runner = _Runner(experiment, self._progress)
+        self._bad_input: list[InputError] = []
+        self._made = 0
         self._records = {
             place: record
             for place in map(self._place, self.runs)
@@ -174,50 +156,46 @@ class _Execution:
         return [self._records[place] for place in places if place in self._records]
 
     def _tuned(self, tune: Tune) -> Mapping[tuple[str, int], Choice]:
-        """The choices, after all trials; those of a row with a completed run stay as they are."""
-        self._require_validation()
-        settled = {(r.name, r.ranks) for r in self.rows() if r.status == "completed"}
-        outcomes = []
-        for _, block in groupby(self._trials, key=lambda trial: trial.number):
-            for trial in block:
-                retry = self._retry and trial.row not in settled
-                folder = trial.folder(self._folder)
-                record = self._runner.make(trial.run, folder, str(trial), retry=retry)
-                outcomes.append((trial, record))
-            self._runner.require_good_input()
-        choices = choose(tune, self._experiment.training, outcomes)
-        write_tuning(self._folder, tune, self._experiment.training, choices)
-        return choices
-
-    def _require_validation(self) -> None:
-        folders = (trial.folder(self._folder) for trial in self._trials)
-        if all(finished(folder, failed=True) for folder in folders):
-            return
-        if not training.has_validation(self._experiment.task):
+        """Make all trials, and choose; rows with a completed run keep their choice."""
+        folders = [trial.folder(self._folder) for trial in self._trials]
+        made = all(finished(folder, failed=True) for folder in folders)
+        if not made and not training.has_validation(self._experiment.task):
             raise InputError(
                 f"tune: {self._experiment.task} has no validation data to choose by; leave tune "
                 "out, or give the task some"
             )
+        settled = {(r.name, r.ranks) for r in self.rows() if r.status == "completed"}
+        outcomes = []
+        for _, block in groupby(zip(self._trials, folders, strict=True), lambda it: it[0].number):
+            for trial, folder in block:
+                retry = self._retry and trial.row not in settled
+                record = self._make(trial.run, folder, str(trial), retry=retry)
+                outcomes.append((trial, record))
+            self._require_good_input()
+        choices = choose(tune, self._experiment.training, outcomes)
+        write_tuning(self._folder, tune, self._experiment.training, choices)
+        return choices
 
     def _compare(self) -> None:
         self._write_summary()
         for _, block in groupby(self.runs, key=lambda run: run.seed):
             for run in block:
-                self._one(run)
+                self._records[self._place(run)] = self._one(run)
                 self._write_summary()
-            self._runner.require_good_input()
+            self._require_good_input()
 
-    def _one(self, run: Run) -> None:
+    def _one(self, run: Run) -> RunRecord:
+        """Make a run with the settings that were chosen for it, or give it up without any."""
         what = f"{on_ranks(run)}, seed {run.seed}"
         place, tuned = self._place(run), None
         if (choice := self._choices.get((run.name, run.training.ranks))) is not None:
             if choice.best is None:
-                failure = RunFailed(choice.reason)
-                self._records[place] = self._runner.give_up(run, place, what, failure)
-                return
+                self._made += 1
+                self._progress.begin(what)
+                return self._finished(failed_record(run, place, RunFailed(choice.reason)), run)
             best, tuned = choice.best.run, choice.best.settings
             run = replace(run, training=best.training, strategy=best.strategy)
-        self._records[place] = self._runner.make(run, place, what, retry=self._retry, tuned=tuned)
+        return self._make(run, place, what, retry=self._retry, tuned=tuned)
 
     def _place(self, run: Run) -> Path:
         return run_folder(self._folder, run.name, run.training.ranks, run.seed)
@@ -225,26 +203,16 @@ class _Execution:
     def _write_summary(self) -> None:
         write_summary(self._folder, self._experiment.name, self.rows(), self.not_run)
 
-
-class _Runner:
-    """Makes the runs of `experiment`. A run that fails is a record, too: the others go on."""
-
-    def __init__(self, experiment: Experiment, progress: Progress) -> None:
-        self._experiment = experiment
-        self._progress = progress
-        self._bad_input: list[InputError] = []
-        self._made = 0
-
-    def make(
+    def _make(
         self,
         run: Run,
         folder: Path,
         what: str,
         *,
-        retry: bool = False,
+        retry: bool,
         tuned: Mapping[str, Any] | None = None,
     ) -> RunRecord:
-        """The record of `run` in `folder`; it is made unless it was completed, or failed, before.
+        """Make `run` in `folder` unless it was completed, or failed, before; return its record.
 
         Args:
             what: names the run for the user.
@@ -273,22 +241,7 @@ class _Runner:
             record = write_failure(run, folder, own.name, failure)
         if record.status == "stopped":
             raise KeyboardInterrupt
-        failed = record.status == "failed"
-        self._progress.finish(outcome_text(record, run.training.target), failed=failed)
-        return record
-
-    def give_up(self, run: Run, folder: Path, what: str, failure: RunFailed) -> RunRecord:
-        """The record of a run that need not be begun."""
-        self._made += 1
-        self._progress.begin(what)
-        record = failed_record(run, folder, failure)
-        self._progress.finish(outcome_text(record, run.training.target), failed=True)
-        return record
-
-    def require_good_input(self) -> None:
-        """Raise the first error if every run so far was refused as bad input."""
-        if self._bad_input and len(self._bad_input) == self._made:
-            raise self._bad_input[0]
+        return self._finished(record, run)
 
     def _train(self, run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
         try:
@@ -298,17 +251,20 @@ class _Runner:
                 raise KeyboardInterrupt from None
             raise
 
+    def _finished(self, record: RunRecord, run: Run) -> RunRecord:
+        """Tell the user what has become of a run, in a few words."""
+        if record.failure is not None:
+            text = f"failed: {record.failure.splitlines()[0]}"
+        else:
+            target = run.training.target
+            name = target.metric if target is not None else next(iter(record.metrics), "loss")
+            value = record.metrics.get(name, record.final_loss if name == "loss" else None)
+            figure = "" if value is None else f"{name} {value:.4g}, "
+            text = f"{figure}{record.train_seconds or 0.0:.1f} s"
+        self._progress.finish(text, failed=record.status == "failed")
+        return record
 
-def outcome_text(record: RunRecord, target: Target | None) -> str:
-    """What has become of a run, in a few words."""
-    if record.failure is not None:
-        return f"failed: {record.failure.splitlines()[0]}"
-    name, value = headline(record, target)
-    figure = "" if value is None else f"{name} {value:.4g}, "
-    return f"{figure}{record.train_seconds or 0.0:.1f} s"
-
-
-def headline(record: RunRecord, target: Target | None) -> tuple[str, float | None]:
-    """The figure by which a run is judged: the target's metric, else the first, else the loss."""
-    name = target.metric if target is not None else next(iter(record.metrics), "loss")
-    return name, record.metrics.get(name, record.final_loss if name == "loss" else None)
+    def _require_good_input(self) -> None:
+        """Raise the first error if every run so far was refused as bad input."""
+        if self._bad_input and len(self._bad_input) == self._made:
+            raise self._bad_input[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, TypeVar
@@ -83,20 +83,6 @@ def grid(tune: Tune, strategy: Strategy[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def check_tunable(tune: Tune, training: Training, strategies: Iterable[Strategy[Any]]) -> None:
-    """That the training, and some of the `strategies`, can have all settings of `tune`.
-
-    Raises:
-        InputError: there is no such setting, or it cannot have one of the values.
-    """
-    some = list(strategies)
-    for key, values in tune.settings.items():
-        having = [strategy for strategy in some if _has(strategy, key, values[0])]
-        for strategy in having or some[:1]:
-            for value in values:
-                _adapted(training, strategy, {key: value})
-
-
 def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
     """`run` with the settings of a trial.
 
@@ -108,7 +94,7 @@ def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
 
 
 def _has(strategy: Strategy[Any], key: str, value: object) -> bool:
-    """Whether the setting is the training's, or `strategy` has it and takes `value`."""
+    """Return whether the setting is the training's, or `strategy` has it and takes `value`."""
     if not key.startswith(_STRATEGY):
         return True
     try:
@@ -193,7 +179,12 @@ class Experiment(Settings):
                 f"tune.seed: {tune.seed} is among the seeds; choose another, lest the settings be "
                 "chosen on a run that is compared"
             )
-        check_tunable(tune, self.training, self.strategies.values())
+        some = list(self.strategies.values())
+        for key, values in tune.settings.items():  # some have to have it, with all of its values
+            having = [strategy for strategy in some if _has(strategy, key, values[0])]
+            for strategy in having or some[:1]:
+                for value in values:
+                    _adapted(self.training, strategy, {key: value})
 
 
 def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:

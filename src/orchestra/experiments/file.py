@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestra.cluster.presets import is_file, load_cluster
+from orchestra.cluster.file import is_file, load_cluster
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment, Tune
@@ -100,7 +100,7 @@ def to_yaml(experiment: Experiment) -> str:
 
 
 def _plain(settings: Settings | None) -> dict[str, Any] | None:
-    """The settings as a mapping of the file."""
+    """Return the settings as a mapping of the file."""
     if settings is None:
         return None
     values = {field.name: getattr(settings, field.name) for field in settings_of(type(settings))}
@@ -125,7 +125,7 @@ def _set_value(text: str, where: str) -> object:
 
 
 def _replaced(document: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict[str, Entry]:
-    """`document` with the keys of `given` replaced; `steps` displaces `epochs`, and the reverse."""
+    """Replace the keys of `given` in `document`; `steps` displaces `epochs`, and the reverse."""
     rivals = {"steps": "epochs", "epochs": "steps"}
     displaced = {rivals[key] for key, entry in given.items() if key in rivals and entry.value}
     return {key: entry for key, entry in document.items() if key not in displaced} | dict(given)
@@ -184,7 +184,7 @@ def _groups(entry: Entry) -> tuple[Group, ...]:
 
 
 def _cluster(entry: Entry, key: str) -> str:
-    """The cluster's notation, or the full path of its file, which the experiment's lies beside."""
+    """Return the cluster's notation, or the full path of its file, relative to the experiment's."""
     from_option = entry.where.startswith("--")
     folder = Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
     load_cluster(entry.value, where=entry.at(key), folder=folder)
@@ -211,7 +211,7 @@ READER = Reader(
 
 
 def _changed(experiment: Experiment, key: str, text: str, where: str) -> Experiment:
-    """`experiment` with what lies behind the dotted `key` replaced."""
+    """Replace what lies behind the dotted `key`."""
     head, _, rest = key.partition(".")
     if head not in KNOWN_KEYS:
         raise InputError(f"{where}: unknown key {head!r}; {nearest(head, KNOWN_KEYS)}")

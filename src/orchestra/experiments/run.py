@@ -9,13 +9,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from orchestra.cluster.file import load_cluster
 from orchestra.engines.run import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment
@@ -96,8 +97,8 @@ def fresh_folder(parent: Path, name: str) -> Path:
         except OSError as error:
             raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
         else:
-            return folder
-    raise AssertionError("count() ends nowhere")
+            break
+    return folder
 
 
 def claim(folder: Path, experiment: Experiment) -> bool:
@@ -147,7 +148,7 @@ def held(folder: Path, experiment: Experiment) -> Iterator[bool]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The lock is the kernel's, and ends with its holder, however that ends."""
+    """Hold a lock of the kernel, which ends with its holder, however that ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,7 +167,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _holder(inode: int) -> str:
-    """The process that has locked a file, as far as it can be told."""
+    """Return the process that has locked a file, as far as the kernel shows it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
@@ -215,3 +216,19 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
         f"{path.parent}: holds a different experiment (in {keys or 'its form'}); "
         "choose another --out, or none for a new folder"
     )
+
+
+def idle_nodes(planned: Sequence[Run]) -> list[str]:
+    """A line for each cluster that has more nodes than the largest run has ranks to spread."""
+    most = max((run.training.ranks for run in planned), default=0)
+    simulated = [run.training for run in planned if run.training.engine == "simulation"]
+    lines = []
+    for name in dict.fromkeys(each.cluster for each in simulated):
+        cluster = load_cluster(name, where="cluster", folder=Path())
+        nodes = len(cluster.nodes)
+        if cluster.placement == "spread" and nodes > most:
+            lines.append(
+                f"cluster {name} has {nodes} nodes, but ranks is {most}: {nodes - most} of them "
+                f"stand idle; set ranks={nodes} to use all"
+            )
+    return lines

@@ -287,6 +287,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
         "command": sys.argv,
+        "modules": [p for p in sys.path if p and not p.startswith((sys.prefix, sys.base_prefix))],
     }
 
 

@@ -27,7 +27,6 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
-    overload,
 )
 
 from orchestra.errors import InputError, nearest
@@ -191,7 +190,7 @@ class Required:
 
 
 #: In place of a default: the caller has to give this setting.
-REQUIRED: Final = Required()
+REQUIRED: Final[Any] = Required()
 
 #: Of a run, servers included, and of nodes: 16 times as many as were ever simulated here.
 MOST_RANKS: Final = 2**14
@@ -230,16 +229,6 @@ class Limits:
         return ", ".join(words)
 
 
-@overload
-def setting(
-    default: Required,
-    meaning: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-) -> Any: ...
-@overload
 def setting(
     default: T,
     meaning: str,
@@ -247,26 +236,21 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
-) -> T: ...
-def setting(
-    default: object,
-    meaning: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-) -> Any:
+    **more: object,
+) -> T:
     """A field of a `Settings` class: its default, what it means, and its range.
 
     `low` and `high` belong to the range, `above` does not. `REQUIRED` stands for no default. A
-    list, dict or set given as default is copied for each object.
+    list, dict or set given as default is copied for each object. `more` is kept as metadata.
     """
-    metadata = {"meaning": meaning, "limits": Limits(low, high, above)}
-    if isinstance(default, Required):
-        return dataclasses.field(metadata=metadata)
+    given: dict[str, Any] = {}
     if type(default).__hash__ is None:
-        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        given["default_factory"] = lambda: copy.deepcopy(default)
+    elif default is not REQUIRED:
+        given["default"] = default
+    metadata = {"meaning": meaning, "limits": Limits(low, high, above), **more}
+    field: T = dataclasses.field(**given, metadata=metadata)
+    return field
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -106,9 +106,7 @@ def parse(text: str, registry: Registry, *, where: str) -> Any:
 
 def read(text: str, *, where: str) -> Call:
     """The call that `text` spells, with nothing looked up; a bare name is a call."""
-    if not isinstance(text, str):
-        raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
-    value = _Reader(text, where).value()
+    value = _Reader(text, where).value() if isinstance(text, str) else None
     if not isinstance(value, Call):
         raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
     return value
@@ -165,14 +163,18 @@ def bound(call: Call, registry: Registry, *, where: str) -> Callable[..., Any]:
         _require_maker(target, call, registry, where)
     signature = inspect.signature(target)
     _no_bare_text(call, registry, where)
-    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+    known = signature.parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for name in call.keywords:
-            if name not in signature.parameters:
-                raise InputError(f"{where}: {_unknown_argument(call.name, name, signature)}")
+            if name not in known:
+                wrong = f"has no argument {name!r}; {nearest(name, known)}"
+                if not known:
+                    wrong = f"takes no arguments, but got {name!r}"
+                raise InputError(f"{where}: {call.name} {wrong}")
     try:
         signature.bind(*call.positional, **call.keywords)
     except TypeError as error:
-        raise InputError(f"{where}: {call.name}{signature_text(signature)}: {error}") from None
+        raise InputError(f"{where}: {call.name}({', '.join(known)}): {error}") from None
     return target
 
 
@@ -195,11 +197,6 @@ def _no_bare_text(call: Call, registry: Registry, where: str) -> None:
                 f"{where}: {value.name!r} in {call.name} is no known {registry.kind}; "
                 f"if it is a text, quote it: {value.name!r}"
             )
-
-
-def signature_text(signature: inspect.Signature) -> str:
-    """The names of the arguments: (first, then, when)."""
-    return f"({', '.join(signature.parameters)})"
 
 
 def write(value: object, registry: Registry) -> str:
@@ -253,7 +250,7 @@ def replace_setting(value: Any, path: str, text: str, registry: Registry, *, whe
 
 
 def _get(value: Any, name: str) -> Any:
-    """What `value` holds under `name`: an object with settings of its own."""
+    """Return what `value` holds under `name`: an object with settings of its own."""
     if isinstance(value, Call):
         value = value.keywords
     if isinstance(value, Mapping):
@@ -268,7 +265,7 @@ def _get(value: Any, name: str) -> Any:
 
 
 def _setting_value(value: Any, name: str, text: str, registry: Registry, where: str) -> object:
-    """What `text` means as the setting `name` of `value`."""
+    """Return what `text` means as the setting `name` of `value`."""
     new = literal(text)
     if isinstance(value, Settings):
         wants_object = wants_notation(type_hints(type(value)).get(name, str))
@@ -285,14 +282,8 @@ def _require_key(mapping: Mapping[str, object], name: str) -> None:
         raise InputError(f"there is no {name!r}; {nearest(name, map(str, mapping))}")
 
 
-def _unknown_argument(name: str, argument: str, signature: inspect.Signature) -> str:
-    if not signature.parameters:
-        return f"{name} takes no arguments, but got {argument!r}"
-    return f"{name} has no argument {argument!r}; {nearest(argument, signature.parameters)}"
-
-
 class _Reader:
-    """One text on its way into a `Call`."""
+    """Reads one text into a `Call`."""
 
     def __init__(self, text: str, where: str) -> None:
         self._text = text.strip()

@@ -62,7 +62,7 @@ class Loader(yaml.SafeLoader):
         return root
 
     def _check(self, node: yaml.Node, values: dict[int, int]) -> int:
-        """How many values `node` stands for; `values` has those of the nodes before."""
+        """Count the values that `node` stands for; `values` has those of the nodes before."""
         known = values.get(id(node))
         if known is not None:
             if not known:
@@ -215,24 +215,20 @@ def _entries(text: str, name: str, needs: str, example: str) -> dict[str, Entry]
 
 
 def _inside(loader: Loader, node: yaml.Node, name: str) -> dict[Any, Entry]:
+    """Return what a sequence or a mapping holds, each item with the line of its key."""
+    items: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.SequenceNode):
-        return {
-            i: _entry(loader, _place(item, name), item, name) for i, item in enumerate(node.value)
-        }
-    if isinstance(node, yaml.MappingNode):
-        return {
-            loader.construct_object(key, deep=True): _entry(loader, _place(key, name), item, name)
-            for key, item in node.value
-        }
-    return {}
-
-
-def _entry(loader: Loader, where: str, node: yaml.Node, name: str) -> Entry:
-    return Entry(loader.construct_object(node, deep=True), where, _inside(loader, node, name))
-
-
-def _place(node: yaml.Node, name: str) -> str:
-    return f"{name}:{node.start_mark.line + 1}"
+        items = [(index, item, item) for index, item in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        items = [(loader.construct_object(key, deep=True), key, it) for key, it in node.value]
+    return {
+        key: Entry(
+            loader.construct_object(item, deep=True),
+            f"{name}:{place.start_mark.line + 1}",
+            _inside(loader, item, name),
+        )
+        for key, place, item in items
+    }
 
 
 S = TypeVar("S", bound=Settings)
@@ -345,7 +341,7 @@ class Reader:
 
 
 def _settings_in(hint: Any) -> type[Settings] | None:
-    """The class of settings that `hint` is, or is but for None."""
+    """Return the class of settings that `hint` is, or is but for None."""
     parts = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     inner = [part for part in parts if part is not type(None)]
     if len(inner) == 1 and isinstance(inner[0], type) and issubclass(inner[0], Settings):

@@ -58,17 +58,8 @@ class Registry:
         """Whether `name` is known, or says itself where to import from."""
         return ":" in name or name in self._known or name in self._all
 
-    def place(self, name: str, *, where: str) -> str:
-        """The "module:attribute" behind `name`, which may be one itself; nothing is imported."""
-        if ":" in name:
-            return name
-        place = self._known.get(name) or self._all.get(name)
-        if place is None:
-            raise InputError(f"{where}: unknown {self.kind} {name!r}; {self._hint(name)}")
-        return place
-
     def _hint(self, name: str) -> str:
-        """What to write in place of an unknown name."""
+        """Say what to write in place of an unknown name."""
         if notation := self._elsewhere.get(name.lower().replace("-", "").replace("_", "")):
             return f"write {notation}"
         first = [known for known in self._all if known not in self._arguments]
@@ -80,7 +71,10 @@ class Registry:
         Raises:
             InputError: an unknown name, no such module or attribute, or an import that failed.
         """
-        module_name, _, attribute = self.place(name, where=where).partition(":")
+        place = name if ":" in name else self._known.get(name) or self._all.get(name)
+        if place is None:
+            raise InputError(f"{where}: unknown {self.kind} {name!r}; {self._hint(name)}")
+        module_name, _, attribute = place.partition(":")
         module = _imported(module_name, where)
         try:
             return getattr(module, attribute)
@@ -101,19 +95,16 @@ class Registry:
 def _imported(name: str, where: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise InputError(
                 f"{where}: there is no module {name!r} in this folder or among what is installed"
             ) from None
-        raise _failed_import(name, where, error) from error
-    except Exception as error:
-        raise _failed_import(name, where, error) from error
-
-
-def _failed_import(name: str, where: str, error: Exception) -> InputError:
-    reason = "".join(text_of(error).splitlines()[:1])
-    return InputError(f"{where}: importing {name} failed: {type(error).__name__}: {reason}")
+        reason = "".join(text_of(error).splitlines()[:1])
+        raise InputError(
+            f"{where}: importing {name} failed: {type(error).__name__}: {reason}"
+        ) from error
 
 
 class LazyModule:

@@ -48,7 +48,7 @@ def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Alone among processes, where the folder of `path` can be written."""
+    """Be alone among processes, where the folder of `path` can be written."""
     with ExitStack() as stack:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Tensors | None:
-    """The tensors in `path`; None if it is missing or damaged."""
+    """Return the tensors in `path`; None if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             expected = (file.metadata() or {}).get("crc32")
@@ -69,7 +69,7 @@ def _read(path: Path) -> Tensors | None:
 
 
 def _write(path: Path, tensors: Tensors) -> None:
-    """Under another name first: a reader finds a whole file or none."""
+    """Write under another name first: a reader finds a whole file or none."""
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         partial.write_bytes(save(tensors, {"crc32": _checksum(tensors)}))

@@ -1,72 +1,40 @@
-"""Text, character by character: the task of language models."""
+"""Text, character by character: the task of language models, and a small GPT for it."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from orchestra.errors import InputError
-from orchestra.settings import Settings, setting
-
-if TYPE_CHECKING:
-    from orchestra.tasks.task import Task
-    from orchestra.tasks.tensors import TensorData
+from orchestra.tasks import settings
+from orchestra.tasks.task import Task, TensorData
+from orchestra.worker.batches import Batch
 
 #: Line feed and printable ASCII; whatever else counts as one more character.
 KNOWN = "\n" + "".join(map(chr, range(32, 127)))
 VOCABULARY = len(KNOWN) + 1
 
 
-@dataclass(frozen=True, repr=False)
-class Characters(Settings):
-    """Text: what a small GPT learns of Python's own documentation, character by character.
-
-    The text is `pydoc_data.topics` of the standard library, about 370,000 characters once every
-    paragraph that occurs again is left out. It differs between versions of Python: compare runs
-    of one version only; `orchestra.tasks.characters.text_sha256()` tells texts apart. The first
-    80% train, the next 10% validate, the last 10% test; each part is cut into windows that do not
-    overlap. A sample is a window of `context` characters, each of which has to be predicted from
-    those before it.
-
-    The model is a GPT over 97 characters: 116,705 parameters at the defaults. Loss: cross entropy
-    in nats, the mean over characters; metric: bits_per_character, the same in bits (6.6 for an
-    even guess among 97).
-    """
-
-    _: KW_ONLY
-    context: int = setting(64, "characters in a window", low=1, high=100_000)
-    layers: int = setting(2, "transformer blocks", low=1, high=1000)
-    heads: int = setting(4, "heads of attention; they divide the width", low=1, high=1000)
-    width: int = setting(64, "numbers that stand for a character", low=1, high=100_000)
-
-    def check(self) -> None:
-        """Each head gets an equal share of the width."""
-        if self.width % self.heads:
-            raise InputError(
-                f"Characters: width {self.width} is no multiple of heads {self.heads}; "
-                f"set width to {self.width - self.width % self.heads + self.heads}"
-            )
-
-    def build(self) -> Task:
-        """The windows in memory, and a model of these settings."""
-        from functools import partial
-
-        from orchestra.tasks.gpt import GPT, next_token_loss, text_scores
-        from orchestra.tasks.task import Task
-        from orchestra.tasks.tensors import TensorData
-
-        train, validation, test = (windows(part, self.context) for part in split_text())
-        return Task(
-            model=partial(GPT, VOCABULARY, self.context, self.layers, self.heads, self.width),
-            train=train,
-            validation=validation,
-            test=test,
-            loss=next_token_loss,
-            metrics=text_scores,
-            collate=TensorData.collate,
-        )
+def characters(chosen: settings.Characters) -> Task:
+    """The windows in memory, and a GPT."""
+    train, validation, test = (windows(part, chosen.context) for part in split_text())
+    return Task(
+        model=partial(GPT, VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width),
+        train=train,
+        validation=validation,
+        test=test,
+        loss=next_token_loss,
+        metrics=text_scores,
+        collate=TensorData.collate,
+    )
 
 
 def text() -> str:
@@ -107,10 +75,6 @@ def windows(part: str, context: int) -> TensorData:
     Raises:
         InputError: the text is shorter than one window.
     """
-    import torch
-
-    from orchestra.tasks.tensors import TensorData
-
     places = {character: place for place, character in enumerate(KNOWN)}
     tokens = torch.tensor([places.get(character, len(KNOWN)) for character in part])
     count = (len(tokens) - 1) // context
@@ -121,3 +85,88 @@ def windows(part: str, context: int) -> TensorData:
         )
     end = count * context
     return TensorData(tokens[:end].view(count, context), tokens[1 : end + 1].view(count, context))
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads; shape (n, tokens, width) to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inward = nn.Linear(width, 3 * width)
+        self.outward = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each place sees itself and the places before it."""
+        count, tokens, width = x.shape
+        parts = self.inward(x).view(count, tokens, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.outward(seen.transpose(1, 2).reshape(count, tokens, width))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a two-layer network, each normalised before and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
+        self.network = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (n, tokens, width) to the same."""
+        x = x + self.attention(x)
+        out: Tensor = x + self.network(x)
+        return out
+
+
+class GPT(nn.Module):
+    """GPT-2's form (Radford et al., 2019): learned places, norms first, no weights shared.
+
+    Tokens of shape (n, up to `context`) to logits of shape (n, the same, vocabulary). `width` is a
+    multiple of `heads`. Weights begin with standard deviation 0.02.
+    """
+
+    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+        self.apply(_initialise)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of what follows each place."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.blocks(self.tokens(tokens) + self.places(places))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy in nats, the mean over the batch and its places."""
+    tokens, following = batch
+    return functional.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+
+
+def text_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
+    """The cross entropy in bits, the mean over all characters."""
+    losses = [
+        functional.cross_entropy(model(tokens).transpose(1, 2), following, reduction="none")
+        for tokens, following in batches
+    ]
+    return {"bits_per_character": torch.cat(losses).double().mean().item() / math.log(2)}

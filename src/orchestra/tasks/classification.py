@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from orchestra.tasks.task import Task, TensorData, Transform
 from orchestra.worker.batches import Batch
+
+
+def image_task(
+    model: Callable[[], nn.Module],
+    *splits: tuple[Tensor, ...],
+    transform: Transform | None = None,
+    augmented: Transform | None = None,
+) -> Task:
+    """A task that classifies images: cross entropy, and accuracy.
+
+    Args:
+        splits: images and labels for training, validation and test.
+        transform: changes each batch when it is read.
+        augmented: the same of a training batch; `transform` by default.
+    """
+    train, validation, test = splits
+    return Task(
+        model=model,
+        train=TensorData(*train, transform=augmented or transform),
+        validation=TensorData(*validation, transform=transform),
+        test=TensorData(*test, transform=transform),
+        loss=cross_entropy,
+        metrics=accuracy,
+        collate=TensorData.collate,
+    )
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -104,17 +130,6 @@ def lenet5() -> nn.Module:
         nn.Linear(120, 84),
         nn.ReLU(),
         nn.Linear(84, 10),
-    )
-
-
-def mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Two hidden layers with tanh: shape (n, inputs) to shape (n, outputs)."""
-    return nn.Sequential(
-        nn.Linear(inputs, hidden),
-        nn.Tanh(),
-        nn.Linear(hidden, hidden),
-        nn.Tanh(),
-        nn.Linear(hidden, outputs),
     )
 
 

@@ -3,76 +3,51 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+import numpy
+import torch
+from numpy import float64, int32, int64, uint8
+from numpy.random import RandomState
+from numpy.typing import NDArray
+from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.settings import Settings, setting
+from orchestra.tasks import settings
+from orchestra.tasks.cache import cached
+from orchestra.tasks.classification import (
+    image_task,
+    lenet5,
+    random_shift,
+    small_cnn,
+    standardised,
+)
+from orchestra.tasks.task import Task
 
-if TYPE_CHECKING:
-    from numpy import float64, int32, int64, uint8
-    from numpy.random import RandomState
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from orchestra.tasks.task import Task
-
-    Images: TypeAlias = NDArray[uint8]  # (n, 28, 28)
-    Places: TypeAlias = NDArray[float64]
-
+Images: TypeAlias = NDArray[uint8]  # (n, 28, 28)
+Places: TypeAlias = NDArray[float64]
 
 #: The split is part of the task: it stays the same whatever the seed of a run.
 SPLIT_SEED = 0
 
 
-@dataclass(frozen=True, repr=False)
-class Digits(Settings):
-    """scikit-learn's digits: 1,797 images of real handwriting, 8 x 8 pixels, ten classes.
-
-    The split is fixed and stratified: 1,198 images for training, 299 for validation, 300 for the
-    test. Pixels are scaled by the mean and standard deviation of the training images. The model
-    is a CNN of two convolutions and two linear layers; loss: cross entropy; metric: accuracy.
-    """
-
-    _: KW_ONLY
-    channels: int = setting(
-        16, "channels of the first convolution; the second has twice as many", low=1, high=10_000
+def digits(chosen: settings.Digits) -> Task:
+    """scikit-learn's digits, and a small CNN."""
+    pixels, labels, *parts = split_digits()
+    mean, deviation = pixels[parts[0]].mean(), pixels[parts[0]].std()
+    images = ((pixels - mean) / deviation).unsqueeze(1)
+    shift = partial(random_shift, background=float(-mean / deviation))
+    return image_task(
+        partial(small_cnn, chosen.channels, chosen.hidden, chosen.dropout, chosen.batch_norm),
+        *((images[part], labels[part]) for part in parts),
+        augmented=shift if chosen.augment else None,
     )
-    hidden: int = setting(128, "units of the hidden linear layer", low=1, high=100_000)
-    dropout: float = setting(0.0, "share of hidden units dropped in training", low=0, high=1)
-    batch_norm: bool = setting(False, "normalise each batch after the convolutions")
-    augment: bool = setting(False, "shift each training image by up to one pixel, at random")
-
-    def build(self) -> Task:
-        """The data in memory, and a model of these settings."""
-        from functools import partial
-
-        from orchestra.tasks.classification import accuracy, cross_entropy, random_shift, small_cnn
-        from orchestra.tasks.task import Task
-        from orchestra.tasks.tensors import TensorData
-
-        pixels, labels, train, validation, test = split_digits()
-        mean, deviation = pixels[train].mean(), pixels[train].std()
-        images = ((pixels - mean) / deviation).unsqueeze(1)
-        background = float(-mean / deviation)
-        shift = partial(random_shift, background=background) if self.augment else None
-        return Task(
-            model=partial(small_cnn, self.channels, self.hidden, self.dropout, self.batch_norm),
-            train=TensorData(images[train], labels[train], transform=shift),
-            validation=TensorData(images[validation], labels[validation]),
-            test=TensorData(images[test], labels[test]),
-            loss=cross_entropy,
-            metrics=accuracy,
-            collate=TensorData.collate,
-        )
 
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Pixels (1797, 8, 8), labels, and the places of training, validation and test images."""
-    import numpy
-    import torch
-
     table = numpy.loadtxt(_file(), delimiter=",", dtype=numpy.int64)
     images, target = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     # RandomState: NumPy promises that its stream never changes. Sorted by class, every sixth
@@ -81,18 +56,13 @@ def split_digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     by_class = shuffled[numpy.argsort(target[shuffled], kind="stable")]
     turn = numpy.arange(len(by_class)) % 6
     parts = [by_class[(turn != 0) & (turn != 3)], by_class[turn == 3], by_class[turn == 0]]
-    train, validation, test = (torch.from_numpy(part) for part in parts)
-    return (
-        torch.from_numpy(images).float(),
-        torch.from_numpy(target).clone(),
-        train,
-        validation,
-        test,
-    )
+    train, validation, test = map(torch.from_numpy, parts)
+    pixels, labels = torch.from_numpy(images).float(), torch.from_numpy(target).clone()
+    return pixels, labels, train, validation, test
 
 
 def _file() -> Path:
-    """The table inside scikit-learn, found without importing it: that takes over a second."""
+    """Find the table inside scikit-learn without importing it: that takes over a second."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise InputError("task digits: its images come with scikit-learn: pip install scikit-learn")
@@ -115,52 +85,14 @@ MEAN, DEVIATION = 0.158, 0.286
 CHUNK = 2_000
 
 
-@dataclass(frozen=True, repr=False)
-class Digits28(Settings):
-    """Distorted handwriting: 28,000 images, 28 x 28 pixels, made from scikit-learn's digits.
-
-    Each of the 1,797 originals (8 x 8 pixels) is enlarged, and then turned, resized, sheared,
-    shifted and pulled elastically, in another way each time. Originals are split before that, as
-    in the task digits: 1,198 give the 20,000 training images, 299 others the 4,000 for validation,
-    300 others the 4,000 of the test. The images are made once, in seconds, and kept in the user's
-    cache folder (`ORCHESTRA_CACHE`, or `orchestra` in `XDG_CACHE_HOME` or `~/.cache`).
-
-    The model is LeNet-5 (LeCun et al., 1998) with 61,706 parameters, in its present-day variant:
-    padding in place of 32 x 32 inputs, ReLU, max-pooling, all maps connected, linear outputs.
-    Loss: cross entropy; metric: accuracy.
-    """
-
-    _: KW_ONLY
-    train_samples: int = setting(
-        TRAIN, "images to train on, the first ones of all", low=1, high=TRAIN
-    )
-    distortion: float = setting(1.0, "strength of the distortions; 0 only enlarges", low=0, high=2)
-
-    def build(self) -> Task:
-        """The images, mapped from the cache, and a model."""
-        from functools import partial
-
-        import torch
-
-        from orchestra.tasks.classification import accuracy, cross_entropy, lenet5, standardised
-        from orchestra.tasks.task import Task
-        from orchestra.tasks.tensors import TensorData
-
-        images, labels, _ = distorted_digits(self.distortion)
-        transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
-        sizes = [TRAIN, VALIDATION, TEST]
-        train, validation, test = zip(
-            torch.split(images, sizes), torch.split(labels, sizes), strict=True
-        )
-        return Task(
-            model=lenet5,
-            train=TensorData(*(part[: self.train_samples] for part in train), transform=transform),
-            validation=TensorData(*validation, transform=transform),
-            test=TensorData(*test, transform=transform),
-            loss=cross_entropy,
-            metrics=accuracy,
-            collate=TensorData.collate,
-        )
+def digits28(chosen: settings.Digits28) -> Task:
+    """Distorted digits, and LeNet-5."""
+    images, labels, _ = distorted_digits(chosen.distortion)
+    sizes = [TRAIN, VALIDATION, TEST]
+    train, *others = zip(torch.split(images, sizes), torch.split(labels, sizes), strict=True)
+    first = tuple(part[: chosen.train_samples] for part in train)
+    transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
+    return image_task(lenet5, first, *others, transform=transform)
 
 
 def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,18 +101,12 @@ def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
     Images have shape (28000, 1, 28, 28) and dtype uint8: 20,000 for training, 4,000 for
     validation, 4,000 for the test. From the cache, or made and put there.
     """
-    from orchestra.tasks.cache import cached
-
     name = f"digits28-recipe{RECIPE}-distortion{distortion!r}.safetensors"
     made = cached(name, lambda: _made(distortion))
     return made["images"], made["labels"], made["originals"]
 
 
 def _made(distortion: float) -> dict[str, Tensor]:
-    import numpy
-    import torch
-
-    from orchestra.tasks.digits import split_digits
 
     pixels, labels, *parts = split_digits()
     # RandomState: NumPy promises that its stream never changes.
@@ -202,17 +128,13 @@ def _made(distortion: float) -> dict[str, Tensor]:
 
 
 def _in_turns(originals: NDArray[int64], size: int, random: RandomState) -> NDArray[int64]:
-    """`size` of `originals`: all of them in a new order, again and again."""
-    import numpy
-
+    """Return `size` of `originals`: all of them in a new order, again and again."""
     turns = -(-size // len(originals))
     return numpy.concatenate([random.permutation(originals) for _ in range(turns)])[:size]
 
 
 def _enlarged(pixels: Places) -> Images:
-    """Shape (n, 8, 8), pixels from 0 to 16, to a digit in the middle of (n, 28, 28)."""
-    import numpy
-
+    """Turn (n, 8, 8), pixels from 0 to 16, into a digit in the middle of (n, 28, 28)."""
     matrix = _cubic(DIGIT, pixels.shape[1])
     large = numpy.clip(matrix @ pixels @ matrix.T, 0, 16)
     margin = (SIDE - DIGIT) // 2
@@ -222,9 +144,7 @@ def _enlarged(pixels: Places) -> Images:
 
 
 def _cubic(outputs: int, inputs: int) -> Places:
-    """The (outputs, inputs) matrix of cubic interpolation (Keys, 1981), ends repeated."""
-    import numpy
-
+    """Return the (outputs, inputs) matrix of cubic interpolation (Keys, 1981), ends repeated."""
     places = (numpy.arange(outputs) + 0.5) * inputs / outputs - 0.5
     nearest = numpy.floor(places).astype(int)
     matrix = numpy.zeros((outputs, inputs))
@@ -240,9 +160,7 @@ def _cubic(outputs: int, inputs: int) -> Places:
 
 
 def _distorted(images: Images, strength: float, random: RandomState) -> Images:
-    """Each of `images` under a distortion of its own."""
-    import numpy
-
+    """Give each of `images` a distortion of its own."""
     count = len(images)
     draws = strength * random.uniform(-1, 1, (6, count, 1, 1))
     turn, shear = ROTATION * draws[0], SHEAR * draws[1]
@@ -265,12 +183,10 @@ def _distorted(images: Images, strength: float, random: RandomState) -> Images:
 
 
 def _sampled(images: Images, rows: Places, columns: Places) -> Images:
-    """Linear interpolation of each image at its places, shape (n, 28, 28); background outside.
+    """Interpolate each image linearly at its places, shape (n, 28, 28); background outside.
 
     In whole numbers, 256 steps a pixel: the last bits of a machine's floating point leave no trace.
     """
-    import numpy
-
     padded = numpy.pad(images, ((0, 0), (1, 1), (1, 1))).astype(numpy.int32)
 
     def fixed(places: Places) -> tuple[NDArray[int32], NDArray[int32]]:

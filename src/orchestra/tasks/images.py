@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
-from orchestra.settings import Settings, setting
+import numpy
+import torch
+from numpy import float64, uint8
+from numpy.random import RandomState
+from numpy.typing import NDArray
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from numpy import float64, uint8
-    from numpy.random import RandomState
-    from numpy.typing import NDArray
-    from torch import Tensor
+from orchestra.tasks import settings
+from orchestra.tasks.cache import cached
+from orchestra.tasks.classification import image_task, resnet20, standardised
+from orchestra.tasks.task import Task
 
-    from orchestra.tasks.task import Task
-
-    Numbers: TypeAlias = NDArray[float64]
+Numbers: TypeAlias = NDArray[float64]
 
 #: Raise it with any change of the images: files of another recipe are not read.
 RECIPE = 1
@@ -33,63 +35,21 @@ MEAN, DEVIATION = 0.5, 0.178
 CHUNK = 500
 
 
-@dataclass(frozen=True, repr=False)
-class Images(Settings):
-    """Synthetic images of CIFAR's shape, told apart by their textures, for a residual network.
-
-    7,000 images of 3 x 32 x 32 pixels in ten classes: 4,000 for training, 1,000 for validation,
-    2,000 for the test, each drawn by itself. A class is a texture, two waves of its own in two
-    colours. An image shows it in a soft disc somewhere, turned by up to 20 degrees, resized by up
-    to a quarter, with phases, contrast and colours that vary, before a texture that means
-    nothing, and under Gaussian noise. The images are made once, in seconds, and kept in the
-    user's cache folder (see the task digits28).
-
-    The model is ResNet-20 (He et al., 2016: CIFAR's form, with batch normalisation and
-    shortcuts without parameters): 269,722 parameters. Loss: cross entropy; metric: accuracy.
-    """
-
-    _: KW_ONLY
-    train_samples: int = setting(
-        TRAIN, "images to train on, the first ones of all", low=1, high=TRAIN
+def images(chosen: settings.Images) -> Task:
+    """The images, mapped from the cache, and ResNet-20."""
+    name = f"images-recipe{RECIPE}-noise{chosen.noise!r}.safetensors"
+    made = cached(name, lambda: _made(chosen.noise))
+    sizes = [TRAIN, VALIDATION, TEST]
+    train, *others = zip(
+        torch.split(made["images"], sizes), torch.split(made["labels"], sizes), strict=True
     )
-    noise: float = setting(
-        0.1, "standard deviation of the noise; pixels are from 0 to 1", low=0, high=1
-    )
-
-    def build(self) -> Task:
-        """The images, mapped from the cache, and a model."""
-        from functools import partial
-
-        import torch
-
-        from orchestra.tasks.cache import cached
-        from orchestra.tasks.classification import accuracy, cross_entropy, resnet20, standardised
-        from orchestra.tasks.task import Task
-        from orchestra.tasks.tensors import TensorData
-
-        name = f"images-recipe{RECIPE}-noise{self.noise!r}.safetensors"
-        made = cached(name, lambda: _made(self.noise))
-        sizes = [TRAIN, VALIDATION, TEST]
-        train, validation, test = zip(
-            torch.split(made["images"], sizes), torch.split(made["labels"], sizes), strict=True
-        )
-        transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
-        return Task(
-            model=resnet20,
-            train=TensorData(*(part[: self.train_samples] for part in train), transform=transform),
-            validation=TensorData(*validation, transform=transform),
-            test=TensorData(*test, transform=transform),
-            loss=cross_entropy,
-            metrics=accuracy,
-            collate=TensorData.collate,
-        )
+    first = tuple(part[: chosen.train_samples] for part in train)
+    transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
+    return image_task(resnet20, first, *others, transform=transform)
 
 
 def _made(noise: float) -> dict[str, Tensor]:
-    """Images (7000, 3, 32, 32) of dtype uint8, and labels: each class in turn."""
-    import numpy
-    import torch
-
+    """Make images (7000, 3, 32, 32) of dtype uint8, and labels: each class in turn."""
     # RandomState: NumPy promises that its stream never changes.
     random = numpy.random.RandomState(IMAGE_SEED)
     waves, colours = _textures(random, CLASSES)
@@ -103,9 +63,7 @@ def _made(noise: float) -> dict[str, Tensor]:
 
 
 def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:
-    """Wave vectors (count, WAVES, 2) in periods an image, and colours (count, WAVES, 3)."""
-    import numpy
-
+    """Draw wave vectors (count, WAVES, 2) in periods an image, and colours (count, WAVES, 3)."""
     angles = random.uniform(0, numpy.pi, (count, WAVES))
     periods = random.uniform(*PERIODS, (count, WAVES))
     waves = numpy.stack([periods * numpy.cos(angles), periods * numpy.sin(angles)], -1)
@@ -113,9 +71,7 @@ def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:
 
 
 def _drawn(waves: Numbers, colours: Numbers, noise: float, random: RandomState) -> NDArray[uint8]:
-    """An image (3, 32, 32) for each texture: it, in a disc, before another one."""
-    import numpy
-
+    """Draw an image (3, 32, 32) for each texture: it, in a disc, before another one."""
     count = len(waves)
     figure = _painted(_varied(waves, random), _recoloured(colours, random), random)
     ground = _painted(*_textures(random, count), random)
@@ -131,9 +87,7 @@ def _drawn(waves: Numbers, colours: Numbers, noise: float, random: RandomState) 
 
 
 def _varied(waves: Numbers, random: RandomState) -> Numbers:
-    """Each texture turned and resized."""
-    import numpy
-
+    """Turn and resize each texture."""
     angle = random.uniform(-TURN, TURN, (len(waves), 1))
     size = 1 + random.uniform(-RESIZING, RESIZING, (len(waves), 1))
     row, column = waves[..., 0], waves[..., 1]
@@ -143,14 +97,12 @@ def _varied(waves: Numbers, random: RandomState) -> Numbers:
 
 
 def _recoloured(colours: Numbers, random: RandomState) -> Numbers:
-    """Half of each texture's own colour, half of any other."""
+    """Mix half of each texture's own colour with half of any other."""
     return (colours + random.uniform(-1, 1, colours.shape)) / 2
 
 
 def _painted(waves: Numbers, colours: Numbers, random: RandomState) -> Numbers:
-    """Textures of shape (n, 3, 32, 32) around 0, each with phases and a contrast of its own."""
-    import numpy
-
+    """Paint textures (n, 3, 32, 32) around 0, each with phases and a contrast of its own."""
     count = len(waves)
     place = (numpy.arange(SIDE) + 0.5) / SIDE
     phase = random.uniform(0, 1, (count, WAVES, 1, 1))

@@ -35,14 +35,14 @@ def makes_task(target: Any) -> bool:
 TASKS = Registry(
     "task",
     {
-        "characters": "orchestra.tasks.characters:Characters",
-        "cifar10": "orchestra.tasks.cifar10:Cifar10",
-        "digits": "orchestra.tasks.digits:Digits",
-        "digits28": "orchestra.tasks.digits:Digits28",
-        "images": "orchestra.tasks.images:Images",
-        "mnist": "orchestra.tasks.mnist:Mnist",
-        "regression": "orchestra.tasks.regression:Regression",
-        "synthetic": "orchestra.tasks.synthetic:Synthetic",
+        "characters": "orchestra.tasks.settings:Characters",
+        "cifar10": "orchestra.tasks.settings:Cifar10",
+        "digits": "orchestra.tasks.settings:Digits",
+        "digits28": "orchestra.tasks.settings:Digits28",
+        "images": "orchestra.tasks.settings:Images",
+        "mnist": "orchestra.tasks.settings:Mnist",
+        "regression": "orchestra.tasks.settings:Regression",
+        "synthetic": "orchestra.tasks.settings:Synthetic",
     },
     group="orchestra.tasks",
     makes=makes_task,
@@ -96,7 +96,7 @@ def _settings_or_call(text: str, where: str) -> Settings | Call:
 
 
 def _functions_of(module: str) -> list[str]:
-    """The functions in a module that speak of tasks, else its public ones; it is not imported."""
+    """Return the functions of a module that name tasks, else its public ones, without an import."""
     spec = None if module in sys.stdlib_module_names else importlib.util.find_spec(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
         return []

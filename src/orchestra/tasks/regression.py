@@ -1,16 +1,19 @@
-"""Regression on a noisy nonlinear teacher: a task whose best possible score is known."""
+"""Regression on what a seeded random network says: data, a network, its loss and its scores."""
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator
+from functools import partial
 
-from orchestra.settings import Settings, setting
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from orchestra.tasks.task import Task
+from orchestra.tasks import settings
+from orchestra.tasks.task import Task, TensorData
+from orchestra.worker.batches import Batch
 
 #: Units of the hidden layer, and the standard deviation of what they see before tanh: with 2, a
 #: linear model explains about 0.82 of the variance.
@@ -18,68 +21,83 @@ TEACHER_HIDDEN = 32
 TEACHER_GAIN = 2.0
 
 
-@dataclass(frozen=True, repr=False)
-class Regression(Settings):
-    """Learn what a seeded random network says, through Gaussian noise.
-
-    Inputs are standard normal. The teacher is `tanh(x A) B`, each of its outputs scaled to mean 0
-    and variance 1 over the whole data; then noise of standard deviation `noise` is added. So no
-    model can expect an R² above 1 / (1 + noise²): 0.990 at the default. Teacher, data and split
-    follow from `data_seed` alone. The student is a network of two hidden layers with tanh.
-    Loss: mean squared error; metrics: see `orchestra.tasks.scores`.
-    """
-
-    _: KW_ONLY
-    inputs: int = setting(32, "numbers in a sample", low=1, high=100_000)
-    outputs: int = setting(16, "numbers to predict", low=1, high=100_000)
-    noise: float = setting(
-        0.1, "standard deviation of the noise; the signal's is 1", low=0, high=1e6
+def regression(chosen: settings.Regression) -> Task:
+    """The data in memory, and a student of these settings."""
+    inputs, targets = _data(chosen)
+    sizes = [chosen.train_samples, chosen.validation_samples, chosen.test_samples]
+    splits = zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
+    train, validation, test = (TensorData(*split) for split in splits)
+    return Task(
+        model=partial(mlp, chosen.inputs, chosen.hidden, chosen.outputs),
+        train=train,
+        validation=validation,
+        test=test,
+        loss=squared_error,
+        metrics=regression_scores,
+        collate=TensorData.collate,
     )
-    hidden: int = setting(128, "units of each hidden layer of the student", low=1, high=100_000)
-    train_samples: int = setting(8192, "samples to train on", low=2, high=100_000_000)
-    validation_samples: int = setting(1024, "samples for validation", low=2, high=100_000_000)
-    test_samples: int = setting(1024, "samples for the test", low=2, high=100_000_000)
-    data_seed: int = setting(0, "seed of teacher, samples and noise", low=0, high=2**32 - 1)
 
-    def build(self) -> Task:
-        """The data in memory, and a student of these settings."""
-        from functools import partial
 
-        import torch
+def _data(chosen: settings.Regression) -> tuple[Tensor, Tensor]:
+    """Make inputs (samples, inputs) and targets (samples, outputs) of all splits, in float32."""
+    samples = chosen.train_samples + chosen.validation_samples + chosen.test_samples
+    # RandomState: NumPy promises that its stream never changes.
+    draw = numpy.random.RandomState(chosen.data_seed).standard_normal
+    first = draw((chosen.inputs, TEACHER_HIDDEN)) * TEACHER_GAIN / chosen.inputs**0.5
+    second = draw((TEACHER_HIDDEN, chosen.outputs))
+    inputs = draw((samples, chosen.inputs))
+    signal = numpy.tanh(inputs @ first) @ second
+    signal = (signal - signal.mean(0)) / signal.std(0)
+    targets = signal + chosen.noise * draw(signal.shape)
+    return torch.from_numpy(inputs).float(), torch.from_numpy(targets).float()
 
-        from orchestra.tasks.classification import mlp
-        from orchestra.tasks.scores import regression_scores, squared_error
-        from orchestra.tasks.task import Task
-        from orchestra.tasks.tensors import TensorData
 
-        inputs, targets = self._data()
-        sizes = [self.train_samples, self.validation_samples, self.test_samples]
-        train, validation, test = (
-            TensorData(*part)
-            for part in zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
-        )
-        return Task(
-            model=partial(mlp, self.inputs, self.hidden, self.outputs),
-            train=train,
-            validation=validation,
-            test=test,
-            loss=squared_error,
-            metrics=regression_scores,
-            collate=TensorData.collate,
-        )
+def mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
+    """Two hidden layers with tanh: shape (n, inputs) to shape (n, outputs)."""
+    return nn.Sequential(
+        nn.Linear(inputs, hidden),
+        nn.Tanh(),
+        nn.Linear(hidden, hidden),
+        nn.Tanh(),
+        nn.Linear(hidden, outputs),
+    )
 
-    def _data(self) -> tuple[Tensor, Tensor]:
-        """Inputs (samples, inputs) and targets (samples, outputs) of all splits, in float32."""
-        import numpy
-        import torch
 
-        samples = self.train_samples + self.validation_samples + self.test_samples
-        # RandomState: NumPy promises that its stream never changes.
-        draw = numpy.random.RandomState(self.data_seed).standard_normal
-        first = draw((self.inputs, TEACHER_HIDDEN)) * TEACHER_GAIN / self.inputs**0.5
-        second = draw((TEACHER_HIDDEN, self.outputs))
-        inputs = draw((samples, self.inputs))
-        signal = numpy.tanh(inputs @ first) @ second
-        signal = (signal - signal.mean(0)) / signal.std(0)
-        targets = signal + self.noise * draw(signal.shape)
-        return torch.from_numpy(inputs).float(), torch.from_numpy(targets).float()
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean over the batch and the outputs."""
+    inputs, targets = batch
+    return functional.mse_loss(model(inputs), targets)
+
+
+def regression_scores(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
+    """`scores` of what `model` predicts for all of `batches`."""
+    pairs = [(model(inputs), targets) for inputs, targets in batches]
+    predictions, targets = (torch.cat(parts).cpu() for parts in zip(*pairs, strict=True))
+    return scores(predictions, targets)
+
+
+def scores(predictions: Tensor, targets: Tensor) -> dict[str, float]:
+    """Figures of a regression, all computed in float64; both tensors have shape (n, outputs).
+
+    - `mae`, `mse`: mean absolute and mean squared error over all n x outputs numbers.
+    - `test_variance`: the population variance (divided by the count) of all n x outputs targets
+      as one pool; the one mean of that whole pool is subtracted.
+    - `r2_pooled`: 1 - (sum of squared errors) / (sum of squared deviations from that one mean);
+      so it is 1 - mse / test_variance.
+    - `r2_mean`: the plain mean of the R² of each output, from that output's own mean.
+    """
+    predictions, targets = predictions.double(), targets.double()
+    errors = targets - predictions
+    mse = errors.square().mean().item()
+    variance = targets.var(correction=0).item()
+    unexplained = errors.square().sum() / (targets - targets.mean()).square().sum()
+    assert math.isnan(mse) or math.isclose(unexplained.item(), mse / variance, rel_tol=1e-9)
+    deviations = (targets - targets.mean(0)).square().sum(0)
+    each = 1 - errors.square().sum(0) / deviations
+    return {
+        "mae": errors.abs().mean().item(),
+        "mse": mse,
+        "test_variance": variance,
+        "r2_pooled": 1 - unexplained.item(),
+        "r2_mean": each.mean().item(),
+    }

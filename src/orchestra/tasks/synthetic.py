@@ -3,55 +3,56 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
-from orchestra.errors import InputError
-from orchestra.settings import Settings, setting
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-if TYPE_CHECKING:
-    from orchestra.tasks.task import Task
+from orchestra.tasks import settings
+from orchestra.tasks.task import Task
 
 FLOPS_PER_PARAMETER = 6.0
 """Of a sample's gradient where each parameter is multiplied once: 2 forward, 4 backward."""
 
 
-@dataclass(frozen=True, repr=False)
-class Synthetic(Settings):
-    """So many parameters in so many tensors of equal size, and so many operations a sample.
+def synthetic(chosen: settings.Synthetic) -> Task:
+    """The task; it holds no data."""
+    flops = chosen.sample_flops or FLOPS_PER_PARAMETER * chosen.parameters
+    edges = [chosen.parameters * k // chosen.tensors for k in range(chosen.tensors + 1)]
+    sizes = [end - first for first, end in itertools.pairwise(edges)]
+    train = Numbers(chosen.samples)
+    return Task(model=lambda: Sized(sizes), train=train, loss=pull, sample_flops=flops)
 
-    For simulations of time alone (`tensors: shapes`): what it learns, the mean of its parameters
-    times a number, is of no interest. For a real model's figures give its number of parameters, how
-    many tensors they are in, and the operations of a sample's gradient (six a parameter and token
-    for a transformer).
-    """
 
-    parameters: int = setting(100_000_000, "elements of all tensors together", low=1, high=10**13)
-    _: KW_ONLY
-    tensors: int = setting(150, "that the parameters are in, of equal sizes", low=1, high=100_000)
-    sample_flops: float | None = setting(
-        None,
-        "floating-point operations of a sample's gradient; none: 6 a parameter",
-        above=0,
-        high=1e24,
-    )
-    samples: int = setting(1_000_000, "in an epoch", low=1, high=10**9)
+class Numbers(Dataset[Tensor]):
+    """Sample i is the number i / samples."""
 
-    def check(self) -> None:
-        """Each tensor has an element."""
-        if self.tensors > self.parameters:
-            raise InputError(
-                f"synthetic: {self.parameters} parameters are too few for {self.tensors} tensors"
-            )
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
 
-    def build(self) -> Task:
-        """The task; it holds no data."""
-        from orchestra.tasks.sized import Numbers, Sized, pull
-        from orchestra.tasks.task import Task
+    def __len__(self) -> int:
+        return self._samples
 
-        flops = self.sample_flops or FLOPS_PER_PARAMETER * self.parameters
-        edges = [self.parameters * k // self.tensors for k in range(self.tensors + 1)]
-        sizes = [end - first for first, end in itertools.pairwise(edges)]
-        return Task(
-            model=lambda: Sized(sizes), train=Numbers(self.samples), loss=pull, sample_flops=flops
-        )
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index / self._samples)
+
+
+class Sized(nn.Module):
+    """Vectors of the given sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """The numbers, each times the mean of the means of the vectors."""
+        means = torch.stack([vector.mean() for vector in self.vectors])
+        return numbers * means.mean()
+
+
+def pull(model: nn.Module, batch: Any) -> Tensor:
+    """The mean of the model's answers: its gradient is the same everywhere."""
+    answers: Tensor = model(batch)
+    return answers.mean()

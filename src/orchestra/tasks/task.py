@@ -1,16 +1,21 @@
-"""What to learn: a model, its data, its loss and its metrics."""
+"""What to learn: a model, its data, its loss and its metrics; and its figures on a split."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestra.errors import InputError
-from orchestra.worker.batches import Batch
+from orchestra.settings import Settings, parse
+from orchestra.tasks.registry import TASKS
+from orchestra.worker.batches import Batch, to_device
 
 Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 Metrics: TypeAlias = Callable[[nn.Module, Iterator[Batch]], dict[str, float]]
@@ -85,3 +90,177 @@ def _check_map_style(name: str, dataset: object) -> None:
         )
     if len(dataset) == 0:
         raise InputError(f"Task.{name}: the dataset has no samples")
+
+
+Transform = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+class TensorData(Dataset[tuple[Tensor, ...]]):
+    """Tensors of equal first dimension; sample i is the tuple of their i-th entries.
+
+    A batch is one indexing of each tensor, with no work per sample. Whoever reads it so (a
+    DataLoader does) needs `collate=TensorData.collate`.
+
+    Args:
+        tensors: each of shape (samples, ...).
+        transform: changes each batch when it is read, such as a random augmentation.
+
+    Raises:
+        InputError: no tensors, or of unequal length.
+    """
+
+    def __init__(self, *tensors: Tensor, transform: Transform | None = None) -> None:
+        lengths = [len(tensor) for tensor in tensors]
+        if len(set(lengths)) != 1:
+            raise InputError(f"TensorData: give tensors of one equal length; theirs: {lengths}")
+        self.tensors = tensors
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[0] for tensor in self.__getitems__([index]))
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        """The batch of the samples `indices`, already collated."""
+        batch = tuple(tensor[indices] for tensor in self.tensors)
+        return batch if self._transform is None else self._transform(batch)
+
+    @staticmethod
+    def collate(samples: Any) -> Any:
+        """A tuple is a batch already; a list of samples becomes one as usual."""
+        return samples if isinstance(samples, tuple) else default_collate(samples)
+
+
+def load_task(given: object, *, where: str = "task") -> Task:
+    """The task that `given` stands for.
+
+    Args:
+        given: a `Task`; settings with a `build()`; a function or class that gives either when it
+            is called without arguments; or the notation of one of these as text, such as
+            "digits", "digits(dropout=0.5)" or "package.module:function".
+        where: opens the message of an error.
+
+    Raises:
+        InputError: an unknown name or argument, or something that does not give a `Task`.
+    """
+    try:
+        made = _made(given, where)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        reason = f"cannot read {error.filename}: {error.strerror}"
+        raise InputError(f"{where}: {given}: {reason}") from error
+    if not isinstance(made, Task):
+        name = given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
+        model = "a model, " * isinstance(made, nn.Module)
+        raise InputError(
+            f"{where}: {name} gives {model}a {type(made).__name__}, not an orchestra.tasks.Task: "
+            "return Task(model=..., train=..., loss=...), in which model is a function that makes "
+            "the model"
+        )
+    return made
+
+
+def _made(given: object, where: str) -> Any:
+    if isinstance(given, str):
+        made = parse(given, TASKS, where=where)
+    elif callable(given) and not isinstance(given, nn.Module):
+        made = given()
+    else:
+        made = given
+    return made.build() if isinstance(made, Settings) and hasattr(made, "build") else made
+
+
+def evaluate(
+    task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int
+) -> dict[str, float]:
+    """`{"loss": mean over the samples of dataset, **metrics}` of `model`, on its own device.
+
+    The dataset is read in order, in batches of `batch_size`. The model is in evaluation mode
+    meanwhile, and each of its modules gets its own mode back. No random number is drawn.
+
+    Raises:
+        InputError: the metrics are not a dict of numbers.
+    """
+    total = 0.0
+
+    def measured() -> Iterator[Batch]:
+        nonlocal total
+        left = len(sized)
+        for batch in _batches(task, model, dataset, batch_size):
+            total += task.loss(model, batch).item() * min(batch_size, left)
+            left -= batch_size
+            yield batch
+
+    sized: Any = dataset
+    with evaluation_mode(model), torch.no_grad(), one_forward_each(model):
+        batches = measured()
+        metrics = _checked(task.metrics(model, batches)) if task.metrics is not None else {}
+        for _ in batches:  # what the metrics left unread
+            pass
+    return {"loss": total / len(sized), **metrics}
+
+
+@contextmanager
+def one_forward_each(model: nn.Module) -> Iterator[None]:
+    """Inside, a second call with the same inputs gives what the first one gave.
+
+    The loss of a batch comes first, so that the metrics may do with the outputs what they like.
+    """
+    before = model.__dict__.get("forward")
+    forward = model.forward
+    known: tuple[tuple[Any, ...], Any] = ((), None)
+
+    def remembered(*inputs: Any, **named: Any) -> Any:
+        nonlocal known
+        if named or not inputs:
+            return forward(*inputs, **named)
+        same = len(known[0]) == len(inputs) and all(map(operator.is_, known[0], inputs))
+        if not same:
+            known = (inputs, forward(*inputs))
+        return known[1]
+
+    model.__dict__["forward"] = remembered
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if before is not None:
+            model.__dict__["forward"] = before
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; each module's own mode back outside."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _batches(
+    task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int
+) -> Iterator[Batch]:
+    # A generator of its own: a DataLoader draws a number from the global one when it starts.
+    loader = DataLoader(dataset, batch_size, collate_fn=task.collate, generator=torch.Generator())
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    for batch in loader:
+        yield to_device(batch, device)
+
+
+def _checked(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, dict):
+        raise InputError(
+            f"Task.metrics returned a {type(metrics).__name__}; return a dict of names and numbers"
+        )
+    if "loss" in metrics:
+        raise InputError("Task.metrics returned 'loss', which is the mean of Task.loss; rename it")
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"Task.metrics returned a value that is no number: {error}") from None

@@ -25,8 +25,7 @@ from orchestra.collectives import receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import pack
 from orchestra.records.report import Point
-from orchestra.tasks.evaluation import evaluate
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, evaluate
 from orchestra.trainer.evaluation import Mean, set_buffers
 from orchestra.transports.tags import Tag
 from orchestra.worker.layout import FlatModel

@@ -23,9 +23,7 @@ from orchestra.records.report import ChiefReport, Point, RankReport
 from orchestra.records.tensorboard import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Strategy
 from orchestra.strategies.switch import phases
-from orchestra.tasks.evaluation import evaluate
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import curve, evaluation, setup
 from orchestra.trainer.checkpoints import CollectiveCheckpoints, save_state, writing
 from orchestra.trainer.loop import Loop, Position, queue_of

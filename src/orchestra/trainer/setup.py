@@ -17,8 +17,7 @@ from orchestra.data.random_state import undisturbed
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import ModelPart, roles_of
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.evaluation import places_of, release
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import itertools
-import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from orchestra.bench.calibrate.messages import SIZES, measure_messages, messages_of
-from orchestra.bench.calibrate.sharing import TURNS, Speeds, measure_slices, measure_speeds
+from orchestra.bench.calibrate.sharing import TURNS, measure_slices, measure_speeds
 from orchestra.bench.calibrate.stopwatch import (
-    Allowed,
     Attempt,
     Measurement,
-    Result,
     measure_all,
     waited,
 )
-from orchestra.bench.calibrate.training import TrainingTask, measure_task
+from orchestra.bench.calibrate.training import Workload, measure_task
 from orchestra.bench.turns import Progress, check_stopped, teller
-from orchestra.cluster.calibration import Calibration, Curve, TaskCosts
-from orchestra.cluster.quality import Quality
+from orchestra.cluster.calibration import Calibration, TaskCosts
+from orchestra.cluster.costs import Quality
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.simulation.figures import key_of
-from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
 
@@ -37,43 +31,6 @@ __all__ = ["LIMIT", "Workload", "calibrate"]
 
 LIMIT = 120.0
 """Seconds that a calibration with one task may take by default."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A task to be calibrated, with batches around `batch_sizes`, of one worker."""
-
-    task: str
-    optimizer: Optimizer
-    precision: str = "float32"
-    batch_sizes: tuple[int, ...] = (32,)
-
-    def order(
-        self, seconds: float, until: float = math.inf, folder: str | None = None
-    ) -> TrainingTask:
-        """What the rank that measures is told."""
-        return TrainingTask(
-            self.task,
-            self.optimizer,
-            self.precision,
-            self.batch_sizes[0],
-            sizes_around(self.batch_sizes),
-            seconds,
-            thread_counts(len(usable_cores())),
-            key_of(self.task, self.optimizer, self.precision),
-            until,
-            folder,
-        )
-
-
-def sizes_around(batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    """A quarter and half of the smallest, double and four times the largest, and those between.
-
-    A quarter is a micro-batch of four; four times as many is what one process takes for four.
-    """
-    least, most = min(batch_sizes), max(batch_sizes)
-    wanted = {*batch_sizes, least // 4, least // 2, 2 * most, 4 * most}
-    return tuple(sorted(size for size in wanted if size > 0))
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
@@ -102,16 +59,17 @@ def calibrate(
         own = (_of_subject(subject, seconds, folder) for subject in subjects)
         kept = measure_all([*_general(seconds), *itertools.chain(*own)], limit, on_progress)
     messages, slices = kept[:2]
-    first, second = messages.attempt.value
-    time_slice = statistics.median(itertools.chain(*slices.attempt.value))
+    first, second = messages.value
+    time_slice = statistics.median(itertools.chain(*slices.value))
     machine = environment()
-    del machine["command"]
-    quality = _quality([messages, slices], _middle(first.send, first.receive))
+    del machine["command"], machine["modules"]
+    spread = statistics.median((*first.send.spread, *first.receive.spread))
+    quality = _quality([messages, slices], spread)
     return Calibration(
         measured_at=quality.measured_at,
         machine=machine,
         cores=len(usable_cores()),
-        busy_with_others=max(one.attempt.waited for one in kept),
+        busy_with_others=max(one.waited for one in kept),
         time_slice=time_slice,
         work=first.work,
         messages=messages_of(first, second, len(usable_cores())),
@@ -124,24 +82,30 @@ def calibrate(
 
 
 def _general(seconds: float) -> list[Measurement]:
-    """What is the same for every task."""
-    allowed = functools.partial(Allowed, seconds)
+    """Return the measurements that are the same for every task."""
     cores = len(usable_cores())
+
+    def due(until: float) -> tuple[float, float]:
+        return seconds, until
+
     return [
-        _measurement("messages", 3.0, measure_messages, allowed, 2, 3 * len(SIZES)),
-        _measurement("one thread more", 0.5, measure_slices, allowed, cores + 1, 1),
+        _measurement("messages", 3.0, measure_messages, due, 2, 3 * len(SIZES)),
+        _measurement("one thread more", 0.5, measure_slices, due, cores + 1, 1),
     ]
 
 
 def _of_subject(subject: Workload, seconds: float, folder: str) -> list[Measurement]:
-    """What is of one task: its steps, and these on all cores at once."""
-    order = functools.partial(subject.order, seconds, folder=folder)
+    """Return those of one task: its steps, and these on all cores at once."""
     cores = len(usable_cores())
-    ranks = cores + 1
-    total = len(thread_counts(cores)) * len(sizes_around(subject.batch_sizes)) + 1
+    order = replace(subject, seconds=seconds, folder=folder, threads=thread_counts(cores))
+
+    def due(until: float) -> Workload:
+        return replace(order, until=until)
+
+    total = len(order.threads) * len(order.sizes) + 1
     return [
-        _measurement(subject.task, 4.0, measure_task, order, 2, total),
-        _measurement("cores at once", 2.5, measure_speeds, order, ranks, TURNS),
+        _measurement(subject.task, 4.0, measure_task, due, 2, total),
+        _measurement("cores at once", 2.5, measure_speeds, due, cores + 1, TURNS),
     ]
 
 
@@ -153,8 +117,8 @@ def _measurement(
     ranks: int,
     total: int,
 ) -> Measurement:
-    """`program` on so many ranks, which counts up to `total`; each that measures returns a value
-    and under what conditions (`stopwatch.Kept`), the others None."""
+    """Run `program`, which counts up to `total`, on so many ranks; each that measures returns a
+    value and under what conditions (`stopwatch.Kept`), the others None."""
 
     def measure(until: float, end: float, tell: Callable[[float], None]) -> Attempt | None:
         outcome = launch(
@@ -175,35 +139,29 @@ def _measurement(
     return Measurement(name, weight, measure)
 
 
-def _costs(steps: Result, speeds: Result, time_slice: float) -> TaskCosts:
-    """Of a task, from what was kept of its steps, and of those on all cores."""
-    costs: TaskCosts = steps.attempt.value[0]
-    first: Speeds = speeds.attempt.value[0]
-    gradients = [timing.gradient for timing in (costs.one, costs.all)]
-    spreads = [dict(zip(_amounts(g), g.spread, strict=True)) for g in gradients]
-    spread = max(known[costs.batch_size] for known in spreads)
+def _costs(steps: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
+    """Return a task's figures, from what was kept of its steps, and of those on all cores."""
+    costs: TaskCosts = steps.value[0]
+    shared, turns = speeds.value[0]
+    spreads = [
+        spread
+        for gradient in (costs.one.gradient, costs.all.gradient)
+        for (amount, _), spread in zip(gradient.points, gradient.spread, strict=True)
+        if amount == costs.batch_size
+    ]
     return replace(
         costs,
-        shared_speed=first.shared,
-        refill=first.turns * time_slice,
-        quality=_quality([steps, speeds], spread),
+        shared_speed=shared,
+        refill=turns * time_slice,
+        quality=_quality([steps, speeds], max(spreads)),
     )
 
 
-def _quality(kept: Sequence[Result], spread: float) -> Quality:
+def _quality(kept: Sequence[Attempt], spread: float) -> Quality:
     return Quality(
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        waited=round(max(one.attempt.waited for one in kept), 3),
+        waited=round(max(one.waited for one in kept), 3),
         spread=round(spread, 3),
         repeats=sum(one.repeats for one in kept),
-        left_out=tuple(dict.fromkeys(itertools.chain(*(one.attempt.left_out for one in kept)))),
+        left_out=tuple(dict.fromkeys(itertools.chain(*(one.left_out for one in kept)))),
     )
-
-
-def _amounts(curve: Curve) -> list[float]:
-    return [amount for amount, _ in curve.points]
-
-
-def _middle(*curves: Curve) -> float:
-    """The median of the spreads at all points."""
-    return statistics.median(itertools.chain(*(curve.spread for curve in curves)))

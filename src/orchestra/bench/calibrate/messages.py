@@ -12,7 +12,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.stopwatch import Allowed, Budget, Kept, curve_of, repeat
+from orchestra.bench.calibrate.stopwatch import Budget, Kept, curve_of, repeat
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cluster.calibration import Curve, Messages
 from orchestra.collectives import Group, all_reduce, gather_objects
@@ -44,29 +44,41 @@ LONG_AGO = 0.002
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """What one of the two ranks found out."""
+    """What one of the two ranks found out.
+
+    `two_rounds` and `one_round` are processor seconds of all-reduces over two ranks.
+    """
 
     send: Curve
     receive: Curve
     one_way: Curve
     local: Curve
     work: dict[str, Curve]
-    reduced: Reduced
+    two_rounds: float
+    one_round: float
     buffer_bytes: int
 
 
-def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[MessageTimes, Kept]:
+def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[MessageTimes, Kept]:
     """On two ranks: back and forth in every size; then, on the first alone, the rest."""
     torch.set_num_threads(1)
-    transport, kept, seconds = runtime.transport, Kept(), allowed.seconds
-    budget = Budget(allowed.until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
+    transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
+    budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     with kept.watched(2):
-        passes: list[tuple[Times, Times, Times]] = []
+        passes: list[dict[int, tuple[list[float], ...]]] = []
         while len(passes) < PASSES and (not passes or _goes_on(transport, not budget.over)):
-            passes.append(_sizes(runtime, seconds / PASSES, len(passes), budget))
-        reduced = _all_reduces(transport, budget.share())
-    send, receive, one_way = (curve_of(_best(several)) for several in zip(*passes, strict=True))
+            times: dict[int, tuple[list[float], ...]] = {}
+            for done, size in enumerate(SIZES, start=len(passes) * len(SIZES) + 1):
+                frame = size // 4 * 4 + header_bytes(1)
+                times[frame] = _back_and_forth(transport, size, seconds / PASSES, budget.share())
+                runtime.reporter.progress(step=done, samples=0)
+            passes.append(times)
+        two_rounds, one_round = _all_reduces(transport, budget.share())
+    send, receive, one_way = (
+        curve_of(_best([{frame: found[k] for frame, found in times.items()} for times in passes]))
+        for k in range(3)
+    )
     buffer_bytes = _buffer_bytes(transport)
     work, local = {}, curve_of({1: [1.0]})
     if transport.rank == 0:
@@ -79,90 +91,57 @@ def measure_messages(runtime: Runtime, allowed: Allowed) -> tuple[MessageTimes, 
         with kept.watched(1):
             work = elementwise(seconds, kept, budget)
     _goes_on(transport, False)  # the other rank waits for this one
-    measured = MessageTimes(
-        send=send,
-        receive=receive,
-        one_way=one_way,
-        local=local,
-        work=work,
-        reduced=reduced,
-        buffer_bytes=buffer_bytes,
-    )
-    return measured, kept
+    found = MessageTimes(send, receive, one_way, local, work, two_rounds, one_round, buffer_bytes)
+    return found, kept
 
 
 def _goes_on(transport: Transport, wish: bool) -> bool:
-    """What rank 0 wishes; both know it then."""
+    """Return what rank 0 wishes; both know it then."""
     if transport.rank == 0:
         transport.send(torch.tensor([float(wish)]), 1, GO).wait()
         return wish
     return bool(transport.receive(0, GO).wait())
 
 
-def _sizes(
-    runtime: Runtime, seconds: float, number: int, budget: Budget
-) -> tuple[Times, Times, Times]:
-    """Messages of all sizes, back and forth: sending, receiving, one way."""
-    sends, receives, ways = {}, {}, {}
-    for done, size in enumerate(SIZES, start=1):
-        pair = _Pair(runtime.transport, size)
-        pair.run(seconds, budget.share())
-        sends[pair.frame], receives[pair.frame] = pair.sends, pair.receives
-        ways[pair.frame] = pair.one_way
-        runtime.reporter.progress(step=number * len(SIZES) + done, samples=0)
-    return sends, receives, ways
-
-
 def _best(passes: Sequence[Times]) -> Times:
-    """Of each size the pass with the lowest median: a machine that wakes up, or has other things
-    to do for a second, only adds."""
+    """Take of each size the pass with the lowest median: a machine that wakes up, or has other
+    things to do for a second, only adds."""
     return {
         size: min((times[size] for times in passes), key=statistics.median) for size in passes[0]
     }
 
 
-class _Pair:
-    """Messages of one size, back and forth between ranks 0 and 1; this rank's part in it."""
+def _back_and_forth(
+    transport: Transport, size: int, seconds: float, most: float
+) -> tuple[list[float], ...]:
+    """Send messages of one size back and forth; return seconds to send, to receive, and one way.
 
-    def __init__(self, transport: Transport, size: int) -> None:
-        self.frame = size // 4 * 4 + header_bytes(1)
-        self.sends: list[float] = []
-        self.receives: list[float] = []
-        self.one_way: list[float] = []
-        self._transport = transport
-        self._peer = 1 - transport.rank
-        self._leaving = torch.zeros(size // 4)
-        self._arriving = torch.zeros(size // 4)
+    They go as often as rank 0 finds time for: for `seconds`, and at least 20 times if that takes no
+    more than `most`. The first times warm up; they count where there are no others.
+    """
+    peer = 1 - transport.rank
+    leaving, arriving = torch.zeros(size // 4), torch.zeros(size // 4)
 
-    def run(self, seconds: float, most: float) -> None:
-        """As often as rank 0 finds time for: for `seconds`, and at least 20 times if that takes no
-        more than `most`. The first times warm up; they count where there are no others."""
-        count, began, go_on = 0, time.perf_counter(), True
-        while go_on:
-            for _ in range(FIRST):
-                self._round()
-            count += FIRST
-            passed = time.perf_counter() - began
-            wanted = count < 2 * FIRST or passed < seconds
-            go_on = _goes_on(self._transport, wanted and passed < most)
-        for times in (self.sends, self.receives, self.one_way) if count > FIRST else ():
-            del times[:FIRST]
+    def send() -> None:
+        transport.send(leaving, peer, TAG).wait()
 
-    def _round(self) -> None:
-        started = time.perf_counter()
-        functions = [self._send, self._receive]
-        if self._transport.rank > 0:
-            functions.reverse()
-        times = {function: _processor_seconds(function) for function in functions}
-        self.sends.append(times[self._send])
-        self.receives.append(times[self._receive])
-        self.one_way.append((time.perf_counter() - started) / 2)
+    def receive() -> None:
+        transport.receive(peer, TAG, arriving).wait()
 
-    def _send(self) -> None:
-        self._transport.send(self._leaving, self._peer, TAG).wait()
-
-    def _receive(self) -> None:
-        self._transport.receive(self._peer, TAG, self._arriving).wait()
+    rounds: list[tuple[float, float, float]] = []
+    began, go_on = time.perf_counter(), True
+    while go_on:
+        for _ in range(FIRST):
+            started = time.perf_counter()
+            if transport.rank == 0:
+                sent, received = _processor_seconds(send), _processor_seconds(receive)
+            else:
+                received, sent = _processor_seconds(receive), _processor_seconds(send)
+            rounds.append((sent, received, (time.perf_counter() - started) / 2))
+        passed = time.perf_counter() - began
+        wanted = len(rounds) < 2 * FIRST or passed < seconds
+        go_on = _goes_on(transport, wanted and passed < most)
+    return tuple(map(list, zip(*(rounds[FIRST:] or rounds), strict=True)))
 
 
 def _processor_seconds(function: Callable[[], None]) -> float:
@@ -171,19 +150,11 @@ def _processor_seconds(function: Callable[[], None]) -> float:
     return time.thread_time() - began
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """Processor seconds of all-reduces over two ranks, by what they do.
+def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
+    """Return medians of many, in turn; as many as `most` seconds suffice for.
 
-    `two_rounds` and `one_round`: with messages of the same size in each round, added in the first.
+    Of two rounds with messages of the same size, added in the first; and of the first alone.
     """
-
-    two_rounds: float
-    one_round: float
-
-
-def _all_reduces(transport: Transport, most: float) -> Reduced:
-    """Medians over many, in turn; as many as `most` seconds suffice for."""
     group = Group((0, 1))
     whole, half = torch.zeros(REDUCED // 2), torch.zeros(REDUCED // 4)
 
@@ -200,11 +171,11 @@ def _all_reduces(transport: Transport, most: float) -> Reduced:
         for _ in range(FIRST):
             two.append(_processor_seconds(ring))
             one.append(_processor_seconds(butterfly))
-    return Reduced(statistics.median(two), statistics.median(one))
+    return statistics.median(two), statistics.median(one)
 
 
 def _buffer_bytes(transport: Transport) -> int:
-    """The largest of the sizes that leaves a sender free while nobody receives."""
+    """Find the largest size that leaves a sender free while nobody receives."""
     free = SIZES[0]
     for size in SIZES:
         if transport.rank == 0:
@@ -224,7 +195,7 @@ def _buffer_bytes(transport: Transport) -> int:
 
 
 def _local(transport: Transport, size: int, seconds: float, most: float) -> list[float]:
-    """A message from a flow to another of the same rank, and half of the answer."""
+    """Time a message from a flow to another of the same rank, and half of the answer."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
     task = transport.spawn(lambda inner: _echo(inner, there, back))
@@ -276,8 +247,8 @@ def messages_of(first: MessageTimes, second: MessageTimes, cores: int) -> Messag
     """
     send, receive = _mean(first.send, second.send), _mean(first.receive, second.receive)
     one_way = _mean(first.one_way, second.one_way)
-    one = statistics.mean((first.reduced.one_round, second.reduced.one_round))
-    two = statistics.mean((first.reduced.two_rounds, second.reduced.two_rounds))
+    one = statistics.mean((first.one_round, second.one_round))
+    two = statistics.mean((first.two_rounds, second.two_rounds))
     round_seconds = two - one  # the second round of a ring adds nothing
     transported = send.at(REDUCED) + receive.at(REDUCED)
     small, large = one_way.points[0][0], one_way.points[-1][0]
@@ -343,7 +314,7 @@ def measure_links(runtime: Runtime, size: int) -> Matrix | None:
 
 
 def _one_way(runtime: Runtime, peer: int, size: int) -> float:
-    """Half of the median time there and back."""
+    """Return half of the median time there and back."""
     transport = runtime.transport
     leaving, arriving = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     times = []

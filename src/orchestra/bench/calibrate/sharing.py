@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from orchestra.bench.calibrate.stopwatch import Allowed, Budget, Kept
-from orchestra.bench.calibrate.training import TrainingTask, step_of
+from orchestra.bench.calibrate.stopwatch import Budget, Kept
+from orchestra.bench.calibrate.training import Workload
 from orchestra.collectives import Group, all_reduce
+from orchestra.data.feed import open_samples
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.tasks.task import load_task
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
@@ -20,24 +22,18 @@ PAUSE = 0.0005
 """Seconds between two looks at the clock, from which on the thread must have been stopped."""
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """`shared`: how fast a core is while all cores take steps, over one alone. `turns`: what part
-    of a step's processor seconds goes into filling caches anew, while one thread more than there
-    are cores takes steps."""
+def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, float], Kept]:
+    """On one rank more than there are cores, measure what becomes of a step beside others.
 
-    shared: float
-    turns: float
-
-
-def measure_speeds(runtime: Runtime, order: TrainingTask) -> tuple[Speeds, Kept]:
-    """On one rank more than there are cores.
+    The first figure is how fast a core is while all cores take steps, over one alone. The second is
+    what part of a step's processor seconds goes into filling caches anew, while one thread more
+    than there are cores takes steps.
 
     A machine is faster at one time than at another: only what was measured in one turn is compared.
     Of the `TURNS` those that the time is too short for are left out.
     """
     torch.set_num_threads(1)
-    step, everyone = step_of(order), Group(tuple(range(runtime.ranks)))
+    step, everyone = _step_of(order), Group(tuple(range(runtime.ranks)))
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     cores = max(runtime.ranks - 1, 1)
     shared, turns, kept = [], [], Kept()
@@ -52,8 +48,24 @@ def measure_speeds(runtime: Runtime, order: TrainingTask) -> tuple[Speeds, Kept]
         runtime.reporter.progress(step=turn + 1, samples=0)
         if _agreed(runtime, everyone, budget.over):
             break
-    found = Speeds(min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0))
+    found = min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0)
     return found, kept
+
+
+def _step_of(order: Workload) -> Callable[[], None]:
+    """Return what takes a gradient and an update at each call, always on the same batch."""
+    task = load_task(order.task)
+    module = task.model()
+    batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    optimizer = OptimizerSpec.from_settings(order.optimizer, list(named)).build(named)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss(module, batch).backward()
+        optimizer.step()
+
+    return step
 
 
 def _crowd(
@@ -64,7 +76,7 @@ def _crowd(
     seconds: float,
     kept: Kept,
 ) -> float:
-    """Processor seconds of a step, where as many ranks as `crowd` take them at the same time."""
+    """Return processor seconds of a step, where as many ranks as `crowd` take them at once."""
     mine = torch.zeros(1, dtype=torch.float64)
     all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)  # a barrier
     with kept.watched(crowd):
@@ -75,31 +87,31 @@ def _crowd(
 
 
 def _agreed(runtime: Runtime, everyone: Group, wish: bool) -> bool:
-    """Whether any rank has this wish: their clocks are one, but they read it one after another."""
+    """Return whether any rank has this wish: they read their one clock one after another."""
     wishes = torch.tensor([float(wish)])
     all_reduce(runtime.transport, wishes, "ring", everyone, Tag.AGREE)
     return bool(wishes)
 
 
-def measure_slices(runtime: Runtime, allowed: Allowed) -> tuple[list[float], Kept]:
+def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list[float], Kept]:
     """On one rank more than there are cores: for how long this one ran without a pause, each time;
     all of the seconds where it never had to pause."""
-    everyone, kept = Group(tuple(range(runtime.ranks))), Kept()
+    everyone, kept, (seconds, _) = Group(tuple(range(runtime.ranks))), Kept(), allowed
     all_reduce(runtime.transport, torch.zeros(1), "ring", everyone, Tag.AGREE)
     runs: list[float] = []
     with kept.watched(runtime.ranks):
         began = since = last = time.perf_counter()
-        while last - began < allowed.seconds:
+        while last - began < seconds:
             now = time.perf_counter()
             if now - last > PAUSE:
                 runs.append(last - since)
                 since = now
             last = now
-    return runs[1:] or [allowed.seconds], kept
+    return runs[1:] or [seconds], kept
 
 
 def _pace(step: Callable[[], None], seconds: float) -> float:
-    """Processor seconds of a step; the ends, where others may not be there, do not count."""
+    """Return processor seconds of a step; the ends, where others may not be there, do not count."""
     times: list[tuple[float, float]] = []
     began = time.perf_counter()
     least = 3 if seconds > 0 else 1

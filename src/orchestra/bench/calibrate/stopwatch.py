@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestra.bench.turns import Progress
 from orchestra.cluster.calibration import Curve
-from orchestra.cluster.quality import MOST_WAITED
+from orchestra.cluster.costs import MOST_WAITED
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.errors import RunFailed
 from orchestra.records.report import taken_by_others
@@ -21,15 +21,6 @@ LEAST, MOST = 9, 400
 """Repeats of a measurement, where there is time for them."""
 WARM_UP = 3
 """Repeats before those that count."""
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """What a measurement may take: seconds for each figure, and until when, by the clock of a
-    `Budget`, it has to be done."""
-
-    seconds: float
-    until: float = math.inf
 
 
 @dataclass
@@ -127,7 +118,7 @@ def repeat(
 
 
 def _goes_on(count: int, passed: float, seconds: float, most: float) -> bool:
-    """Whether there is to be a further repeat after `count` of them."""
+    """Return whether there is to be a further repeat after `count` of them."""
     if count == 0:
         return True
     return passed < most and (count < LEAST or (passed < seconds and count < MOST))
@@ -154,12 +145,21 @@ FIRST = 0.7
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a measurement found: its value, the part of the processor time that others took from
-    it, and what there was no time for."""
+    """What a measurement found.
+
+    Attributes:
+        value: the figures.
+        waited: the part of the processor time that others took from it.
+        left_out: what there was no time for.
+        seconds: that the last attempt took.
+        repeats: how often it was made again.
+    """
 
     value: Any
     waited: float
     left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+    repeats: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,22 +178,12 @@ class Measurement:
     measure: Callable[[float, float, Callable[[float], None]], Attempt | None]
 
 
-@dataclass(frozen=True)
-class Result:
-    """The best attempt at a measurement, the seconds that the last one took, and how often it was
-    repeated."""
-
-    attempt: Attempt
-    seconds: float
-    repeats: int = 0
-
-
 def measure_all(
     measurements: Sequence[Measurement],
     limit: float,
     on_progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> list[Result]:
+) -> list[Attempt]:
     """The best attempt at each of `measurements`, all within `limit` seconds.
 
     Each is made once. What was disturbed is made again while there is time, by turns, and the
@@ -204,14 +194,24 @@ def measure_all(
     """
     began = clock()
     end = began + limit
-    course = _Course(clock, end, on_progress or (lambda what, part: None))
-    kept: list[Result] = []
+    tell = on_progress or (lambda what, part: None)
+
+    def attempt(
+        measurement: Measurement, until: float, done: float, part: float, again: str = ""
+    ) -> Attempt | None:
+        """`done` of everything is done, and `part` of it will be this."""
+        what, started = measurement.name + again, clock()
+        tell(what, done)
+        found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
+        return None if found is None else replace(found, seconds=clock() - started)
+
+    kept: list[Attempt] = []
     whole = sum(measurement.weight for measurement in measurements)
     done = 0.0
     for measurement in measurements:
         share = measurement.weight / (whole - done)
         until = clock() + (began + FIRST * limit - clock()) * share
-        first = course.attempt(measurement, until, done / whole, measurement.weight / whole)
+        first = attempt(measurement, until, done / whole, measurement.weight / whole)
         if first is None:
             raise RunFailed(
                 f"the calibration was not done within {limit:.0f} s: {measurement.name} took "
@@ -220,43 +220,20 @@ def measure_all(
         kept.append(first)
         done += measurement.weight
     while (place := _most_in_need(kept, end - clock())) is not None:
-        again = course.attempt(measurements[place], end, 0.0, 1.0, " again")
+        again = attempt(measurements[place], end, 0.0, 1.0, " again")
         kept[place] = _better(kept[place], again)
     return kept
 
 
-def _most_in_need(kept: Sequence[Result], left: float) -> int | None:
-    """Which disturbed measurement comes next, of those that `left` seconds suffice for."""
-    places = [
-        place
-        for place, one in enumerate(kept)
-        if one.attempt.waited > MOST_WAITED and one.seconds < left
-    ]
-    return min(places, key=lambda p: (kept[p].repeats, -kept[p].attempt.waited), default=None)
+def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
+    """Return which disturbed measurement comes next, of those that `left` seconds suffice for."""
+    disturbed = [p for p, one in enumerate(kept) if one.waited > MOST_WAITED and one.seconds < left]
+    return min(disturbed, key=lambda p: (kept[p].repeats, -kept[p].waited), default=None)
 
 
-def _better(one: Result, again: Result | None) -> Result:
-    """The attempt that was disturbed less; of `again` None, which was cut off, only that it was."""
+def _better(one: Attempt, again: Attempt | None) -> Attempt:
+    """Return the attempt that was disturbed less; None was cut off, and is not tried once more."""
     if again is None:
-        return replace(one, repeats=one.repeats + 1, seconds=float("inf"))
-    best = min(one.attempt, again.attempt, key=lambda attempt: attempt.waited)
-    return Result(best, again.seconds, one.repeats + 1)
-
-
-@dataclass
-class _Course:
-    """Attempts one after the other, and what the user is told of them."""
-
-    clock: Callable[[], float]
-    end: float
-    tell: Progress
-
-    def attempt(
-        self, measurement: Measurement, until: float, done: float, part: float, again: str = ""
-    ) -> Result | None:
-        """`done` of everything is done, and `part` of it will be this."""
-        what = measurement.name + again
-        self.tell(what, done)
-        began = self.clock()
-        found = measurement.measure(until, self.end, lambda own: self.tell(what, done + own * part))
-        return None if found is None else Result(found, self.clock() - began)
+        return replace(one, repeats=one.repeats + 1, seconds=math.inf)
+    best = min(one, again, key=lambda attempt: attempt.waited)
+    return replace(best, seconds=again.seconds, repeats=one.repeats + 1)

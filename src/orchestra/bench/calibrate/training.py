@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,14 +21,14 @@ from orchestra.bench.calibrate.stopwatch import LEAST, MOST, Budget, Kept, curve
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
+from orchestra.engines.simulation.figures import key_of
 from orchestra.optimizers.settings import Optimizer
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.parameter_server.placement import place
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.single import Single
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
@@ -44,24 +45,44 @@ FIRST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class TrainingTask:
-    """What is to be measured: a task with these batches, and for how many seconds each.
+class Workload:
+    """A task to be calibrated, with batches around `batch_sizes`, of one worker.
 
-    `threads` are the numbers of threads that it is measured with: 1, and more; `until` is when it
-    has to be done, by the clock of a `Budget`; `folder`, of the launcher, takes the files of what
-    is trained, since ranks may be killed.
+    Attributes:
+        seconds: for each figure, where there is so much time.
+        threads: numbers of threads that it is measured with: 1, and more.
+        until: when it has to be done, by the clock of a `Budget`.
+        folder: takes the files of what is trained; the launcher's, since ranks may be killed.
     """
 
     task: str
     optimizer: Optimizer
-    precision: str
-    batch_size: int
-    sizes: tuple[int, ...]
-    seconds: float
-    threads: tuple[int, ...]
-    key: tuple[str, str, str]
+    precision: str = "float32"
+    batch_sizes: tuple[int, ...] = (32,)
+    seconds: float = 0.5
+    threads: tuple[int, ...] = (1,)
     until: float = math.inf
     folder: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What the figures are found by in a calibration."""
+        return key_of(self.task, self.optimizer, self.precision)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch that was asked for."""
+        return self.batch_sizes[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those asked for, a quarter and half of the smallest, double and four times the largest.
+
+        A quarter is a micro-batch of four; four times as many is what one process takes for four.
+        """
+        least, most = min(self.batch_sizes), max(self.batch_sizes)
+        wanted = {*self.batch_sizes, least // 4, least // 2, 2 * most, 4 * most}
+        return tuple(sorted(size for size in wanted if size > 0))
 
 
 @dataclass
@@ -74,14 +95,14 @@ class Profile:
     clock: Callable[[], float]
     exchange: Callable[[], object] = lambda: None
     seconds: float = 0.0
-    notes: list[tuple[str, float, float]] = field(default_factory=list)
+    notes: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         began = self.clock()
         result = function()
         ended = self.clock()
         self.seconds += ended - began
-        self.notes.append((work.kind, began, ended))
+        self.notes[work.kind].append((began, ended))
         if work.kind == "update":
             self.exchange()
         return result
@@ -93,20 +114,19 @@ class Profile:
         """Of each step but the first ones: seconds of the gradient, the update, the rest, and all
         three together."""
         times: dict[str, list[float]] = defaultdict(list)
-        ends = [ended for kind, _, ended in self.notes if kind == "update"]
-        works = [(k, e - b) for k, b, e in self.notes if k in ("gradient", "update")]
-        gradients = [seconds for kind, seconds in works if kind == "gradient"]
-        updates = [seconds for kind, seconds in works if kind == "update"]
+        ends = [ended for _, ended in self.notes["update"]]
         for step in range(FIRST_STEPS, len(ends)):
-            times["gradient"].append(gradients[step])
-            times["update"].append(updates[step])
-            whole = ends[step] - ends[step - 1]
-            times["step"].append(whole - gradients[step] - updates[step])
+            whole = rest = ends[step] - ends[step - 1]
+            for kind in ("gradient", "update"):
+                began, ended = self.notes[kind][step]
+                times[kind].append(ended - began)
+                rest -= ended - began
+            times["step"].append(rest)
             times["whole"].append(whole)
         return times
 
 
-def measure_task(runtime: Runtime, order: TrainingTask) -> tuple[TaskCosts, Kept] | None:
+def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | None:
     """On rank 0 of two: the figures of a task. The other rank answers messages, and else waits."""
     torch.set_num_threads(1)
     if runtime.rank > 0:
@@ -144,24 +164,8 @@ def measure_task(runtime: Runtime, order: TrainingTask) -> tuple[TaskCosts, Kept
     return costs, kept
 
 
-def step_of(order: TrainingTask) -> Callable[[], None]:
-    """A gradient of the task and an update, as often as it is called, always on the same batch."""
-    task = load_task(order.task)
-    module = task.model()
-    batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    optimizer = OptimizerSpec.from_settings(order.optimizer, list(named)).build(named)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        task.loss(module, batch).backward()
-        optimizer.step()
-
-    return step
-
-
 def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
-    """An all-reduce of both ranks; whether it is the last."""
+    """Make an all-reduce of both ranks; return whether it is the last."""
     vector = torch.zeros(EXCHANGED // 4)
     vector[0] = last
     all_reduce(runtime.transport, vector, "ring", Group((0, 1)), Tag.GRADIENTS)
@@ -175,25 +179,18 @@ def _answer(runtime: Runtime) -> None:
 
 @dataclass
 class _Inner(PassingReporter):
-    """Of a training inside a measurement, which has done `done` figures: a sign of life only."""
+    """Reports only a sign of life of a training inside a measurement with `done` figures."""
 
     done: int
 
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None:
+    def progress(self, *, samples: int, **_: Any) -> None:
         self.inner.progress(step=self.done, samples=samples)
 
 
 class _Meter:
-    """Short trainings of one task on one worker, with batches of several sizes."""
+    """Makes short trainings of one task on one worker, with batches of several sizes."""
 
-    def __init__(self, runtime: Runtime, order: TrainingTask, task: Task, kept: Kept) -> None:
+    def __init__(self, runtime: Runtime, order: Workload, task: Task, kept: Kept) -> None:
         self._runtime = runtime
         self._order = order
         self._task = task
@@ -257,7 +254,7 @@ class _Meter:
         clock: Callable[[], float],
         exchange: Callable[[], object] = lambda: None,
     ) -> dict[str, list[float]]:
-        """A training of as many steps as fit into the time; what found that out, if it is short."""
+        """Train for as many steps as fit into the time, or as few as it took to find that out."""
         most, began = self.budget.share(), time.perf_counter()
         times = self._train(strategy, size, FIRST_STEPS + 2, clock, exchange)
         passed = time.perf_counter() - began
@@ -305,10 +302,8 @@ class _Meter:
         return profile.steps()
 
 
-def _updates(
-    module: nn.Module, order: TrainingTask, kept: Kept, budget: Budget
-) -> dict[int, float]:
-    """What part of an update's seconds it takes on slices as servers have them, by elements."""
+def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> dict[int, float]:
+    """Measure what part of an update's seconds slices as servers have them take, by elements."""
     layout = Layout.of_module(module)
     names = [slot.name for slot in layout.slots]
     spec = OptimizerSpec.from_settings(order.optimizer, names)
@@ -328,7 +323,7 @@ def _updates(
 
 
 def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
-    """Operations of one sample's gradient, on a batch of `size`."""
+    """Count the operations of one sample's gradient, on a batch of `size`."""
     batch = open_samples(task.train, 0, task.collate).read(0, size)
     with FlopCounterMode(display=False) as counter:
         task.loss(module, batch).backward()
@@ -336,68 +331,54 @@ def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
 
 
 def _parameters(
-    task: Task, module: nn.Module, order: TrainingTask, most: float
+    task: Task, module: nn.Module, order: Workload, most: float
 ) -> tuple[Parameter, ...]:
-    """How a gradient's seconds are spread over the layers, at the batch that was asked for."""
+    """Measure how a gradient's seconds are spread over the layers, at the batch asked for."""
     batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    passes = _Passes(module, named)
-    began = time.perf_counter()
-    while not passes.ready or (
-        (passed := time.perf_counter() - began) < most
-        and (len(passes.ready) < 12 or (passed < order.seconds and len(passes.ready) < 200))
-    ):
-        passes.once(lambda: task.loss(module, batch))
-    counted = slice(min(FIRST_STEPS, len(passes.ready) - 1), None)
-    ready = [statistics.median(column) for column in zip(*passes.ready[counted], strict=True)]
-    forward = [statistics.median(column) for column in zip(*passes.forward[counted], strict=True)]
-    return tuple(
-        Parameter(name, p.numel(), forward[index], min(ready[index], 1.0))
-        for index, (name, p) in enumerate(named)
-    )
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    slots = {id(parameter): slot for slot, parameter in enumerate(named.values())}
+    entered: list[tuple[int, float]] = []
+    marks: dict[int, float] = {}
+    for layer in module.modules():
+        own = [slots[id(p)] for p in layer.parameters(recurse=False) if id(p) in slots]
+        if own:
+            layer.register_forward_pre_hook(
+                lambda *_, slot=own[0]: entered.append((slot, time.thread_time()))
+            )
+    for slot, parameter in enumerate(named.values()):
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, slot=slot: marks.update({slot: time.thread_time()})
+        )
 
-
-class _Passes:
-    """Watches the layers of a module that have parameters, through its passes."""
-
-    def __init__(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self.ready: list[list[float]] = []
-        self.forward: list[list[float]] = []
-        self._parameters = [parameter for _, parameter in named]
-        self._entered: list[tuple[int, float]] = []
-        self._marks: dict[int, float] = {}
-        slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
-        for layer in module.modules():
-            own = [slots[id(p)] for p in layer.parameters(recurse=False) if id(p) in slots]
-            if own:
-                layer.register_forward_pre_hook(self._enter(own[0]))
-        for slot, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._mark(slot))
-
-    def _enter(self, slot: int) -> Callable[..., None]:
-        return lambda *_: self._entered.append((slot, time.thread_time()))
-
-    def _mark(self, slot: int) -> Callable[..., None]:
-        def mark(_: object) -> None:
-            self._marks[slot] = time.thread_time()
-
-        return mark
-
-    def once(self, loss_of: Callable[[], torch.Tensor]) -> None:
-        """A forward and a backward; what part of it each parameter waited for its gradient."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._entered, self._marks = [], {}
+    def once() -> tuple[list[float], list[float]]:
+        """Return the parts of a gradient: in each layer's forward, and until each one is ready."""
+        module.zero_grad()
+        entered.clear()
+        marks.clear()
         began = time.thread_time()
-        loss = loss_of()
+        loss = task.loss(module, batch)
         turned = time.thread_time()
         loss.backward()
         whole = time.thread_time() - began
-        count = len(self._parameters)
-        marks = (self._marks.get(slot, began + whole) for slot in range(count))
-        self.ready.append([(mark - began) / whole for mark in marks])
-        forward = [0.0] * count
-        starts = [began, *(at for _, at in self._entered[1:]), turned]
-        for index, (slot, _) in enumerate(self._entered):
-            forward[slot] += (starts[index + 1] - starts[index]) / whole
-        self.forward.append(forward)
+        forward = [0.0] * len(named)
+        starts = [began, *(at for _, at in entered[1:]), turned]
+        for (slot, _), (begin, end) in zip(entered, itertools.pairwise(starts), strict=False):
+            forward[slot] += (end - begin) / whole
+        ends = (marks.get(slot, began + whole) for slot in slots.values())
+        return forward, [(end - began) / whole for end in ends]
+
+    passes: list[tuple[list[float], list[float]]] = []
+    started = time.perf_counter()
+    while not passes or (
+        (passed := time.perf_counter() - started) < most
+        and (len(passes) < 12 or (passed < order.seconds and len(passes) < 200))
+    ):
+        passes.append(once())
+    counted = zip(*passes[min(FIRST_STEPS, len(passes) - 1) :], strict=True)
+    forward, ready = (
+        [statistics.median(of_one) for of_one in zip(*rows, strict=True)] for rows in counted
+    )
+    return tuple(
+        Parameter(name, p.numel(), turn, min(end, 1.0))
+        for (name, p), turn, end in zip(named.items(), forward, ready, strict=True)
+    )

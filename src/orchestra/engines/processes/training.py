@@ -68,7 +68,7 @@ def has_validation(task: str) -> bool:
 
 
 def _has_validation(_: Runtime, task: str) -> bool:
-    from orchestra.tasks.load import load_task
+    from orchestra.tasks.task import load_task
 
     return load_task(task).validation is not None
 

@@ -13,8 +13,7 @@ from orchestra.data.feed import open_samples
 from orchestra.data.random_state import undisturbed
 from orchestra.engines.simulation.figures import FLOPS, SERIAL
 from orchestra.errors import InputError
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import meta_model
 from orchestra.worker.batches import map_tensors

@@ -18,8 +18,7 @@ from orchestra.data.random_state import undisturbed
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import Strategy
-from orchestra.tasks.load import load_task
-from orchestra.tasks.task import Task
+from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import meta_model
 from orchestra.worker.batches import Batch, map_tensors

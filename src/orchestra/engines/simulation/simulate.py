@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
-from orchestra.cluster.jitter import DEFAULT
+from orchestra.cluster.nodes import DEFAULT
 from orchestra.engines.events import Failed, Finished, Pulse, describe, failed_text
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.random_streams import RandomStreams, Streams, seed

@@ -85,7 +85,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     """What the process of the simulation runs; here, so that a launcher can name it."""
     from orchestra.cluster import load_cluster
     from orchestra.cluster.costs import EVENLY
-    from orchestra.cluster.jitter import ASSUMED
+    from orchestra.cluster.nodes import ASSUMED
     from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
     from orchestra.engines.simulation.best_node import best_node
     from orchestra.engines.simulation.calibrated import CalibratedCosts

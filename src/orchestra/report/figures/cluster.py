@@ -12,8 +12,7 @@ import altair as alt
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
-from orchestra.cluster.jitter import Jitter
-from orchestra.cluster.nodes import Link, Node, Switch
+from orchestra.cluster.nodes import Jitter, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
 from orchestra.report.collect import RunData

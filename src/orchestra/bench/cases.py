@@ -1,0 +1,286 @@
+"""What `orchestra bench fidelity` predicts: strategies, each with a closed formula, and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log2
+
+from orchestra.bench.calibrate import Workload
+from orchestra.cluster.calibration import Calibration, TaskCosts
+from orchestra.errors import InputError, nearest
+from orchestra.optimizers.settings import Optimizer
+from orchestra.settings import parse
+from orchestra.strategies.registry import STRATEGIES as KNOWN
+from orchestra.trainer.settings import Run, Training
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a closed formula is made of, in seconds.
+
+    Attributes:
+        step: a worker's whole step.
+        update: an update of all parameters.
+        stage: a micro-batch on one stage of a pipeline.
+        alpha: a message without content.
+        message: a message with all parameters.
+        adding: adding what arrived with one.
+    """
+
+    ranks: int
+    workers: int
+    step: float
+    update: float
+    stage: float
+    alpha: float
+    message: float
+    adding: float
+
+    @property
+    def whole(self) -> float:
+        """A message with all parameters, and adding them."""
+        return self.message + self.adding
+
+    @property
+    def ring(self) -> float:
+        """A ring all-reduce."""
+        part = (self.ranks - 1) / self.ranks
+        bytes_only = self.message - self.alpha
+        return 2 * (self.ranks - 1) * self.alpha + part * (2 * bytes_only + self.adding)
+
+    @property
+    def halving_doubling(self) -> float:
+        """A reduce-scatter by halving, and an all-gather by doubling."""
+        part = (self.ranks - 1) / self.ranks
+        bytes_only = self.message - self.alpha
+        return self.rounds * 2 * self.alpha + part * (2 * bytes_only + self.adding) + self.uneven
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of a schedule that doubles, on a power of two of the ranks."""
+        return int(log2(self.ranks))
+
+    @property
+    def uneven(self) -> float:
+        """Folding the ranks beyond a power of two in, and out."""
+        return 0.0 if 2**self.rounds == self.ranks else 2 * self.message
+
+    @property
+    def served(self) -> float:
+        """A push and a pull."""
+        return 2 * self.message + self.update
+
+    @property
+    def asynchronous(self) -> float:
+        """A worker's round, unless the server is the limit."""
+        return self.ranks / self.workers * max(self.step + self.served, self.workers * self.served)
+
+
+ASYNCHRONOUS = 'consistency="asynchronous"'
+LOCAL_STEPS, MICROBATCHES = 4, 4
+STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
+    "ring": ('AllReduce("ring")', lambda t: t.step + t.ring),
+    "halving_doubling": (
+        'AllReduce("halving_doubling")',
+        lambda t: t.step + t.halving_doubling,
+    ),
+    "butterfly": ('AllReduce("butterfly")', lambda t: t.step + t.rounds * t.whole + t.uneven),
+    "tree": (
+        'AllReduce("tree")',
+        lambda t: t.step + ceil(log2(t.ranks)) * (2 * t.message + t.adding),
+    ),
+    "parallel": ('AllReduce("parallel")', lambda t: t.step + (t.ranks - 1) * t.whole),
+    "reduce_to_one": (
+        'AllReduce("reduce_to_one")',
+        lambda t: t.step + (t.ranks - 1) * (2 * t.message + t.adding),
+    ),
+    "sharded": ('AllReduce(shard="optimizer")', lambda t: t.step + t.ring),
+    "server": (
+        "ParameterServer()",
+        lambda t: t.ranks / t.workers * (t.step + t.workers * (t.served + t.adding)),
+    ),
+    "asynchronous": (f"ParameterServer({ASYNCHRONOUS})", lambda t: t.asynchronous),
+    "asynchronous beside": (
+        f'ParameterServer({ASYNCHRONOUS}, placement="beside")',
+        lambda t: t.asynchronous,
+    ),
+    "bounded": (
+        'ParameterServer(consistency="bounded", staleness=1)',
+        lambda t: t.asynchronous,
+    ),
+    "local SGD": (f"LocalSGD({LOCAL_STEPS})", lambda t: t.step + t.ring / LOCAL_STEPS),
+    "gossip": ("Gossip()", lambda t: t.step + min(2, t.ranks - 1) * t.whole),
+    "push-sum": ("StochasticGradientPush()", lambda t: t.step + t.message + 3 * t.adding),
+    "pairwise": ("PairwiseAveraging()", lambda t: t.step),
+    "pipeline": (
+        f"Pipeline(microbatches={MICROBATCHES})",
+        lambda t: (MICROBATCHES + t.ranks - 1) * t.stage + 2 * (t.ranks - 1) * t.alpha,
+    ),
+}
+"""By label, strategies of every family: the notation, and the seconds of a step by formula."""
+
+
+@dataclass(frozen=True)
+class Subtask:
+    """A task with the length of its runs and the numbers of ranks that it is run on; `model` is
+    what it trains, in words."""
+
+    name: str
+    model: str
+    subject: Workload
+    steps: int
+    ranks: tuple[int, ...]
+
+
+def _subtask(
+    name: str, model: str, task: str, optimizer: str, batch: int, steps: int, *ranks: int
+) -> Subtask:
+    subject = Workload(task, Optimizer.parse(optimizer, where=name), batch_sizes=(batch,))
+    return Subtask(name, model, subject, steps, ranks)
+
+
+TASKS = (
+    _subtask("cnn", "CNN, 72k", "digits()", "SGD(lr=0.05)", 16, 80, 2, 3, 4),
+    _subtask("lenet", "LeNet-5, 62k, Adam", "digits28()", "Adam(lr=0.001)", 32, 60, 4),
+    _subtask(
+        "mlp", "MLP, 1.1M", "regression(hidden=1024)", "SGD(lr=0.01, momentum=0.9)", 64, 60, 3
+    ),
+)
+"""The models that are trained: convolutions, another optimizer, and large messages."""
+
+
+def tasks_named(names: Sequence[str] | None) -> tuple[Subtask, ...]:
+    """The tasks of these names; all without any.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    by_name = {task.name: task for task in TASKS}
+    for name in names or ():
+        if name not in by_name:
+            raise InputError(f"--tasks: unknown {name!r}; {nearest(name, by_name)}")
+    return tuple(by_name[name] for name in names) if names else TASKS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prediction to be tested."""
+
+    label: str
+    task: Subtask
+    ranks: int
+
+    @property
+    def run(self) -> Run:
+        """On processes."""
+        subject = self.task.subject
+        return Run(
+            self.label,
+            task=subject.task,
+            strategy=parse(STRATEGIES[self.label][0], KNOWN, where=self.label),
+            training=Training(
+                ranks=self.ranks,
+                batch_size=subject.batch_sizes[0],
+                equal="worker_batch",
+                steps=self.task.steps,
+                optimizer=subject.optimizer,
+                snapshots=0,
+                trace_steps=0,
+            ),
+        )
+
+    def simulated(self, cluster: str, calibration: str) -> Run:
+        """The same in virtual time."""
+        run = self.run
+        training = replace(
+            run.training, engine="simulation", cluster=cluster, calibration=calibration
+        )
+        return replace(run, training=training)
+
+
+def cases(
+    strategies: Sequence[str] | None = None,
+    tasks: Sequence[Subtask] = TASKS,
+    ranks: Sequence[int] | None = None,
+) -> list[Case]:
+    """The strategies with these labels (None: all) on every task, on every number of ranks that
+    they can run on: `ranks`, or the task's own.
+
+    Raises:
+        InputError: an unknown label, or nothing is left.
+    """
+    for label in strategies or ():
+        if label not in STRATEGIES:
+            raise InputError(f"--strategies: unknown {label!r}; {nearest(label, STRATEGIES)}")
+    found = [
+        case
+        for task in tasks
+        for count in ranks or task.ranks
+        for label in strategies or STRATEGIES
+        if _can_run(case := Case(label, task, count))
+    ]
+    if not found:
+        raise InputError("--strategies: none of them runs on that many ranks")
+    return found
+
+
+def _can_run(case: Case) -> bool:
+    try:
+        case.run.strategy.roles(case.ranks)
+    except InputError:
+        return False
+    return True
+
+
+def constant(case: Case, calibration: Calibration) -> float:
+    """Seconds of the step of one worker, whatever the strategy and the number of ranks."""
+    return _alone(_costs(case, calibration), case, calibration)
+
+
+def closed_formula(case: Case, calibration: Calibration) -> float:
+    """Seconds a step by the usual sums: computation, plus a latency for each message and a time
+    for each byte on the longest way, plus additions.
+
+    alpha, beta and gamma come from the calibration, and processors are shared evenly by the ranks
+    that compute at the same time.
+    """
+    costs = _costs(case, calibration)
+    elements = sum(parameter.elements for parameter in costs.parameters)
+    way, threads = calibration.messages.one_way, _threads(case, calibration)
+    workers = len(case.run.strategy.roles(case.ranks).workers)
+    crowding = max(1.0, workers / calibration.cores)
+    micro_batch = case.task.subject.batch_sizes[0] * case.ranks / MICROBATCHES
+    terms = Terms(
+        ranks=case.ranks,
+        workers=workers,
+        step=_alone(costs, case, calibration) * crowding,
+        update=costs.seconds("update", elements, threads),
+        stage=costs.seconds("gradient", micro_batch, threads) / case.ranks * crowding,
+        alpha=way.points[0][1],
+        message=way.at(4 * elements),
+        adding=calibration.overhead(costs).add * 4 * elements,
+    )
+    return STRATEGIES[case.label][1](terms)
+
+
+def _threads(case: Case, calibration: Calibration) -> int:
+    """Return the threads that each rank computes with."""
+    return max(1, calibration.cores // case.ranks)
+
+
+def _alone(costs: TaskCosts, case: Case, calibration: Calibration) -> float:
+    """Return the seconds of a step of one worker with nobody beside it."""
+    threads, batch = _threads(case, calibration), case.task.subject.batch_sizes[0]
+    elements = sum(parameter.elements for parameter in costs.parameters)
+    gradient, rest = (costs.seconds(part, batch, threads) for part in ("gradient", "step"))
+    return gradient + rest + costs.seconds("update", elements, threads)
+
+
+def _costs(case: Case, calibration: Calibration) -> TaskCosts:
+    found = calibration.task(*case.task.subject.key)
+    if found is None:
+        raise InputError(
+            f"--calibration: it does not hold {case.task.subject.task}; leave the option out"
+        )
+    return found
