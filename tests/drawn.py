@@ -10,8 +10,7 @@ from typing import Any
 
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_curve, write_summary
-from orchestra.records.report import Point, RankReport
-from orchestra.records.timeline import Message, Slice, Timeline
+from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
 from orchestra.records.trace import write_trace
 from orchestra.report.collect import Source, collect
 from orchestra.report.figures import Figure, figures

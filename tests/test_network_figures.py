@@ -13,9 +13,8 @@ from tests.drawn import Drawn, drawn_alone, keep, record
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.records.layout import run_folder
-from orchestra.records.links import Link, Links, write_links
-from orchestra.records.report import RankReport
-from orchestra.records.timeline import Message, Slice, Timeline
+from orchestra.records.record import Link, Links, write_links
+from orchestra.records.report import Message, RankReport, Slice, Timeline
 from orchestra.records.trace import write_trace
 from orchestra.report.figures.frame import for_image
 from orchestra.report.figures.messages import messages

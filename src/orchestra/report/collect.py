@@ -14,8 +14,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
 from orchestra.records.layout import CLUSTER, run_folder
-from orchestra.records.links import Links, read_links
-from orchestra.records.record import RunRecord, read_summary
+from orchestra.records.record import Links, RunRecord, read_links, read_summary
 from orchestra.records.report import Point
 from orchestra.settings.reading import yaml_value
 

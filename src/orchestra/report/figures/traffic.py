@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from orchestra.records.links import Links
+from orchestra.records.record import Links
 from orchestra.report.figures.frame import (
     BAR,
     INK_NOW,
