@@ -21,7 +21,7 @@ from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.errors import InputError
 from orchestra.records.record import MOST_LINKS, Link, RunRecord, combine, read_links
 from orchestra.records.trace import write_trace
-from orchestra.report.figures.trace import exchanges
+from orchestra.report.figures.timeline import exchanges, read_trace
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run
@@ -220,7 +220,7 @@ def test_the_messages_of_a_step_are_those_of_its_lines(tmp_path: Path) -> None:
     trace = read(tmp_path)
     assert_well_formed(trace)
     assert_matched(trace, all_of_them=True)
-    (exchange,) = exchanges(tmp_path / "trace.json.gz")
+    (exchange,) = exchanges(read_trace(tmp_path / "trace.json.gz"))
     assert exchange.step == 4
     assert {(a.source, a.target): a.count for a in exchange.arrows} == {
         (rank, (rank + 1) % 4): 6 for rank in range(4)

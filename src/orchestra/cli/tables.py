@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestra.records.record import RunRecord
-from orchestra.report.conditions import costs_text
+from orchestra.report.fairness import costs_text
 from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import Described
 from orchestra.trainer.settings import Run

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.records.record import write_atomically
-from orchestra.records.report import RankReport
-from orchestra.records.report import Instant, Message, Slice, Timeline
+from orchestra.records.report import Instant, Message, RankReport, Slice, Timeline
 
 FILE = "trace.json.gz"
 NANOSECOND = 0.001  # in microseconds

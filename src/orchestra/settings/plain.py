@@ -48,7 +48,8 @@ def from_plain(hint: Any, value: Any) -> Any:
         items = [from_plain(part, item) for part, item in zip(hints, value, strict=True)]
         return tuple(items) if origin is tuple else items
     if issubclass(hint, tuple):  # a NamedTuple
-        return hint(*from_plain(tuple[*get_type_hints(hint).values()], value))
+        parts = zip(get_type_hints(hint).values(), value, strict=True)
+        return hint(*(from_plain(part, item) for part, item in parts))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
