@@ -242,7 +242,7 @@ def test_the_tail_lies_behind_the_gradient() -> None:
 def test_a_callback_hears_of_each_gradient_in_the_last_backward() -> None:
     module, _, gradients = flat_model()
     ready: list[int] = []
-    gradients.when_ready(ready.append)
+    gradients.when_ready(lambda first, _: ready.append(first))
     gradients.last_backward = False
     backward(module, randn(4, 5))
     assert ready == []

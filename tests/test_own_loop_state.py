@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from tests.threads import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from orchestra import exchange, optimizers
 from orchestra.engines.processes.own_loop import Channel
 from orchestra.errors import InputError
 from orchestra.settings import parse
+from orchestra.strategies.parameter_server import ParameterServerState
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.worker.interception import intercepted
@@ -160,6 +163,29 @@ def through_and_resumed(
 def test_resumed(strategy: str) -> None:
     """With two workers at least: a single one draws its order from the generator of all threads."""
     through_and_resumed(strategy, (1, 4, -2), ranks=4 if "replicas" in strategy else 3)
+
+
+def test_nobody_goes_on_before_everybody_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server beside a worker would answer from a state that is not restored."""
+    running, restore, slow_ones = threading.Event(), optimizers.restore, [True]
+
+    def slow(value: Any, saved: Any) -> Any:
+        if isinstance(value, ParameterServerState) and value.server is not None and slow_ones:
+            slow_ones.clear()
+            assert not running.wait(0.3)
+        return restore(value, saved)
+
+    def program(runtime: Runtime) -> None:
+        run = Run(runtime, BESIDE, shuffled())
+        run.save(0)
+        saved = exchange.agree_on_data(run.loop.worker, run.saved[0].hex(), 0)
+        run.load(bytes.fromhex(saved))
+        running.set()
+        run.train(epochs=1)
+        run.end()
+
+    monkeypatch.setattr(optimizers, "restore", slow)
+    run_ranks(3, program)
 
 
 def test_resumed_where_workers_take_batches_from_a_queue() -> None:

@@ -19,9 +19,9 @@ from tests.simulated import FREE, Second, run_ranks
 
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.collectives import Group, execute
-from orchestra.engines.simulation.meeting import Meeting
-from orchestra.engines.simulation.recurrence import Recurrence
-from orchestra.engines.simulation.walk import Walk
+from orchestra.engines.simulation.participant import Participant
+from orchestra.engines.simulation.rendezvous import Collective
+from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
 from orchestra.transports import executor
@@ -156,7 +156,7 @@ def _flat(value: Any) -> list[Any]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often a rank went message by message, a meeting was disturbed, and times were found."""
+    """How often a rank went message by message, a collective was disturbed, or evaluated."""
     counts: Counter[str] = Counter()
 
     def counting(cls: type, name: str, label: str) -> Any:
@@ -169,9 +169,9 @@ def counted() -> Iterator[Counter[str]]:
         return mock.patch.object(cls, name, counted_call)
 
     with (
-        counting(Walk, "enter_world", "walks"),
-        counting(Meeting, "enter_world", "disturbed"),
-        counting(Recurrence, "run", "found"),
+        counting(Participant, "__init__", "participants"),
+        counting(Collective, "enter_world", "disturbed"),
+        counting(PlacedPlan, "_evaluate", "evaluated"),
     ):
         yield counts
 
@@ -274,18 +274,19 @@ def test_an_all_reduce_follows_before_all_messages_of_the_last_one_are_there(
 # What nobody disturbs is done at once, and what somebody does is not
 
 
-@pytest.mark.parametrize("name", ["ring", "ring_gather"])
-def test_rings_on_links_of_their_own_cost_no_messages(name: str) -> None:
+@pytest.mark.parametrize("name", ["ring", "ring_gather", "butterfly", "halving_doubling"])
+def test_messages_that_meet_on_no_link_are_evaluated_at_once(name: str) -> None:
+    delays = staggered(8) if name.startswith("ring") else together(8, 3)
     with counted() as counts:
-        Trial(name, 6, 600, staggered(6)).run(at_once=True)
-    assert (counts["walks"], counts["disturbed"]) == (0, 0)
-    assert counts["found"]
+        Trial(name, 8, 600, delays).run(at_once=True)
+    assert (counts["participants"], counts["disturbed"]) == (0, 0)
+    assert counts["evaluated"]
 
 
 def test_ranks_that_come_as_before_are_not_computed_anew() -> None:
     with counted() as counts:
         Trial("ring", 6, 600, [[1e-3] * 6] * 20).run(at_once=True)
-    assert counts["found"] == 1
+    assert counts["evaluated"] == 1
 
 
 def test_foreign_messages_disturb() -> None:
@@ -296,7 +297,7 @@ def test_foreign_messages_disturb() -> None:
         with counted() as counts:
             trial.run(at_once=True)
         assert counts["disturbed"]
-        assert counts["walks"]
+        assert counts["participants"]
         check(trial)
 
 
@@ -335,7 +336,7 @@ def test_a_flow_that_shares_the_core_from_the_beginning_agrees() -> None:
     trial = Trial("ring", 4, 20_000, together(4, 2), "containers_10mbit(nodes=4)", spawn=True)
     with counted() as counts:
         trial.run(at_once=True)
-    assert (counts["walks"] > 0, counts["disturbed"]) == (True, 0)
+    assert (counts["participants"] > 0, counts["disturbed"]) == (True, 0)
     check(trial)
 
 

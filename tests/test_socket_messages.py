@@ -274,6 +274,19 @@ def test_a_task_raises_what_its_flow_raised() -> None:
                 task.wait()
 
 
+def test_a_flow_that_fails_ends_the_others_of_its_rank() -> None:
+    """They may wait for what it would have sent, long before anybody waits for its end."""
+    with mesh(2) as (zero, _):
+
+        def fail(_: Transport) -> None:
+            raise ZeroDivisionError("in the flow")
+
+        pending = zero.receive(1, 0)
+        zero.spawn(fail)
+        with pytest.raises(ZeroDivisionError, match="in the flow"):
+            pending.wait()
+
+
 def test_time_is_split_into_waiting_and_moving() -> None:
     with mesh(2) as (zero, one):
 

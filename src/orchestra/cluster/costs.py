@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Cost(Protocol):
@@ -70,3 +70,25 @@ class Overhead:
     local: Cost | None = None
     cold: float = 0.0
     collective: float = 0.0
+
+    def message(self, frame_bytes: int) -> MessageCost:
+        """Of a message of so many bytes, its header included."""
+        first = self.send.at(0)
+        rest, taking_in = self.send.at(frame_bytes) - first, self.receive.at(frame_bytes)
+        return MessageCost(first, rest, taking_in, frame_bytes * self.wire)
+
+
+class MessageCost(NamedTuple):
+    """What one message costs.
+
+    Attributes:
+        first: processor seconds of the sender until its first byte is on its way.
+        rest: processor seconds of the sender until all of it has left.
+        taking_in: processor seconds of the receiver, from the arrival of the first byte on.
+        wire_bytes: bytes on each link that it crosses.
+    """
+
+    first: float
+    rest: float
+    taking_in: float
+    wire_bytes: float

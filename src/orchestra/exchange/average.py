@@ -42,7 +42,7 @@ class GradientAverage:
         self._under_way: list[Task[int]] = []
         self._overlaps = len(worker.workers) > 1 and len(self._buckets) > 1
         if self._overlaps:
-            worker.gradients.when_ready(self._slot_is_ready)
+            worker.gradients.when_ready(self._slots_are_ready)
 
     def finish(self) -> None:
         """After backward: begin what is left, and wait for all of it."""
@@ -65,10 +65,14 @@ class GradientAverage:
         self._worker.gradients.when_ready(None)
         self._worker.transport.end_background()
 
-    def _slot_is_ready(self, slot: int) -> None:
-        """In backward: collect it, and begin the buckets that are complete, in their order."""
-        self._worker.gradients.collect(slot, self._worker.step.weight)
-        self._ready[self._bucket_of[slot]] += 1
+    def _slots_are_ready(self, first: int, end: int) -> None:
+        """In backward: collect them, and begin the buckets that are complete, in their order."""
+        gradients, weight = self._worker.gradients, self._worker.step.weight
+        for slot in range(first, end):
+            gradients.collect(slot, weight)
+        for place in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
+            bucket = self._buckets[place]
+            self._ready[place] += min(end, bucket.last_slot) - max(first, bucket.first_slot)
         last = len(self._buckets) - 1  # waits for what travels with it
         while self._next < last and self._ready[self._next] == self._buckets[self._next].slots:
             self._worker.compute.reached(self._buckets[self._next].last_slot - 1)
@@ -95,6 +99,11 @@ class Bucket:
     values: Tensor
     slots: int
     last_slot: int
+
+    @property
+    def first_slot(self) -> int:
+        """The beginning of the run."""
+        return self.last_slot - self.slots
 
 
 def cut_into_buckets(worker: Worker) -> list[Bucket]:

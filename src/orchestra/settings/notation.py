@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from orchestra.settings.base import (
 from orchestra.settings.registry import Registry
 
 MOST_CHARACTERS = 400_000
+_PARSING = threading.RLock()
 
 
 def expression(text: str) -> ast.expr:
@@ -41,7 +43,8 @@ def expression(text: str) -> ast.expr:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters")
     try:
-        with warnings.catch_warnings():
+        # CPython 3.11 counts the depth of the tree for all threads together (its issue 106905).
+        with _PARSING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the syntax: an unknown escape stays as it is
             tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:

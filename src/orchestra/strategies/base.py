@@ -286,6 +286,9 @@ class Strategy(Settings, ABC, Generic[S]):
         optimizers.restore(state, saved)
         for tensor, before in zip(own, kept, strict=True):
             optimizers.restore(tensor, before)
+        # A flow in the background, as of a server beside a worker, answers whoever asks: nobody
+        # does before what it answers from is restored.
+        exchange.wait_for_everyone(worker)
         return state
 
     def restart(self, worker: Worker, state: S, renew: Callable[[], None]) -> S:

@@ -193,7 +193,7 @@ class CollectiveVerb:
         background: bool = False,
         via: Transport | None = None,
         visible: bool = False,
-    ) -> Begun:
+    ) -> Task[int]:
         """Begin this rank's part in `schedule`; see `Transport.collective`."""
         over: Transport = via or self  # type: ignore[assignment]
         call = functools.partial(self._execute, schedule, vector, group, tag, edges, visible)

@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveVerb
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
 from orchestra.transports.operations import Flow, Receive, Send
@@ -168,6 +169,8 @@ class FlowTask(Generic[T]):
             self._results.append(function(transport))
         except BaseException as error:
             self._error = error
+            if isinstance(error, Exception) and not isinstance(error, PeerLost):
+                transport.abort(error)  # others may wait for this flow, and nobody yet for its end
 
     def done(self) -> bool:
         """True if the flow has ended."""

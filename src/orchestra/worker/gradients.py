@@ -38,7 +38,7 @@ class Gradients:
         self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
         self._own_tail = np.zeros(len(self.tail))
-        self._on_ready: Callable[[int], None] | None = None
+        self._on_ready: Callable[[int, int], None] | None = None
         self._on_backward: Callable[[], None] | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -51,7 +51,7 @@ class Gradients:
                 self._on_backward()
             self.used[index] = True
             if self._on_ready is not None and self.last_backward:
-                self._on_ready(index)
+                self._on_ready(index, index + 1)
 
         return mark
 
@@ -60,8 +60,9 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
 
-    def when_ready(self, callback: Callable[[int], None] | None) -> None:
-        """Call `callback(slot)` in a step's last backward when that slot has its gradient."""
+    def when_ready(self, callback: Callable[[int, int], None] | None) -> None:
+        """Call `callback(first, end)` in a step's last backward when these slots, from the first to
+        before the end, have their gradients."""
         self._on_ready = callback
 
     def when_in_backward(self, callback: Callable[[], None]) -> None:

@@ -86,7 +86,7 @@ class ShapeGradients(Gradients):
         self.square = 0.0
         self.last_backward = True
         self._shared = shared
-        self._on_ready: Callable[[int], None] | None = None
+        self._on_ready: Callable[[int, int], None] | None = None
         self._stop = False
 
     @property
@@ -106,10 +106,9 @@ class ShapeGradients(Gradients):
     def forget_unused(self) -> None: ...
 
     def pass_backward(self) -> None:
-        """The last layer first."""
+        """All slots are ready, in their order."""
         if self._on_ready is not None:
-            for index in range(len(self.used)):
-                self._on_ready(index)
+            self._on_ready(0, len(self.used))
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         self._stop = stop

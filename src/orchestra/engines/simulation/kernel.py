@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from orchestra.engines.events import tell
 from orchestra.engines.simulation.contexts import Context, GreenletContext, ThreadContext
+from orchestra.engines.simulation.events import Call, Events
 from orchestra.errors import RunAborted
 
-T = TypeVar("T")
-Call = Callable[[], None]
 Wait = tuple[tuple[int, ...], str]
 """Any of which ranks is waited for, and for what."""
 
@@ -46,24 +44,6 @@ class Processor(Protocol):
     def compute(self, seconds: float) -> None:
         """The same with all of its threads."""
         ...
-
-
-class Timer:
-    """A call that is due; it may be cancelled until then."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Call) -> None:
-        self._call: Call | None = call
-
-    def cancel(self) -> None:
-        """Let it pass without effect."""
-        self._call = None
-
-    def fire(self, _: object) -> None:
-        """Make the call, unless it has been cancelled."""
-        if self._call is not None:
-            self._call()
 
 
 class Flow:
@@ -125,7 +105,7 @@ class Deadlock(Exception):
     """Nothing is due any more, and flows are still parked."""
 
 
-class Kernel:
+class Kernel(Events):
     """The clock, what is due when, and whose turn it is.
 
     `on_turn` is called on the context of each flow whose turn begins. Besides the main flows,
@@ -141,6 +121,7 @@ class Kernel:
         on_turn: Callable[[Flow], None] = lambda flow: None,
         contexts: type[ThreadContext | GreenletContext] = ThreadContext,
     ) -> None:
+        super().__init__()
         self.launcher: Context = contexts.present()
         self.flows: list[Flow] = []
         self.flows_of: Counter[int] = Counter()  # by rank
@@ -149,36 +130,12 @@ class Kernel:
         self.changes = 0  # of the flows
         self.outstanding = 0
         self.failure: BaseException | None = None
-        self._now = 0.0
-        self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
-        self._sequence = itertools.count()
         self._ready: deque[Flow] = deque()
         self._aborted: Exception | None = None
         self._living = 0  # main flows
         self._held: set[int] = set()  # ranks
         self._dead: list[Flow] = []
         self._on_turn = on_turn
-
-    # Events
-
-    def now(self) -> float:
-        """Virtual seconds since the beginning."""
-        return self._now
-
-    def at(self, time: float, call: Call) -> Timer:
-        """Let `call` happen at `time`, after all that is already due then."""
-        timer = Timer(call)
-        self.call_at(time, timer.fire, None)
-        return timer
-
-    def call_at(self, time: float, call: Callable[[T], object], argument: T) -> None:
-        """Like `at`, for `call(argument)`, which cannot be cancelled: cheaper, for each message."""
-        assert time >= self._now, f"{time} lies before {self._now}"
-        heapq.heappush(self._due, (time, next(self._sequence), call, argument))
-
-    def after(self, seconds: float, call: Call) -> Timer:
-        """Let `call` happen so many seconds from now."""
-        return self.at(self._now + seconds, call)
 
     # Flows
 
@@ -194,6 +151,12 @@ class Kernel:
         self._living += main
         self.call_at(self._now, self.resume, flow)
         return flow
+
+    def add_thread(self, rank: int, count: int = 1) -> None:
+        """So many threads more of `rank` compute now and then, without a flow."""
+        self.flows_of[rank] += count
+        self.started_of[rank] += max(count, 0)
+        self.changes += 1
 
     def resume(self, flow: Flow) -> None:
         """From an event: the turn of a parked `flow` comes next, once its rank is not held."""

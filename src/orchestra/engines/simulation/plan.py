@@ -42,17 +42,10 @@ class Transfers:
         return self.number * self._ranks + rank
 
     @cached_property
-    def plain(self) -> bool:
-        """See `Plan.is_plain`."""
-        sources, targets = self.place_of(self.source), self.place_of(self.target)
-        places = self.count * self._ranks
-        for ends in (sources, targets):
-            if np.bincount(ends, minlength=1).max() > 1:
-                return False
-        run = self.first * (self.end.max(initial=0) + 1) + self.end
-        leaving = np.full(places, -1)
-        leaving[sources] = run
-        return not ((leaving[targets] == run) & (self.operation == REDUCE)).any()
+    def one_at_a_time(self) -> bool:
+        """Whether each rank sends and receives at most one run of pieces in a round."""
+        ends = (self.place_of(self.source), self.place_of(self.target))
+        return all(np.bincount(places, minlength=1).max() <= 1 for places in ends)
 
 
 @functools.lru_cache(maxsize=2)
@@ -112,9 +105,9 @@ class Plan:
         return np.split(np.column_stack([*columns, self._elements]), ends)
 
     @property
-    def is_plain(self) -> bool:
-        """One send and one receive a rank and round; what leaves need not be gone before a sum."""
-        return self._transfers.plain
+    def sends_one_at_a_time(self) -> bool:
+        """At most one send and one receive for each rank and round."""
+        return self._transfers.one_at_a_time
 
     def frame_bytes(self, elements: int) -> int:
         """Of a message with its header."""

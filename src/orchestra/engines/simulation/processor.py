@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from orchestra.engines.simulation.events import Timer
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
-from orchestra.engines.simulation.kernel import Kernel, Timer
+from orchestra.engines.simulation.kernel import Kernel
 
 Then = Callable[[], None]
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from orchestra.engines.simulation.fluid import Activity, Resource
+from orchestra.engines.simulation.events import Events
+from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
 from orchestra.transports.framing import Header
 from orchestra.transports.matching import Incoming
 
@@ -107,7 +108,6 @@ class Stream:
         resources: that it crosses.
         latency: seconds until the first byte is there.
         bandwidth: bytes/s, as long as nothing else crosses them.
-        free: when what was computed ahead of the world for it has crossed.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Stream:
         self.resources = route.resources
         self.latency = route.latency
         self.bandwidth = min(resource.capacity for resource in route.resources)
-        self.free = 0.0
         assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
         self._net = net
-        self._kernel = net.kernel
+        self._events: Events = net.kernel
+        self._fluid = net.fluid
         self._target = target
         self._delay = delay
         self._last = 0.0  # when the last one arrives
@@ -136,23 +136,26 @@ class Stream:
         arrival = time + self.latency
         if self._delay is not None:
             self._last = arrival = max(self._last, arrival + self._delay(time))
-        self._kernel.call_at(arrival, self.arrive, load)
+        self._events.call_at(arrival, self.arrive, load)
 
     def arrive(self, load: Load) -> None:
         """The first byte of `load` is there, or would be if none were before it."""
         if self._closed is not None:
             load.fail(self._closed)
             return
-        self._net.meetings.disturb(self.resources)
+        self._net.rendezvous.disturb(self.resources)
         self._queue.append(load)
         if len(self._queue) == 1:
             self._begin(load)
 
-    def carry_on(self, load: Load, wire_bytes: float) -> None:
-        """Let the rest of `load` cross, which has begun already."""
-        assert not self._queue
-        self._queue.append(load)
-        self._cross(wire_bytes)
+    def enter(self, events: Events, fluid: Fluid) -> None:
+        """Go on among these `events`, whose present time is the same."""
+        self._events = events
+        before, self._fluid = self._fluid, fluid
+        if self._crossing is not None and not self._queue[0].crossed:
+            left = self._crossing.left_at(events.now())
+            before.cancel(self._crossing)
+            self._cross(left)
 
     def leave(self, load: Load, time: float) -> None:
         """The sender has done its part of `load` at `time`, now or later."""
@@ -170,7 +173,7 @@ class Stream:
         self._closed = error
         cut_off = None
         if self._crossing is not None:
-            self._net.fluid.cancel(self._crossing)
+            self._fluid.cancel(self._crossing)
             cut_off = self._queue[0]
         for load in self._queue:
             load.fail(error)
@@ -181,16 +184,16 @@ class Stream:
         """Of the message that crosses, the bytes until now."""
         if self._crossing is None:
             return 0.0
-        return self._crossing.amount - self._crossing.left_at(self._kernel.now())
+        return self._crossing.amount - self._crossing.left_at(self._events.now())
 
     def _begin(self, load: Load) -> None:
-        if self._kernel.is_held(self._target):
+        if self._net.kernel.is_held(self._target):
             return  # a rank that stands still takes in nothing
         load.begin()
         self._cross(load.frame_bytes * self._net.overhead.wire)
 
     def _cross(self, wire_bytes: float) -> None:
-        self._crossing = self._net.fluid.start(wire_bytes, self.resources, self._on_crossed)
+        self._crossing = self._fluid.start(wire_bytes, self.resources, self._on_crossed)
 
     def _crossed(self) -> None:
         load = self._queue[0]
@@ -198,10 +201,10 @@ class Stream:
         self._end_once_left(load)
 
     def _end_once_left(self, load: Load) -> None:
-        if load.left_at <= self._kernel.now():
+        if load.left_at <= self._events.now():
             self._end(load)
         elif load.left_at < inf:
-            self._kernel.call_at(load.left_at, self._end, load)
+            self._events.call_at(load.left_at, self._end, load)
 
     def _end(self, load: Load) -> None:
         if self._closed is not None:

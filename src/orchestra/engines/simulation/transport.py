@@ -15,10 +15,12 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from orchestra.cluster.costs import Overhead
+from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
 from orchestra.engines.simulation.links import Meter
-from orchestra.engines.simulation.meeting import Meetings, Member, Summed
+from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
+from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
@@ -28,7 +30,7 @@ from orchestra.transports.executor import execute
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Mailbox
 from orchestra.transports.operations import Operation
-from orchestra.transports.protocol import Group, Traffic, Transport
+from orchestra.transports.protocol import Group, Task, Traffic, Transport
 from orchestra.worker.interception import InterceptedTransport
 
 T = TypeVar("T")
@@ -37,7 +39,7 @@ T = TypeVar("T")
 class Net:
     """All ranks' ports, and the ways between them.
 
-    `meetings` brings ranks together that take part in an all-reduce. `delay` tells how many
+    `rendezvous` brings ranks together that take part in an all-reduce. `delay` tells how many
     seconds later a message from one rank to another arrives if it is sent at a time; None: never.
     """
 
@@ -47,15 +49,16 @@ class Net:
         fluid: Fluid,
         overhead: Overhead,
         route: Callable[[int, int], Route],
-        meetings: Meetings,
+        rendezvous: Rendezvous,
         delay: Callable[[int, int, float], float] | None = None,
     ) -> None:
         self.kernel = kernel
         self.fluid = fluid
         self.overhead = overhead
-        self.meetings = meetings
+        self.rendezvous = rendezvous
         self.ports: list[Port] = []
         self.streams: dict[tuple[int, int], Stream] = {}
+        self._placed: dict[tuple[int, ...], tuple[PlacedPlan, object]] = {}
         self._route = route
         self._delay = delay
 
@@ -66,6 +69,24 @@ class Net:
             delay = None if self._delay is None else partial(self._delay, source, target)
             self.streams[key] = Stream(self, self._route(source, target), target, delay)
         return self.streams[key]
+
+    def placed(
+        self, schedule: Schedule, group: Group, vector: Tensor, edges: Sequence[int] | None
+    ) -> PlacedPlan:
+        """The messages of a collective.
+
+        Ranks begin the same ones again and again: these are known by the identity of what is given,
+        since equality takes time over a thousand ranks.
+        """
+        asked = schedule, group.ranks, vector, edges
+        key = tuple(map(id, asked))
+        known = self._placed.get(key)
+        if known is None:
+            if len(self._placed) > MOST_KNOWN:
+                self._placed.clear()
+            placed = self.rendezvous.placed(self, schedule, group.ranks, vector, edges)
+            known = self._placed[key] = placed, asked  # which lives as long as its identity counts
+        return known[0]
 
 
 class Port:
@@ -86,6 +107,10 @@ class Port:
         self._cold = False
         self._asleep: dict[Flow, Callable[[], bool]] = {}
         net.ports.append(self)
+
+    def transport(self) -> SimulatedTransport:
+        """For one more flow."""
+        return SimulatedTransport(self)
 
     def chill(self) -> None:
         """A step begins, after which the caches of the rank hold nothing of what messages need."""
@@ -163,6 +188,7 @@ class SimulatedTransport(CollectiveVerb):
         self._port = port
         self._kernel = port.net.kernel
         self._flow = operations.Flow(port.rank, self)
+        self._queue: BackgroundQueue | None = None
 
     @property
     def rank(self) -> int:
@@ -236,6 +262,54 @@ class SimulatedTransport(CollectiveVerb):
             own.add_(each)
         self._spend(self._port.net.overhead.add * (own.nbytes * len(arrived)))
 
+    def collective(
+        self,
+        schedule: Schedule,
+        vector: Tensor,
+        group: Group,
+        tag: int,
+        edges: Sequence[int] | None = None,
+        *,
+        background: bool = False,
+        via: Transport | None = None,
+        visible: bool = False,
+    ) -> Task[int]:
+        """Begin this rank's part in `schedule`; see `Transport.collective`."""
+        net = self._port.net
+        if background and self._needs_no_flow(via) and not net.rendezvous.faults:
+            given = Contribution(net.placed(schedule, group, vector, edges), vector, tag, edges)
+            if given.needs_no_values:
+                return self._begin_queued(given)
+        return super().collective(
+            schedule, vector, group, tag, edges, background=background, via=via, visible=visible
+        )
+
+    def _needs_no_flow(self, via: Transport | None) -> bool:
+        """Whether nobody looks at what happens in the background."""
+        watched = isinstance(via, InterceptedTransport) and via.chain.interceptors
+        return not (watched or self._background)
+
+    def _begin_queued(self, given: Contribution) -> Queued:
+        port, local = self._port, self._port.net.overhead.local
+        seconds = 0.0 if local is None else local.at(SIGNAL_BYTES)
+        if self._queue is None:
+            self._kernel.catch_up()
+            self._queue = BackgroundQueue(port, port, self.traffic, seconds)
+            self._kernel.add_thread(self.rank)
+            port.net.rendezvous.flow_began(self.rank)
+        self._spend(seconds)
+        return self._queue.begin(given)
+
+    def end_background(self, via: Transport | None = None) -> None:
+        """End the background flow, or what stands for it; see `Transport.end_background`."""
+        super().end_background(via)
+        if self._queue is not None:
+            local = self._port.net.overhead.local
+            self._spend(0.0 if local is None else local.at(SIGNAL_BYTES))
+            self._kernel.catch_up()
+            self._kernel.add_thread(self.rank, -1)
+            self._queue = None
+
     def _execute(
         self,
         schedule: Schedule,
@@ -257,8 +331,8 @@ class SimulatedTransport(CollectiveVerb):
         self._spend(port.warm_up() + port.net.overhead.collective, traffic)
         moves_values = not (schedule.all_reduce or vector.is_meta)
         member = self._join(
-            Summed(vector, schedule, group.ranks, tag, edges),
-            visible or moves_values or port.net.meetings.faults,
+            Contribution(port.net.placed(schedule, group, vector, edges), vector, tag, edges),
+            visible or moves_values or port.net.rendezvous.faults,
         )
         if member is None:
             return execute(flow, schedule, vector, group, tag, edges)
@@ -277,15 +351,14 @@ class SimulatedTransport(CollectiveVerb):
     def _new_hand_over(self) -> HandOver:
         return FlowHandOver(self._port)
 
-    def _join(self, summed: Summed, message_by_message: bool) -> Member | None:
+    def _join(self, given: Contribution, message_by_message: bool) -> Member | None:
         """Let the present flow take part once its present is everybody's."""
         port, kernel, flow = self._port, self._kernel, self._kernel.current
         joined: list[Member | None] = []
 
         def join() -> None:
-            member = port.net.meetings.join(
-                port.net,
-                summed,
+            member = port.net.rendezvous.join(
+                given,
                 self.rank,
                 flow.processor,
                 lambda: kernel.resume(flow),
@@ -293,7 +366,7 @@ class SimulatedTransport(CollectiveVerb):
             )
             joined.append(member)
             if member is not None:
-                flow.waits = member.signs
+                flow.waits = member.waits
             elif is_ahead:
                 kernel.resume(flow)
 
@@ -313,7 +386,7 @@ class SimulatedTransport(CollectiveVerb):
         transport = SimulatedTransport(self._port)
         processor = self._port.new_processor()
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
-        self._port.net.meetings.flow_began(self.rank)
+        self._port.net.rendezvous.flow_began(self.rank)
         return FlowTask(self._kernel, flow, self.traffic)
 
     def lost(self) -> frozenset[int]:
@@ -390,6 +463,8 @@ class SimulatedTransport(CollectiveVerb):
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         return (others if whom is None else (whom,)), verb + tag
 
+
+MOST_KNOWN = 10_000
 
 SIGNAL_BYTES = 8
 """What a flow tells another one of its rank: a number."""

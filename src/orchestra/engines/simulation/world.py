@@ -12,9 +12,10 @@ from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.links import Meter
-from orchestra.engines.simulation.meeting import Meetings
 from orchestra.engines.simulation.native import NativeCollectives
 from orchestra.engines.simulation.processor import Cores, Team, Thread
+from orchestra.engines.simulation.rendezvous import Rendezvous
+from orchestra.engines.simulation.rounds import Ranks
 from orchestra.engines.simulation.sharing import ROUNDING
 from orchestra.engines.simulation.streams import Load, Message, Stream
 from orchestra.engines.simulation.transport import Net, Port
@@ -54,10 +55,10 @@ class World:
         self.kernel = kernel
         self.fluid = Fluid(kernel)
         self.nodes = [cluster.node_of(rank, ranks) for rank in range(ranks)]
-        meetings = Meetings(kernel, self._crowded, faults=faults)
+        rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
-        self.net = Net(kernel, self.fluid, overhead, self._way, meetings, delay)
-        self._native = Net(kernel, self.fluid, overhead, self._way, meetings, delay)
+        self.net = Net(kernel, self.fluid, overhead, self._way, rendezvous, delay)
+        self._native = Net(kernel, self.fluid, overhead, self._way, rendezvous, delay)
         self._native_threads: Counter[str] = Counter()  # by node
         self._cluster = cluster
         self._channels: dict[Channel, Resource] = {}
@@ -69,6 +70,7 @@ class World:
         self._threads: Counter[str] = Counter()  # by node, those that have ended included
         self._by_name = {node.name: node for node in self.nodes}
         self._room: dict[str, tuple[int, bool]] = {}
+        self._known_crowded: dict[Ranks, tuple[int, bool]] = {}
         self._widths = threads or [1] * ranks
         self._teams: dict[str, Resource] = {}  # of nodes whose cores several teams want
         self._ranks_of: dict[str, list[int]] = defaultdict(list)
@@ -142,17 +144,21 @@ class World:
     def native(self, rank: int) -> NativeCollectives:
         """What stands for torch.distributed's own collectives on `rank`, on a thread of its own."""
         self._native_threads[self.nodes[rank].name] += 1
-        return NativeCollectives(self._native.ports[rank], self.net.ports[rank].warm_up)
+        self.kernel.changes += 1
+        return NativeCollectives(self._native.ports[rank], self.net.ports[rank])
 
-    def _crowded(self, ranks: Sequence[int]) -> bool:
+    def _crowded(self, ranks: Ranks) -> bool:
         """Whether a flow of one of `ranks` may have to wait for a core of its node."""
-        flows = Counter(self.nodes[flow.rank].name for flow in self.kernel.flows)
-        flows += self._native_threads
-        nodes = {self.nodes[rank].name: self.nodes[rank] for rank in ranks}
-        return any(
-            flows[name] * self._speed(node) > self._cores[name].capacity * ROUNDING
-            for name, node in nodes.items()
-        )
+        changes, crowded = self._known_crowded.get(ranks, (-1, False))
+        if changes != self.kernel.changes:
+            crowded = any(map(self._is_crowded, {self.nodes[rank].name for rank in ranks}))
+            self._known_crowded[ranks] = self.kernel.changes, crowded
+        return crowded
+
+    def _is_crowded(self, name: str) -> bool:
+        flows = self._native_threads[name]
+        flows += sum(self.kernel.flows_of[rank] for rank in self._ranks_of[name])
+        return flows * self._speed(self._by_name[name]) > self._cores[name].capacity * ROUNDING
 
     def _speed(self, node: Node) -> float:
         """Seconds of the cost model's machine that a core of `node` now does in a second."""

@@ -1,0 +1,359 @@
+"""Where the ranks of a collective meet: values are summed when the last has come, and times follow.
+
+Where nobody else has to do with the links and cores of the ranks that take part, the times of all
+are evaluated when the last rank has come (rounds.py). Whoever is about to use such a link says so
+before (`Rendezvous.disturb`): then the collective is replayed up to that time, and goes on in the
+world, message by message (participant.py). So it does from the beginning where links or cores are
+shared anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from orchestra.engines.simulation.events import Events, Timer
+from orchestra.engines.simulation.fluid import Fluid, Resource
+from orchestra.engines.simulation.kernel import Kernel, Processor
+from orchestra.engines.simulation.participant import Messages, Participant, Scene
+from orchestra.engines.simulation.plan import Plan
+from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
+from orchestra.engines.simulation.sums import add_up
+from orchestra.schedules import Schedule
+from orchestra.transports.protocol import Traffic
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.transport import Net
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank brings to a collective; see `Transport.collective`."""
+
+    placed: PlacedPlan
+    vector: Tensor
+    tag: int
+    edges: Sequence[int] | None
+
+    @property
+    def needs_no_values(self) -> bool:
+        """Whether what each rank gets is known without messages, once all have begun."""
+        schedule = self.placed.plan.schedule
+        summed = schedule.all_reduce or (schedule.joint and self.vector.is_meta)
+        return summed and self.placed.plan.is_joint
+
+
+class Member:
+    """A rank that takes part; `then` is called when it is through."""
+
+    __slots__ = ("_collective", "_then", "arrived", "done", "index", "processor", "seconds")
+
+    def __init__(
+        self,
+        collective: Collective,
+        index: int,
+        processor: Processor,
+        then: Callable[[], None],
+        arrived: float,
+    ) -> None:
+        self.index = index
+        self.processor = processor
+        self.arrived = arrived
+        self.done = False
+        self.seconds = 0.0, 0.0  # waiting, communicating
+        self._collective = collective
+        self._then = then
+
+    def waits(self) -> tuple[Ranks, str]:
+        """Whom it waits for, and for what."""
+        return self._collective.waits(self.index)
+
+    def finish(self, waiting: float, communicating: float) -> None:
+        """It is through, after so many seconds."""
+        if not self.done:
+            self.done = True
+            self.seconds = waiting, communicating
+            self._then()
+
+    def traffic(self) -> Traffic:
+        """What it moved."""
+        plan, index = self._collective.placed.plan, self.index
+        return Traffic(
+            plan.bytes_sent[index],
+            plan.bytes_received[index],
+            plan.messages_sent[index],
+            plan.messages_received[index],
+            *self.seconds,
+        )
+
+    @property
+    def sent(self) -> dict[int, int]:
+        """The bytes that it sends to each other rank."""
+        return self._collective.placed.sent[self.index]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """That the executor needs beside the vector."""
+        return self._collective.placed.plan.buffer_bytes[self.index]
+
+
+class Collective:
+    """One collective, from the first rank's arrival to the last byte's.
+
+    Attributes:
+        placed: its messages.
+        usage: the links after it, once it has been evaluated.
+        missing: how many ranks have still to come.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        given: Contribution,
+        *,
+        ahead: bool,
+        before: Collective | None,
+    ) -> None:
+        self.placed = placed = given.placed
+        self.usage: Usage | None = None
+        self.missing = len(placed.ranks)
+        self._kernel = kernel
+        self._tag = given.tag
+        self._shapes = given.vector.is_meta
+        self._ahead = ahead
+        self._before = before  # of the same ranks, not quite over
+        if before is not None:
+            before._before = None  # it is over: all were through before they came to `before`
+        self._over = inf
+        self._members: dict[int, Member] = {}
+        self._vectors: dict[int, Tensor] = {}
+        self._timers: list[Timer] = []
+        self._ended: list[Participant] = []  # at the present instant
+        self._messages = None if ahead else Messages(placed, Scene(kernel))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether anything of it has been evaluated ahead of the world."""
+        return self._ahead and self._kernel.now() < self._over
+
+    def is_through(self, index: int) -> bool:
+        """Whether the rank at place `index` has come, and is through."""
+        member = self._members.get(index)
+        return member is not None and member.done
+
+    def join(
+        self,
+        index: int,
+        given: Contribution,
+        processor: Processor,
+        then: Callable[[], None],
+        arrived: float,
+    ) -> Member:
+        """The rank at place `index` takes part from the time `arrived` on, now or later."""
+        vector, plan = given.vector, self.placed.plan
+        assert given.placed is self.placed, f"tag {self._tag}: an all-reduce of unlike vectors"
+        before = self._before
+        if before is not None and before.is_ahead and not before.is_through(index):
+            self.enter_world()  # another flow of its is still in the last one, and sends, too
+        member = Member(self, index, processor, then, arrived)
+        self._members[index] = member
+        if not self._shapes:
+            self._vectors[index] = vector
+            if not self.missing:
+                vectors = [self._vectors[place] for place in sorted(self._vectors)]
+                add_up(plan.schedule, vectors, given.edges)
+                self._vectors.clear()
+        if self._ahead and not self.missing:
+            self._evaluate()
+        elif self._messages is not None:
+            participant = Participant(self._messages, index, processor, self._through)
+            self._kernel.at(arrived, participant.go_on)
+        return member
+
+    def waits(self, index: int) -> tuple[Ranks, str]:
+        """Whom the rank at place `index` waits for: those who are missing, or all others."""
+        ranks = self.placed.ranks
+        places = set(range(len(ranks)))
+        others = places - self._members.keys() or places - {index}
+        return tuple(ranks[place] for place in sorted(others)), f"to add up, tag {self._tag}"
+
+    def enter_world(self) -> None:
+        """Somebody else is about to use its links or cores: go on message by message."""
+        collectives = [self]
+        if self._before is not None and self._before.is_ahead:
+            collectives.insert(0, self._before)
+        now = self._kernel.now()
+        arrivals = [m.arrived for each in collectives for m in each._members.values()]
+        scene = Scene(Events(min([now, *arrivals])), replays=True)
+        fluid = Fluid(scene.events)
+        participants = [each for one in collectives for each in one._replay(scene, fluid)]
+        streams = dict.fromkeys(s for each in collectives for s in each.placed.streams.values())
+        scene.enter_world(self._kernel, self.placed.net.fluid, streams)
+        for participant in participants:
+            participant.enter_world()
+
+    def _replay(self, scene: Scene, fluid: Fluid) -> list[Participant]:
+        """Let those who have come begin again, when they came, among the events of `scene`."""
+        self._ahead = False
+        for timer in self._timers:
+            timer.cancel()
+        self._messages = messages = Messages(self.placed, scene)
+        for stream in self.placed.streams.values():
+            stream.enter(scene.events, fluid)
+        participants = []
+        for index, member in self._members.items():
+            participant = Participant(messages, index, member.processor, self._through)
+            if member.arrived > self._kernel.now():
+                self._kernel.at(member.arrived, participant.go_on)
+            else:
+                scene.events.at(member.arrived, participant.go_on)
+            participants.append(participant)
+        return participants
+
+    def _evaluate(self) -> None:
+        """All are there: when each is through."""
+        members = [self._members[place] for place in range(len(self._members))]
+        arrivals = [member.arrived for member in members]
+        rates = tuple(member.processor.rate for member in members)
+        before = self._before
+        usage = before.usage if before is not None and before._ahead else None
+        ends = self.placed.ends(arrivals, rates, usage)
+        if ends is None:
+            self.enter_world()
+            return
+        self.usage = ends.usage
+        columns = (ends.clock, ends.waiting, ends.communicating)
+        together: dict[float, list[tuple[Member, float, float]]] = {}
+        for member, clock, *seconds in zip(members, *(c.tolist() for c in columns), strict=True):
+            together.setdefault(clock, []).append((member, *seconds))
+        kernel, now = self._kernel, self._kernel.now()
+        self._over = max(together)
+        for clock, group in together.items():
+            timer = kernel.at(max(clock, now), functools.partial(_finish, group))
+            self._timers.append(timer)
+
+    def _through(self, participant: Participant) -> None:
+        """Those who are through at the same instant go on in the order of their places."""
+        if not self._ended:
+            self._kernel.call_at(self._kernel.now(), self._finish_ended, None)
+        self._ended.append(participant)
+
+    def _finish_ended(self, _: None) -> None:
+        ended, self._ended = self._ended, []
+        for each in sorted(ended, key=attrgetter("index")):
+            self._members[each.index].finish(each.waiting, each.communicating)
+
+
+def _finish(group: list[tuple[Member, float, float]]) -> None:
+    for member, waiting, communicating in group:
+        member.finish(waiting, communicating)
+
+
+class Rendezvous:
+    """Brings the ranks of each collective together.
+
+    `crowded` tells of ranks whether one of them may have to wait for a core; `faults`, whether
+    anything goes wrong in this cluster.
+    """
+
+    def __init__(
+        self, kernel: Kernel, crowded: Callable[[Ranks], bool], *, faults: bool = False
+    ) -> None:
+        self.faults = faults
+        self._kernel = kernel
+        self._crowded = crowded
+        self._open: dict[tuple[int, int], Collective | _ByMessages] = {}
+        self._plans: dict[object, PlacedPlan] = {}
+        self._groups: dict[tuple[Net, Ranks], int] = {}
+        self._claims: dict[Resource, Collective] = {}
+
+    def placed(
+        self,
+        net: Net,
+        schedule: Schedule,
+        ranks: Ranks,
+        vector: Tensor,
+        edges: Sequence[int] | None,
+    ) -> PlacedPlan:
+        """The messages of a collective; the same object for equal ones."""
+        length, itemsize = vector.numel(), vector.itemsize
+        cuts = None if edges is None else tuple(edges)
+        key = net, schedule, ranks, length, cuts, itemsize
+        if key not in self._plans:
+            plan = Plan(schedule, length, cuts, itemsize)
+            group = self._groups.setdefault((net, ranks), len(self._groups))
+            self._plans[key] = PlacedPlan(net, ranks, plan, group)
+        return self._plans[key]
+
+    def join(
+        self,
+        given: Contribution,
+        rank: int,
+        processor: Processor,
+        then: Callable[[], None],
+        *,
+        message_by_message: bool = False,
+        arrived: float | None = None,
+    ) -> Member | None:
+        """Let `rank` take part from now on, or from the time `arrived` on.
+
+        None: message by message, as the first to come has asked for, or because ranks may be
+        through, and come again, before all have begun.
+        """
+        placed = given.placed
+        if not placed.plan.is_joint:
+            return None
+        key = placed.group, given.tag
+        entry = self._open.get(key)
+        if entry is None:
+            entry = _ByMessages(len(placed.ranks)) if message_by_message else self._begin(given)
+            self._open[key] = entry
+        entry.missing -= 1
+        if not entry.missing:
+            del self._open[key]
+        if isinstance(entry, _ByMessages):
+            return None
+        arrived = self._kernel.now() if arrived is None else arrived
+        return entry.join(placed.place[rank], given, processor, then, arrived)
+
+    def disturb(self, links: Iterable[Resource]) -> None:
+        """A message is about to cross `links`."""
+        if self._claims:
+            for link in links:
+                claim = self._claims.get(link)
+                if claim is not None and claim.is_ahead:
+                    claim.enter_world()
+
+    def flow_began(self, rank: int) -> None:
+        """A further flow of `rank` computes from now on."""
+        for claim in dict.fromkeys(self._claims.values()):
+            if claim.is_ahead and rank in claim.placed.place and self._crowded((rank,)):
+                claim.enter_world()
+
+    def _begin(self, given: Contribution) -> Collective:
+        placed = given.placed
+        ahead = placed.meets_none and not self.faults and not self._crowded(placed.ranks)
+        ahead = ahead and not any(map(attrgetter("activities"), placed.links))
+        before = None
+        for claim in set(map(self._claims.get, placed.links)) if ahead else ():
+            if claim is not None and claim.is_ahead:
+                before = claim
+                ahead = ahead and placed.may_follow(claim.placed)
+        before = before if ahead else None
+        collective = Collective(self._kernel, given, ahead=ahead, before=before)
+        if ahead:
+            self._claims.update(dict.fromkeys(placed.links, collective))
+        return collective
+
+
+@dataclass
+class _ByMessages:
+    """A collective whose ranks exchange messages; so many have still to come."""
+
+    missing: int

@@ -1,0 +1,330 @@
+"""The times of a collective whose messages meet on no link: all ranks at once, over arrays.
+
+A round is computed in one go for all ranks. That holds as long as each rank sends to one other and
+receives from one other in a round, and each link belongs to one sender or to one receiver: then a
+message can only meet the one before it at either end. One to the same rank queues up behind it;
+with one of another pair it would share the link, and messages have to be followed one by one
+(participant.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestra.engines.simulation.fluid import Resource
+from orchestra.engines.simulation.plan import HEADER, Plan
+from orchestra.schedules import REDUCE
+
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.transport import Net
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Places = Integers | slice
+Ranks = tuple[int, ...]
+
+EARLY = 1 - 1e-12
+"""A message that begins so little before another one's end begins with it: sums are rounded."""
+
+SAME = 16
+"""Arrivals that differ by so many units in the last place of the clock are the same."""
+
+MOST_KEPT = 64
+"""Results that are kept for equal arrivals: more than a step has buckets, usually."""
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of the links of every rank, by place, shape [ranks] each.
+
+    Attributes:
+        up, down: until when the links that the rank sends, or receives, on are in use.
+        to, by: whom it has sent to last, and from whom it has received.
+    """
+
+    up: Floats
+    down: Floats
+    to: Integers
+    by: Integers
+
+    @classmethod
+    def none(cls, ranks: int) -> Usage:
+        """Nothing was sent."""
+        return cls(*np.full((2, ranks), -inf), *np.full((2, ranks), NOBODY))
+
+    def copy(self) -> Usage:
+        """For an evaluation that changes it."""
+        return Usage(self.up.copy(), self.down.copy(), self.to.copy(), self.by.copy())
+
+    def later(self, seconds: float) -> Usage:
+        """The same, so much later."""
+        return Usage(self.up + seconds, self.down + seconds, self.to, self.by)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """When each rank is through, where its time went, and the links after it."""
+
+    clock: Floats
+    waiting: Floats
+    communicating: Floats
+    usage: Usage
+
+    def later(self, seconds: float) -> Ends:
+        """The same, so much later."""
+        clock, usage = self.clock + seconds, self.usage.later(seconds)
+        return Ends(clock, self.waiting, self.communicating, usage)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """The messages of a round that are the first of their runs of pieces, or the second, ...
+
+    Seconds are in the order of the senders, at the places `sources`, up to `crossing`; then in that
+    of the receivers, at the places `targets`, where message `arriving` of the senders arrives.
+
+    Attributes:
+        follows: whether each has the same ends as the message before it, at both of them.
+        first, rest: of the sender until it is on its way, and then until it has left.
+        taking_in, adding: of the receiver, from its first byte on; and then to add it.
+        held: of those that keep their sender's memory until they have arrived.
+        freed: of those, by receiver, that are added to what the receiver itself sends in this hop.
+    """
+
+    source: Integers
+    target: Integers
+    sources: Places
+    targets: Places
+    arriving: Places
+    follows: bool
+    first: Floats
+    rest: Floats
+    latency: Floats
+    crossing: Floats
+    taking_in: Floats
+    adding: Floats
+    held: Integers
+    freed: Integers
+
+
+class PlacedPlan:
+    """The messages of `plan` between `ranks`, on the links of `net`.
+
+    Attributes:
+        group: a number for the same ranks on the same net.
+        place: of each rank among `ranks`.
+        streams: of each pair of places.
+        sent: by place, the bytes that the rank there sends to each other rank.
+        links: every link that is used, with the only place that sends on it and the only one that
+            receives from it, each `NOBODY` where there are several.
+        meets_none: whether the messages can be evaluated over arrays.
+    """
+
+    def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
+        self.net = net
+        self.group = group
+        self.ranks = ranks
+        self.plan = plan
+        self.place = {rank: place for place, rank in enumerate(ranks)}
+        self.streams = {
+            (source, target): net.stream(ranks[source], ranks[target])
+            for source, target in plan.pairs
+        }
+        self.sent: list[dict[int, int]] = [{} for _ in ranks]
+        for (source, target), size in plan.pairs.items():
+            self.sent[source][ranks[target]] = size
+        self.links: dict[Resource, tuple[int, int]] = {}
+        for ends, stream in self.streams.items():
+            for link in stream.resources:
+                known = self.links.setdefault(link, ends)
+                if known != ends:
+                    self.links[link] = _common(known, ends)
+        self.meets_none = plan.sends_one_at_a_time and all(
+            ends != (NOBODY, NOBODY) and link.log is None for link, ends in self.links.items()
+        )
+        self._follows: dict[PlacedPlan, bool] = {}
+        self._rates: tuple[float, ...] = ()
+        self._rounds: list[list[Hop]] = []
+        self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MOST_KEPT)
+
+    def may_follow(self, before: PlacedPlan) -> bool:
+        """Whether `usage` after that one says all of the links of this one."""
+        if before is self:
+            return True
+        if before not in self._follows:
+            self._follows[before] = (before.net, before.ranks) == (self.net, self.ranks) and all(
+                _common(before.links[link], ends) != (NOBODY, NOBODY)
+                for link, ends in self.links.items()
+                if link in before.links
+            )
+        return self._follows[before]
+
+    def ends(
+        self, arrivals: Sequence[float], rates: tuple[float, ...], before: Usage | None = None
+    ) -> Ends | None:
+        """Evaluate all rounds; None where two messages would share a link.
+
+        Given by place when each rank arrives and at what rate it computes, and the links `before`.
+        Training repeats itself: the last results are kept.
+        """
+        if rates != self._rates:
+            self._rates, self._rounds = rates, list(self._hops(np.array(rates)))
+            self._known.clear()
+        begin = min(arrivals)
+        clock = np.array(arrivals) - begin
+        usage = Usage.none(len(clock)) if before is None else before.later(-begin)
+        tolerance = SAME * np.spacing(max(arrivals))
+        for known, came, ends in self._known:
+            if np.abs(came - clock).max() <= tolerance and _alike(known, usage, tolerance):
+                return None if ends is None else ends.later(begin)
+        ends = self._evaluate(clock.copy(), usage.copy())
+        self._known.append((usage, clock, ends))
+        return None if ends is None else ends.later(begin)
+
+    def _evaluate(self, clock: Floats, usage: Usage) -> Ends | None:
+        waiting, communicating = np.zeros_like(clock), np.zeros_like(clock)
+        for hops in self._rounds:
+            if not _pass(hops, clock, usage, waiting, communicating):
+                return None
+        last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
+        return Ends(clock + last, waiting, communicating + last, usage)
+
+    # The messages as arrays
+
+    def _hops(self, rates: Floats) -> Iterator[list[Hop]]:
+        ranks, streams = len(self.ranks), self.streams
+        codes = np.array([source * ranks + target for source, target in streams])
+        order = np.argsort(codes)
+        latency = np.array([stream.latency for stream in streams.values()])[order]
+        bandwidth = np.array([stream.bandwidth for stream in streams.values()])[order]
+        to, by = np.full(ranks, NOBODY), np.full(ranks, NOBODY)
+        for transfers in self.plan.rounds:
+            hops = []
+            leaving = np.full((ranks, 2), NOBODY)
+            leaving[transfers[:, 0]] = transfers[:, 2:4]
+            for number in count():
+                rows = transfers[transfers[:, 5] > number * self.plan.segment]
+                if not len(rows):
+                    break
+                rows = rows[np.argsort(rows[:, 0])]
+                source, target = rows[:, 0], rows[:, 1]
+                follows = bool(((to[source] == target) & (by[target] == source)).all())
+                to[source], by[target] = target, source
+                way = np.searchsorted(codes[order], source * ranks + target)
+                hop = partial(self._hop, rows, number, rates, leaving, follows)
+                hops.append(hop(latency[way], bandwidth[way]))
+            yield hops
+
+    def _hop(
+        self,
+        rows: Integers,
+        number: int,
+        rates: Floats,
+        leaving: Integers,
+        follows: bool,
+        latency: Floats,
+        bandwidth: Floats,
+    ) -> Hop:
+        plan, overhead = self.plan, self.net.overhead
+        source, target = rows[:, 0], rows[:, 1]
+        sources: Places = source
+        targets: Places = target
+        arriving: Places = slice(None)
+        if len(rows) == len(rates):  # views, in place of copies
+            sources = targets = slice(None)
+            arriving = np.argsort(target)
+        payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
+        distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
+        charges = [overhead.message(int(frame)) for frame in distinct]
+        first, rest, taking_in, on_wire = np.array(charges)[kinds].T
+        reduces = rows[:, 4] == REDUCE
+        adding = np.where(reduces, overhead.add * payload, 0.0)
+        freed = reduces & (leaving[target] == rows[:, 2:4]).all(axis=1)
+        return Hop(
+            source, target, sources, targets, arriving, follows,
+            first / rates[source], rest / rates[source], latency, on_wire / bandwidth,
+            (taking_in / rates[target])[arriving], (adding / rates[target])[arriving],
+            np.flatnonzero(payload + HEADER > overhead.buffer_bytes),
+            np.flatnonzero(freed[arriving]),
+        )  # fmt: skip
+
+
+def _pass(
+    hops: list[Hop], clock: Floats, usage: Usage, waiting: Floats, communicating: Floats
+) -> bool:
+    """Bring all ranks from the beginning of a round to its end; False: two messages meet."""
+    arriving = []
+    gone = np.full_like(clock, -inf)
+    for hop in hops:
+        sent = clock[hop.sources] + hop.first
+        left = sent + hop.rest
+        clock[hop.sources] = left
+        communicating[hop.sources] += hop.first + hop.rest
+        began = _begin(hop, sent + hop.latency, usage)
+        if began is None:
+            return False
+        ended = np.maximum(began + hop.crossing, left)
+        usage.up[hop.sources] = ended
+        usage.down[hop.targets] = there = ended[hop.arriving]
+        own = gone
+        if len(hop.held):
+            gone = gone.copy()
+            own = np.full_like(clock, -inf)
+            own[hop.source[hop.held]] = ended[hop.held]
+            np.maximum(gone, own, out=gone)
+        arriving.append((began[hop.arriving], there, own))
+    for hop, (began, ended, own) in zip(hops, arriving, strict=True):
+        started = clock[hop.targets]
+        moving = np.maximum(started, began)
+        done = np.maximum(moving + hop.taking_in, ended)
+        waiting[hop.targets] += moving - started
+        communicating[hop.targets] += done - moving + hop.adding
+        if len(hop.freed):
+            receivers = np.arange(len(clock))[hop.targets][hop.freed]
+            free = np.maximum(done[hop.freed], own[receivers])
+            waiting[receivers] += free - done[hop.freed]
+            done[hop.freed] = free
+        clock[hop.targets] = done + hop.adding
+    free = np.maximum(clock, gone)
+    waiting += free - clock
+    clock[:] = free
+    return True
+
+
+def _begin(hop: Hop, there: Floats, usage: Usage) -> Floats | None:
+    """When each message, whose first byte could be `there`, begins to arrive."""
+    if hop.follows:
+        return np.maximum(there, usage.up[hop.sources])
+    source, target = hop.source, hop.target
+    busy = np.maximum(usage.up[source], usage.down[target])
+    same = (usage.to[source] == target) & (usage.by[target] == source)
+    if ((there < busy * EARLY) & ~same).any():
+        return None
+    usage.to[source], usage.by[target] = target, source
+    return np.where(same, np.maximum(there, busy), there)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    sender, receiver = (a if a == b else NOBODY for a, b in zip(one, other, strict=True))
+    return sender, receiver
+
+
+def _alike(one: Usage, other: Usage, tolerance: float) -> bool:
+    """Whether links are in use alike after the time 0; before that it does not matter."""
+    for a, b in ((one.up, other.up), (one.down, other.down)):
+        if np.abs(np.maximum(a, 0.0) - np.maximum(b, 0.0)).max() > tolerance:
+            return False
+    if max(one.up.max(), one.down.max()) <= 0.0:
+        return True
+    return np.array_equal(one.to, other.to) and np.array_equal(one.by, other.by)
