@@ -17,14 +17,13 @@ import vl_convert
 from markupsafe import Markup, escape
 
 from orchestra.errors import InputError
-from orchestra.records.record import RunRecord, write_atomically
+from orchestra.records.record import write_atomically
 from orchestra.report.answer import answer
 from orchestra.report.collect import Source, collect
 from orchestra.report.fairness import conditions, fairness, machine_text, worker_batch
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
 from orchestra.report.numbers import count, listed, percent, significant
-from orchestra.report.rows import Row
 from orchestra.report.study import INK, SIGNS, Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
 from orchestra.settings.reading import yaml_text
@@ -114,7 +113,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         looks=_looks(study),
         lines=lines,
         switched=list(_switched(study)),
-        troubles=[*_ends(study), *_not_run(study), *_notices(study)],
+        troubles=list(_troubles(study)),
         tuned=[source for source in study.sources if source.tuning],
         traces=list(_traces(study, out)),
         methods=list(map(_method, study.sources)),
@@ -241,33 +240,21 @@ def _switched(study: Study) -> Iterator[Event]:
             yield Event(row.name, record.seed, what)
 
 
-def _records(study: Study) -> Iterator[tuple[Row, RunRecord]]:
-    for row in study.rows:
-        for run in row.runs:
-            yield row, run.record
-
-
-def _ends(study: Study) -> Iterator[Event]:
-    for row, record in _records(study):
+def _troubles(study: Study) -> Iterator[Event]:
+    """Yield what failed or was stopped, what was not run, and what was told on the way."""
+    records = [(row.name, run.record) for row in study.rows for run in row.runs]
+    for name, record in records:
         if record.status == "failed":
-            yield _event(row.name, record.seed, "failed", record.failure or "unknown")
+            yield _event(name, record.seed, "failed", record.failure or "unknown")
         elif record.status != "completed":
-            yield Event(row.name, record.seed, record.status, "before its end")
-
-
-def _notices(study: Study) -> Iterator[Event]:
-    for row, record in _records(study):
+            yield Event(name, record.seed, record.status, "before its end")
+    for entry in (entry for source in study.sources for entry in source.not_run):
+        yield _event(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
+    for name, record in records:
         for rank, reason in record.left_out.items():
-            yield _event(row.name, record.seed, f"went on without rank {rank}", reason)
+            yield _event(name, record.seed, f"went on without rank {rank}", reason)
         for notice in record.notices:
-            yield _event(row.name, record.seed, "notice", notice)
-
-
-def _not_run(study: Study) -> Iterator[Event]:
-    for source in study.sources:
-        for entry in source.not_run:
-            name = f"{entry['name']} ({entry['ranks']} ranks)"
-            yield _event(name, None, "not run", entry["reason"])
+            yield _event(name, record.seed, "notice", notice)
 
 
 def _endings(study: Study) -> dict[int, dict[str, str]]:
@@ -292,8 +279,7 @@ def _agreement(endings: Sequence[Mapping[str, str]]) -> str:
             "No two rows ended with the same bits under every seed. Strategies that add in "
             "different orders differ in the last bits, asynchronous ones from run to run."
         )
-    groups = "; ".join(sorted(always))
-    return f"Bit for bit the same final parameters under every seed: {groups}."
+    return f"Bit for bit the same final parameters under every seed: {'; '.join(sorted(always))}."
 
 
 # How the figures of a source came about, from the records alone: enough to repeat them

@@ -24,6 +24,7 @@ from orchestra.report.rows import (
     Row,
     common_settings,
     final_metric,
+    numbered,
     paired_difference,
     rows_of,
     target_of,
@@ -219,13 +220,12 @@ class Study:
     def lines(self) -> dict[str, str]:
         """By the name of a completed row, what it is at any number of ranks: its label where that
         is enough."""
-        rows = sorted(self.completed, key=lambda row: row.name)
-        keys = [(row.label, row.ranks) for row in rows]
-        twice = [sum(other == key for other in keys[:place]) for place, key in enumerate(keys)]
-        return {
-            row.name: f"{row.label} #{before + 1}" if before else row.label
-            for row, before in zip(rows, twice, strict=True)
-        }
+        lines: dict[str, str] = {}
+        for ranks in {row.ranks for row in self.completed}:
+            rows = sorted((r for r in self.completed if r.ranks == ranks), key=lambda r: r.name)
+            names = numbered([row.label for row in rows], " #")
+            lines.update(zip((row.name for row in rows), names, strict=True))
+        return lines
 
     @cached_property
     def styles(self) -> Mapping[str, Style]:
@@ -235,20 +235,15 @@ class Study:
         No two strategies share dash and shape up to 24, so that they differ without colour as well.
         """
         shapes = tuple(SIGNS)
+        rows = sorted(self.completed, key=lambda row: row.name)
         styles: dict[str, Style] = {}
-        distributed = single = 0
-        for row in sorted(self.completed, key=lambda row: row.name):
-            line = self.lines[row.name]
-            if line in styles:
-                continue
-            if row.single:
-                styles[line] = Style(INK, DASHES[single % len(DASHES)], _STAR)
-                single += 1
-            else:
-                colour, turn = distributed % len(COLOURS), distributed // len(COLOURS)
-                shape = shapes[distributed % len(shapes)]
-                styles[line] = Style(COLOURS[colour], DASHES[turn % len(DASHES)], shape)
-                distributed += 1
+        for single in (True, False):
+            own = dict.fromkeys(self.lines[row.name] for row in rows if row.single is single)
+            for index, line in enumerate(own):
+                turn = index if single else index // len(COLOURS)
+                colour = INK if single else COLOURS[index % len(COLOURS)]
+                shape = _STAR if single else shapes[index % len(shapes)]
+                styles[line] = Style(colour, DASHES[turn % len(DASHES)], shape)
         return {row.name: styles[self.lines[row.name]] for row in self.completed}
 
     @cached_property

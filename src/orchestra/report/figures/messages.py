@@ -181,7 +181,7 @@ class _Sketch:
         self._exchange = exchange
         arrows = exchange.arrows
         self._alike = len({(arrow.count, bytes_text(arrow.bytes)) for arrow in arrows}) == 1
-        self._links = _links(_carried(cluster, ranks, arrows))
+        self._links = _links(cluster, ranks, arrows)
         longest = max(map(len, map(self._text, arrows)))
         self.stage = MessageLayout(cluster, ranks, longest, self._links)
         self._arcs = self.stage.arcs(arrows)
@@ -343,18 +343,13 @@ def _word(x: float, y: float, text: str, align: str, *, name: bool = False) -> d
     return {"x": round(x, 1), "y": round(y, 1), "text": text, "align": align, "name": name}
 
 
-def _carried(cluster: Cluster, ranks: int, arrows: Iterable[Arrow]) -> Counter[str]:
-    """Return the bytes that crossed each link, by its name."""
+def _links(cluster: Cluster, ranks: int, arrows: Iterable[Arrow]) -> dict[str, str]:
+    """Return what crossed each link in words, by the name of the node or switch below it."""
     nodes = cluster.nodes_of(ranks)
-    found: Counter[str] = Counter()
+    carried: Counter[str] = Counter()
     for arrow in arrows:
         for channel in cluster.path(nodes[arrow.source], nodes[arrow.target]).channels:
-            found[channel.name] += arrow.bytes
-    return found
-
-
-def _links(carried: Mapping[str, int]) -> dict[str, str]:
-    """Return its words, by the name of the node or switch whose links they are."""
+            carried[channel.name] += arrow.bytes
     found: dict[str, list[str]] = defaultdict(list)
     for kind, sign in (("up", "↑"), ("down", "↓"), ("loopback", "inside")):
         for name, size in carried.items():
