@@ -125,7 +125,7 @@ def test_runs_without_results_are_ranked_by_speed(tmp_path: Path) -> None:
     study = Study(sources)
     assert study.only_time
     assert [row.name for row in study.ranked] == ["ring", "server", "one process"]
-    assert study.chief.key == "samples_per_second"
+    assert study.primary.key == "samples_per_second"
     keys = [measure.key for measure in study.measures]
     assert "final_loss" not in keys
     assert "time_to_target_seconds" not in keys

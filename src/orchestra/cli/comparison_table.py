@@ -69,7 +69,7 @@ def _table(study: Study) -> Table:
 
 def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
     """Headings, and what stands below them in a row."""
-    rows, chief = study.ranked, study.chief
+    rows, primary = study.ranked, study.primary
     yield "strategy", lambda row: row.label
     yield "ranks", lambda row: str(row.ranks)
     yield "batch", lambda row: str(row.global_batch)
@@ -79,7 +79,7 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
         yield "runs", lambda row: f"{len(row.completed)} of {len(row.runs)}"
     if study.target is not None:
         yield "s to target", lambda row: _figure(row, TIME_TO_TARGET) + _share(study, row)
-    yield chief.title.removeprefix("final "), lambda row: _figure(row, chief)
+    yield primary.title.removeprefix("final "), lambda row: _figure(row, primary)
     yield "seconds", lambda row: _figure(row, TRAIN)
     yield "MB sent", lambda row: _figure(row, SENT).partition(" ")[0]
     if any(row.switches for row in rows):

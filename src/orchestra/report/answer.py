@@ -172,7 +172,7 @@ def _seconds(row: Row) -> str:
 
 
 def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
-    measure = study.chief
+    measure = study.primary
     best = rows[0]
     noun = "loss" if measure is FINAL_LOSS else measure.title.removeprefix("final ")
     text = f"{_row_text(study, best)} ended with the best {noun}, {_figure(best, measure)}"
@@ -285,7 +285,6 @@ def _compute_beside(study: Study, row: Row) -> str:
 
 
 def _to_mind(study: Study) -> Iterator[str]:
-    """Yield what a reader has to know before trusting the rest."""
     if study.seeds == 1:
         yield "each row is one run: the spread over seeds is not known"
     yield from unequal_shares(study)

@@ -120,7 +120,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         endings=endings,
         agreement=_agreement(list(endings.values())),
         data=_data(study),
-        specs={figure.name: for_page(figure) for figure in figures},
+        specs={figure.name: for_page(figure.spec) for figure in figures},
         library=_library(),
     )
 
@@ -132,7 +132,6 @@ def _library() -> Markup:
 
 
 def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
-    """Return the figures by the titles of their sections."""
     found: dict[str, list[Figure]] = {title: [] for title in SECTIONS.values()}
     for figure in figures:
         if figure.section != HEAD:
@@ -165,7 +164,6 @@ def _looks(study: Study) -> dict[str, dict[str, str]]:
 
 
 def _data(study: Study) -> Mapping[str, Any]:
-    """Return the figures of the page for machines, those of every run included."""
     rows = [
         {
             "name": row.name,
@@ -327,7 +325,6 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def _batches(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield what was held equal, and what that came to."""
     rules = {
         "worker_batch": "the batch of each worker",
         "global_batch": "the global batch: workers together process ranks x batch_size samples a "

@@ -94,8 +94,8 @@ class Study:
 
     @cached_property
     def ranked(self) -> list[Row]:
-        """The rows, best first: who reaches the target most often, then soonest; else by the chief
-        figure. Rows without a completed run are last."""
+        """The rows, best first: who reaches the target most often, then soonest; else by the
+        primary figure. Rows without a completed run are last."""
         return sorted(self.rows, key=self._rank)
 
     @cached_property
@@ -152,7 +152,7 @@ class Study:
         return [*metrics, FINAL_LOSS]
 
     @cached_property
-    def chief(self) -> Measure:
+    def primary(self) -> Measure:
         """What final parameters are ranked by; the speed where there are none."""
         return next((measure for measure in self.finals if measure.rising is not None), PACE)
 
@@ -204,13 +204,13 @@ class Study:
         infinity = float("inf")
         reached = self.reached(row) if self.target else 0
         time = row.mean(TIME_TO_TARGET.read) if reached else None
-        chief = row.mean(self.chief.read)
+        final = row.mean(self.primary.read)
         train = row.mean(TRAIN.read)
         return (
             not row.completed,
             -reached / len(row.runs),
             infinity if time is None else time,
-            infinity if chief is None else self.chief.order(chief),
+            infinity if final is None else self.primary.order(final),
             infinity if train is None else train,
         )
 
@@ -258,7 +258,7 @@ class Study:
     @property
     def metric(self) -> str | None:
         """The metric to show beside the loss, if there is any."""
-        key = self.chief.key
+        key = self.primary.key
         return key.removeprefix(METRIC) if key.startswith(METRIC) else None
 
     def better(self, metric: str) -> str:

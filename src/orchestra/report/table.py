@@ -172,7 +172,6 @@ def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row)
 
 
 def _compared(study: Study) -> list[Measure]:
-    """Return of what the table shows differences."""
     return [TIME_TO_TARGET, TRAIN, *study.finals]
 
 

@@ -99,7 +99,6 @@ def _pieces(parts: Mapping[str, float], colours: Mapping[str, str]) -> Values:
 
 
 def _bar(colours: Mapping[str, str], values: Values) -> list[Any]:
-    """Return the channels of a stacked bar, in the order of `colours`."""
     used = [part for part in colours if any(value["part"] == part for value in values)]
     scale = alt.Scale(domain=used, range=[colours[part] for part in used])
     legend = alt.Legend(
@@ -129,7 +128,6 @@ def _mean_parts(of_runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _by_rank(study: Study) -> list[Figure]:
-    """Return a bar for each rank, under a heading for each strategy."""
     values: Values = []
     domain: list[str] = []
     heads = {}
@@ -330,7 +328,6 @@ def staleness(study: Study) -> list[Figure]:
 
 
 def _stale_counts(row: Row) -> Counter[int]:
-    """Return the updates by staleness, over all seeds."""
     counts: Counter[int] = Counter()
     for run in row.completed:
         counts.update({int(v): n for v, n in run.record.staleness_histogram.items()})

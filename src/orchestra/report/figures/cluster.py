@@ -126,7 +126,6 @@ class _Sketch:
         return [(head, texts) for head, texts in filled if any(texts)]
 
     def _below_line(self, switch: Switch) -> list[str]:
-        """Return what stands below the line that leads to a switch."""
         shared = f"shares {BANDWIDTH.write(switch.shared)}" if switch.shared else ""
         texts = [link_text(switch), shared, *self._faults.get(switch.name, ())]
         return [text for text in texts if text]

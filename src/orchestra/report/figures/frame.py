@@ -76,20 +76,14 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
     }
 
 
-def for_page(figure: Figure) -> dict[str, Any]:
-    """The specification without a legend of the strategies: a page has one for all its figures."""
-    spec: dict[str, Any] = _without_legend(figure.spec)
-    return spec
-
-
-def _without_legend(part: Any) -> Any:
+def for_page(part: Any) -> Any:
+    """A part of a specification without a legend of the strategies: a page has one for all its
+    figures."""
     if isinstance(part, list):
-        return [_without_legend(item) for item in part]
+        return [for_page(item) for item in part]
     if not isinstance(part, Mapping):
         return part
-    inside = {
-        key: item if key == "datasets" else _without_legend(item) for key, item in part.items()
-    }
+    inside = {key: item if key == "datasets" else for_page(item) for key, item in part.items()}
     strategies = "legend" in part and part.get("field") in ("strategy", "line")
     return {**inside, "legend": None} if strategies else inside
 

@@ -113,7 +113,7 @@ def _target_text(row: Row) -> str:
 def differences(study: Study) -> list[Figure]:
     """A forest plot for each figure that decides; only where several seeds give an interval."""
     first = TIME_TO_TARGET if study.target else TRAIN
-    return [found for measure in (first, study.chief) for found in _forest(study, measure)]
+    return [found for measure in (first, study.primary) for found in _forest(study, measure)]
 
 
 def _forest(study: Study, measure: Measure) -> list[Figure]:
@@ -257,7 +257,6 @@ def _values(study: Study, read: Read) -> Values:
 
 
 def _by_line(values: Values) -> dict[str, dict[int, float]]:
-    """Return the values by strategy and number of ranks."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for value in values:
         found[value["line"]][value["ranks"]] = value["value"]
@@ -332,7 +331,6 @@ def _ticks(heights: Sequence[float], label: str) -> alt.Axis:
 
 
 def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
-    """Return which they are, and what that means."""
     if not knees:
         return []
     at = [f"{line} at {count('rank', ranks)}" for line, ranks in knees.items() if ranks is not None]
