@@ -6,16 +6,14 @@ No flow is needed for them: their times follow from when each was begun.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from orchestra.collectives import Group
 from orchestra.engines.simulation.kernel import Flow, Wait
-from orchestra.engines.simulation.rendezvous import Contribution, Member
+from orchestra.engines.simulation.network import Port
+from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
 from orchestra.transports.executor import execute
-from orchestra.transports.protocol import Traffic
-
-if TYPE_CHECKING:
-    from orchestra.engines.simulation.transport import Port
+from orchestra.transports.protocol import Traffic, Transport
 
 
 class Queued:
@@ -65,18 +63,23 @@ class BackgroundQueue:
 
     The caches are those of `caches`, the same rank's. The thread takes `signal_seconds` to tell of
     each that is done. What they communicate, and how long flows wait for them, counts in `traffic`.
+    `new_transport` makes a transport for one more flow.
     """
 
     def __init__(
         self,
+        rendezvous: Rendezvous,
         port: Port,
         caches: Port,
+        new_transport: Callable[[], Transport],
         traffic: Traffic,
         signal_seconds: float = 0.0,
     ) -> None:
         self.kernel = port.net.kernel
+        self._rendezvous = rendezvous
         self._port = port
         self._caches = caches
+        self._new_transport = new_transport
         self._signal_seconds = signal_seconds
         self.traffic = traffic
         self._processor = port.new_processor()
@@ -121,7 +124,7 @@ class BackgroundQueue:
         if len(given.placed.ranks) == 1 or not given.placed.plan.length:
             self._end(time)
             return
-        self._member = port.net.rendezvous.join(
+        self._member = self._rendezvous.join(
             given, port.rank, self._processor, self._through, arrived=time
         )
         if self._member is None:
@@ -155,7 +158,7 @@ class BackgroundQueue:
     def _exchange_messages(self) -> None:
         """Another rank, the first to come, wants to see the messages: a flow sends them."""
         port, kernel, given = self._port, self.kernel, self._tasks[0].given
-        transport = port.transport()
+        transport = self._new_transport()
 
         def live() -> None:
             task, placed = self._tasks[0], given.placed

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from orchestra.collectives import Group, broadcast
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
-from orchestra.engines.simulation.rendezvous import Contribution
-from orchestra.engines.simulation.transport import Port
+from orchestra.engines.simulation.network import Port
+from orchestra.engines.simulation.rendezvous import Contribution, Rendezvous
+from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.schedules import ALL_REDUCE
 from orchestra.transports.protocol import Traffic
 from orchestra.transports.tags import Tag
@@ -43,9 +44,10 @@ class NativeCollectives:
     The caches are those of `caches`, through which its flows send.
     """
 
-    def __init__(self, port: Port, caches: Port) -> None:
+    def __init__(self, rendezvous: Rendezvous, port: Port, caches: Port) -> None:
+        self._rendezvous = rendezvous
         self._port = port
-        self._queue = BackgroundQueue(port, caches, Traffic())
+        self._queue = BackgroundQueue(rendezvous, port, caches, self._transport, Traffic())
         self._group = Group(tuple(range(len(port.net.ports))))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -56,14 +58,23 @@ class NativeCollectives:
         """Begin to replace a contiguous `tensor` by its sum over all ranks."""
         self._port.net.kernel.catch_up()
         vector, ring = tensor.view(-1), ALL_REDUCE["ring"](len(self._group))
-        placed = self._port.net.placed(ring, self._group, vector, None)
+        placed = self._rendezvous.placed(self._port.net, ring, self._group, vector, None)
         return NativeTask(tensor, self._queue.begin(Contribution(placed, vector, Tag.NATIVE, None)))
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         """Replace a contiguous `tensor` by that of rank `root`."""
-        broadcast(self._port.transport(), tensor.view(-1), root, self._group, Tag.NATIVE)
+        broadcast(
+            SimulatedTransport(self._port, self._rendezvous),
+            tensor.view(-1),
+            root,
+            self._group,
+            Tag.NATIVE,
+        )
         return tensor
 
     def barrier(self) -> None:
         """Let virtual time pass until every rank is here."""
         self.all_reduce(torch.zeros(1))
+
+    def _transport(self) -> SimulatedTransport:
+        return SimulatedTransport(self._port, self._rendezvous)

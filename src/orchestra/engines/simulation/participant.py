@@ -12,8 +12,8 @@ from math import inf
 from orchestra.engines.simulation.events import Events
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Processor
+from orchestra.engines.simulation.network import Stream
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.streams import Stream
 from orchestra.transports.executor import Verb
 
 Call = Callable[[], None]

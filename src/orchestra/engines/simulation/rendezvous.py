@@ -14,22 +14,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from orchestra.engines.simulation.events import Events, Timer
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel, Processor
+from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
 from orchestra.engines.simulation.plan import Plan
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
 from orchestra.engines.simulation.sums import add_up
 from orchestra.schedules import Schedule
-from orchestra.transports.protocol import Traffic
+from orchestra.transports.protocol import Group, Traffic
 
-if TYPE_CHECKING:
-    from orchestra.engines.simulation.transport import Net
+MOST_KNOWN = 10_000
+"""Collectives that are known by identity."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +271,32 @@ class Rendezvous:
         self._open: dict[tuple[int, int], Collective | _ByMessages] = {}
         self._plans: dict[object, PlacedPlan] = {}
         self._groups: dict[tuple[Net, Ranks], int] = {}
+        self._asked: dict[tuple[int, ...], tuple[PlacedPlan, object]] = {}
         self._claims: dict[Resource, Collective] = {}
 
     def placed(
+        self,
+        net: Net,
+        schedule: Schedule,
+        group: Group,
+        vector: Tensor,
+        edges: Sequence[int] | None,
+    ) -> PlacedPlan:
+        """The messages of a collective; the same object for equal ones.
+
+        Ranks begin the same ones again and again: these are known by the identity of what is given,
+        since to compare it takes time over a thousand ranks.
+        """
+        asked = net, schedule, group.ranks, vector, edges
+        identity = tuple(map(id, asked))
+        if identity not in self._asked:
+            if len(self._asked) > MOST_KNOWN:
+                self._asked.clear()
+            # what was asked with lives as long as its identity counts
+            self._asked[identity] = self._place(*asked), asked
+        return self._asked[identity][0]
+
+    def _place(
         self,
         net: Net,
         schedule: Schedule,
@@ -281,7 +304,6 @@ class Rendezvous:
         vector: Tensor,
         edges: Sequence[int] | None,
     ) -> PlacedPlan:
-        """The messages of a collective; the same object for equal ones."""
         length, itemsize = vector.numel(), vector.itemsize
         cuts = None if edges is None else tuple(edges)
         key = net, schedule, ranks, length, cuts, itemsize

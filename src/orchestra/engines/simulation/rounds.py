@@ -15,21 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestra.engines.simulation.fluid import Resource
+from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.plan import HEADER, Plan
 from orchestra.schedules import REDUCE
 
-if TYPE_CHECKING:
-    from orchestra.engines.simulation.transport import Net
-
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Places = Integers | slice
 Ranks = tuple[int, ...]
 
 EARLY = 1 - 1e-12
@@ -63,10 +59,6 @@ class Usage:
         """Nothing was sent."""
         return cls(*np.full((2, ranks), -inf), *np.full((2, ranks), NOBODY))
 
-    def copy(self) -> Usage:
-        """For an evaluation that changes it."""
-        return Usage(self.up.copy(), self.down.copy(), self.to.copy(), self.by.copy())
-
     def later(self, seconds: float) -> Usage:
         """The same, so much later."""
         return Usage(self.up + seconds, self.down + seconds, self.to, self.by)
@@ -91,12 +83,14 @@ class Ends:
 class Hop:
     """The messages of a round that are the first of their runs of pieces, or the second, ...
 
-    Seconds are in the order of the senders, at the places `sources`, up to `crossing`; then in that
-    of the receivers, at the places `targets`, where message `arriving` of the senders arrives.
+    Seconds are in the order of `source` and `target` up to `crossing`; then in that of `target`
+    taken at `arriving`.
 
     Attributes:
-        follows: whether each has the same ends as the message before it, at both of them.
-        first, rest: of the sender until it is on its way, and then until it has left.
+        is_ring: whether each rank sends one, with the same ends as the message before it at both,
+            all or none are held, and none is freed; both orders are those of the ranks then.
+        arrives: from the sender's start until its first byte is there, if the way is free.
+        sending: of the sender until it has left.
         taking_in, adding: of the receiver, from its first byte on; and then to add it.
         held: of those that keep their sender's memory until they have arrived.
         freed: of those, by receiver, that are added to what the receiver itself sends in this hop.
@@ -104,13 +98,10 @@ class Hop:
 
     source: Integers
     target: Integers
-    sources: Places
-    targets: Places
-    arriving: Places
-    follows: bool
-    first: Floats
-    rest: Floats
-    latency: Floats
+    arriving: Integers
+    is_ring: bool
+    arrives: Floats
+    sending: Floats
     crossing: Floats
     taking_in: Floats
     adding: Floats
@@ -188,17 +179,20 @@ class PlacedPlan:
         for known, came, ends in self._known:
             if np.abs(came - clock).max() <= tolerance and _alike(known, usage, tolerance):
                 return None if ends is None else ends.later(begin)
-        ends = self._evaluate(clock.copy(), usage.copy())
+        ends = self._evaluate(clock, usage)
         self._known.append((usage, clock, ends))
         return None if ends is None else ends.later(begin)
 
-    def _evaluate(self, clock: Floats, usage: Usage) -> Ends | None:
-        waiting, communicating = np.zeros_like(clock), np.zeros_like(clock)
+    def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
+        state = State(arrivals, usage)
         for hops in self._rounds:
-            if not _pass(hops, clock, usage, waiting, communicating):
+            if len(hops) == 1 and hops[0].is_ring:
+                state.pass_ring(hops[0])
+            elif not state.pass_round(hops):
                 return None
         last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
-        return Ends(clock + last, waiting, communicating + last, usage)
+        clock = state.clock + last
+        return Ends(clock, state.waiting, clock - arrivals - state.waiting, state.usage)
 
     # The messages as arrays
 
@@ -238,81 +232,104 @@ class PlacedPlan:
     ) -> Hop:
         plan, overhead = self.plan, self.net.overhead
         source, target = rows[:, 0], rows[:, 1]
-        sources: Places = source
-        targets: Places = target
-        arriving: Places = slice(None)
-        if len(rows) == len(rates):  # views, in place of copies
-            sources = targets = slice(None)
-            arriving = np.argsort(target)
+        arriving = np.argsort(target)
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
         distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
         charges = [overhead.message(int(frame)) for frame in distinct]
         first, rest, taking_in, on_wire = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
+        held = payload + HEADER > overhead.buffer_bytes
         freed = reduces & (leaving[target] == rows[:, 2:4]).all(axis=1)
+        is_ring = follows and len(rows) == len(rates) and not freed.any()
         return Hop(
-            source, target, sources, targets, arriving, follows,
-            first / rates[source], rest / rates[source], latency, on_wire / bandwidth,
+            source, target, arriving, bool(is_ring and (held.all() or not held.any())),
+            first / rates[source] + latency, (first + rest) / rates[source], on_wire / bandwidth,
             (taking_in / rates[target])[arriving], (adding / rates[target])[arriving],
-            np.flatnonzero(payload + HEADER > overhead.buffer_bytes),
+            np.flatnonzero(held),
             np.flatnonzero(freed[arriving]),
         )  # fmt: skip
 
 
-def _pass(
-    hops: list[Hop], clock: Floats, usage: Usage, waiting: Floats, communicating: Floats
-) -> bool:
-    """Bring all ranks from the beginning of a round to its end; False: two messages meet."""
-    arriving = []
-    gone = np.full_like(clock, -inf)
-    for hop in hops:
-        sent = clock[hop.sources] + hop.first
-        left = sent + hop.rest
-        clock[hop.sources] = left
-        communicating[hop.sources] += hop.first + hop.rest
-        began = _begin(hop, sent + hop.latency, usage)
-        if began is None:
-            return False
-        ended = np.maximum(began + hop.crossing, left)
-        usage.up[hop.sources] = ended
-        usage.down[hop.targets] = there = ended[hop.arriving]
-        own = gone
+class State:
+    """All ranks in the midst of a collective: `clock` tells when each is there."""
+
+    def __init__(self, arrivals: Floats, before: Usage) -> None:
+        self.clock = arrivals.copy()
+        self.waiting = np.zeros_like(arrivals)
+        self._crossing = np.array([before.up, before.up])  # when it begins, and ends: by sender
+        self._arriving = np.array([before.down, before.down])  # the same by receiver
+        to, by = before.to.copy(), before.by.copy()
+        self.usage = Usage(self._crossing[1], self._arriving[1], to, by)
+        self._left, self._moving, self._done = np.empty((3, len(arrivals)))
+
+    def pass_ring(self, hop: Hop) -> None:
+        """`pass_round`, where each rank sends to the same one as before: with few operations, since
+        a thousand ranks have two thousand such rounds."""
+        clock, waiting = self.clock, self.waiting
+        left, moving, done = self._left, self._moving, self._done
+        began, gone = self._crossing
+        np.add(clock, hop.arrives, out=began)
+        np.maximum(began, gone, out=began)
+        np.add(clock, hop.sending, out=left)
+        np.add(began, hop.crossing, out=gone)
+        np.maximum(gone, left, out=gone)
+        np.take(self._crossing, hop.arriving, axis=1, out=self._arriving, mode="clip")
+        began, ended = self._arriving
+        np.maximum(left, began, out=moving)
+        np.subtract(moving, left, out=left)
+        np.add(waiting, left, out=waiting)
+        np.add(moving, hop.taking_in, out=done)
+        np.maximum(done, ended, out=done)
+        np.add(done, hop.adding, out=done)
         if len(hop.held):
-            gone = gone.copy()
+            np.maximum(done, gone, out=clock)
+            np.subtract(clock, done, out=left)
+            np.add(waiting, left, out=waiting)
+        else:
+            clock[:] = done
+
+    def pass_round(self, hops: list[Hop]) -> bool:
+        """Bring all ranks to the end of the round; False: two messages meet."""
+        clock, usage = self.clock, self.usage
+        arriving = []
+        gone = np.full_like(clock, -inf)
+        for hop in hops:
+            there = clock[hop.source] + hop.arrives
+            clock[hop.source] += hop.sending
+            began = self._begin(hop, there)
+            if began is None:
+                return False
+            ended = np.maximum(began + hop.crossing, clock[hop.source])
+            usage.up[hop.source] = usage.down[hop.target] = ended
             own = np.full_like(clock, -inf)
             own[hop.source[hop.held]] = ended[hop.held]
             np.maximum(gone, own, out=gone)
-        arriving.append((began[hop.arriving], there, own))
-    for hop, (began, ended, own) in zip(hops, arriving, strict=True):
-        started = clock[hop.targets]
-        moving = np.maximum(started, began)
-        done = np.maximum(moving + hop.taking_in, ended)
-        waiting[hop.targets] += moving - started
-        communicating[hop.targets] += done - moving + hop.adding
-        if len(hop.freed):
-            receivers = np.arange(len(clock))[hop.targets][hop.freed]
-            free = np.maximum(done[hop.freed], own[receivers])
-            waiting[receivers] += free - done[hop.freed]
-            done[hop.freed] = free
-        clock[hop.targets] = done + hop.adding
-    free = np.maximum(clock, gone)
-    waiting += free - clock
-    clock[:] = free
-    return True
+            arriving.append((began[hop.arriving], ended[hop.arriving], own))
+        for hop, (began, ended, own) in zip(hops, arriving, strict=True):
+            receiver = hop.target[hop.arriving]
+            moving = np.maximum(clock[receiver], began)
+            self.waiting[receiver] += moving - clock[receiver]
+            clock[receiver] = np.maximum(moving + hop.taking_in, ended)
+            self._wait_until(receiver[hop.freed], own)
+            clock[receiver] += hop.adding
+        self._wait_until(np.arange(len(clock)), gone)
+        return True
 
+    def _wait_until(self, places: Integers, times: Floats) -> None:
+        free = np.maximum(self.clock[places], times[places])
+        self.waiting[places] += free - self.clock[places]
+        self.clock[places] = free
 
-def _begin(hop: Hop, there: Floats, usage: Usage) -> Floats | None:
-    """When each message, whose first byte could be `there`, begins to arrive."""
-    if hop.follows:
-        return np.maximum(there, usage.up[hop.sources])
-    source, target = hop.source, hop.target
-    busy = np.maximum(usage.up[source], usage.down[target])
-    same = (usage.to[source] == target) & (usage.by[target] == source)
-    if ((there < busy * EARLY) & ~same).any():
-        return None
-    usage.to[source], usage.by[target] = target, source
-    return np.where(same, np.maximum(there, busy), there)
+    def _begin(self, hop: Hop, there: Floats) -> Floats | None:
+        """When each message, whose first byte could be `there`, begins to arrive."""
+        source, target, usage = hop.source, hop.target, self.usage
+        busy = np.maximum(usage.up[source], usage.down[target])
+        same = (usage.to[source] == target) & (usage.by[target] == source)
+        if ((there < busy * EARLY) & ~same).any():
+            return None
+        usage.to[source], usage.by[target] = target, source
+        return np.where(same, np.maximum(there, busy), there)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

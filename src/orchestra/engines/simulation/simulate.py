@@ -259,7 +259,7 @@ class Simulation:
         return Runtime(
             rank,
             self._ranks,
-            SimulatedTransport(port),
+            SimulatedTransport(port, world.rendezvous),
             compute,
             self._reporters[rank],
             seed if self._values else _nothing,

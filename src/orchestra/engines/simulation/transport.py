@@ -1,34 +1,22 @@
-"""Messages of tensors in virtual time: a mailbox a rank, a stream a pair, and the network between.
-
-A message costs its sender processor time, crosses the network behind those that its rank sent to
-the same target before, and costs its receiver processor time once somebody waits for it. The three
-go on at the same time, as bytes do that follow each other; the message is there when all are done.
-Which message meets which receive is decided by the mailbox that real processes use, too.
-"""
+"""Messages and collectives of tensors in virtual time: the transport of a rank's flows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
-from orchestra.engines.simulation.fluid import Fluid
-from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
-from orchestra.engines.simulation.links import Meter
+from orchestra.engines.simulation.kernel import Flow, Kernel
+from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
-from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.engines.simulation.streams import Message, Route, Stream
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
 from orchestra.transports import operations
 from orchestra.transports.collective import CollectiveVerb, HandOver
 from orchestra.transports.executor import execute
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
-from orchestra.transports.matching import Mailbox
 from orchestra.transports.operations import Operation
 from orchestra.transports.protocol import Group, Task, Traffic, Transport
 from orchestra.worker.interception import InterceptedTransport
@@ -36,156 +24,12 @@ from orchestra.worker.interception import InterceptedTransport
 T = TypeVar("T")
 
 
-class Net:
-    """All ranks' ports, and the ways between them.
-
-    `rendezvous` brings ranks together that take part in an all-reduce. `delay` tells how many
-    seconds later a message from one rank to another arrives if it is sent at a time; None: never.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        fluid: Fluid,
-        overhead: Overhead,
-        route: Callable[[int, int], Route],
-        rendezvous: Rendezvous,
-        delay: Callable[[int, int, float], float] | None = None,
-    ) -> None:
-        self.kernel = kernel
-        self.fluid = fluid
-        self.overhead = overhead
-        self.rendezvous = rendezvous
-        self.ports: list[Port] = []
-        self.streams: dict[tuple[int, int], Stream] = {}
-        self._placed: dict[tuple[int, ...], tuple[PlacedPlan, object]] = {}
-        self._route = route
-        self._delay = delay
-
-    def stream(self, source: int, target: int) -> Stream:
-        """The stream from one rank to another."""
-        key = source, target
-        if key not in self.streams:
-            delay = None if self._delay is None else partial(self._delay, source, target)
-            self.streams[key] = Stream(self, self._route(source, target), target, delay)
-        return self.streams[key]
-
-    def placed(
-        self, schedule: Schedule, group: Group, vector: Tensor, edges: Sequence[int] | None
-    ) -> PlacedPlan:
-        """The messages of a collective.
-
-        Ranks begin the same ones again and again: these are known by the identity of what is given,
-        since equality takes time over a thousand ranks.
-        """
-        asked = schedule, group.ranks, vector, edges
-        key = tuple(map(id, asked))
-        known = self._placed.get(key)
-        if known is None:
-            if len(self._placed) > MOST_KNOWN:
-                self._placed.clear()
-            placed = self.rendezvous.placed(self, schedule, group.ranks, vector, edges)
-            known = self._placed[key] = placed, asked  # which lives as long as its identity counts
-        return known[0]
-
-
-class Port:
-    """One rank's end of the network, shared by its flows.
-
-    `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends.
-    """
-
-    def __init__(
-        self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
-    ) -> None:
-        self.net = net
-        self.rank = rank
-        self.new_processor = new_processor
-        self.meter = meter
-        self.mailbox = Mailbox(rank)
-        self.bytes_sent = 0
-        self._cold = False
-        self._asleep: dict[Flow, Callable[[], bool]] = {}
-        net.ports.append(self)
-
-    def transport(self) -> SimulatedTransport:
-        """For one more flow."""
-        return SimulatedTransport(self)
-
-    def chill(self) -> None:
-        """A step begins, after which the caches of the rank hold nothing of what messages need."""
-        self.keep_order()
-        self._cold = True
-
-    @property
-    def shares_caches(self) -> bool:
-        """Whether it matters which flow of this rank is the first to send or receive."""
-        return self.net.overhead.cold > 0 and self.net.kernel.flows_of[self.rank] > 1
-
-    def keep_order(self) -> None:
-        """The present flow is not ahead of others that share its caches."""
-        if self.shares_caches:
-            self.net.kernel.catch_up()
-
-    @property
-    def is_cold(self) -> bool:
-        """Whether the next message takes more seconds."""
-        return self._cold and self.net.overhead.cold > 0
-
-    def warm_up(self) -> float:
-        """The seconds that the message under way takes more, if it is the first."""
-        cold, self._cold = self._cold, False
-        return self.net.overhead.cold if cold else 0.0
-
-    def sleep_until(self, so: Callable[[], bool]) -> None:
-        """Park the present flow until `so` is true after a `wake`."""
-        kernel = self.net.kernel
-        flow = kernel.current
-        self._asleep[flow] = so
-        while not so():
-            kernel.park()
-        self._asleep.pop(flow, None)
-
-    def wake(self) -> None:
-        """Resume whoever waited for what is so now."""
-        for flow, so in list(self._asleep.items()):
-            if so():
-                del self._asleep[flow]
-                self.net.kernel.resume(flow)
-
-
-class Sending(operations.Operation):
-    """A send; `wait` returns the tensor."""
-
-    __slots__ = ("port", "tensor", "to")
-
-    def __init__(self, flow: operations.Flow, port: Port, tensor: Tensor, to: int) -> None:
-        super().__init__(flow)
-        self.port = port
-        self.tensor = tensor
-        self.to = to
-
-    @property
-    def source(self) -> int:
-        """The sending rank."""
-        return self.flow.rank
-
-    def finish(self) -> None:
-        """The tensor is free."""
-        self.finished = True
-        self.port.wake()
-
-    def wait(self) -> Tensor:
-        """The tensor that was sent, free to be changed again."""
-        self._finish()
-        return self.tensor
-
-
 class SimulatedTransport(CollectiveVerb):
     """The transport of one flow."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: Port, rendezvous: Rendezvous) -> None:
         self._port = port
+        self._rendezvous = rendezvous
         self._kernel = port.net.kernel
         self._flow = operations.Flow(port.rank, self)
         self._queue: BackgroundQueue | None = None
@@ -275,14 +119,27 @@ class SimulatedTransport(CollectiveVerb):
         visible: bool = False,
     ) -> Task[int]:
         """Begin this rank's part in `schedule`; see `Transport.collective`."""
-        net = self._port.net
-        if background and self._needs_no_flow(via) and not net.rendezvous.faults:
-            given = Contribution(net.placed(schedule, group, vector, edges), vector, tag, edges)
+        if background and self._needs_no_flow(via) and not self._rendezvous.faults:
+            given = self._contribution(schedule, vector, group, tag, edges)
             if given.needs_no_values:
                 return self._begin_queued(given)
         return super().collective(
             schedule, vector, group, tag, edges, background=background, via=via, visible=visible
         )
+
+    def _contribution(
+        self,
+        schedule: Schedule,
+        vector: Tensor,
+        group: Group,
+        tag: int,
+        edges: Sequence[int] | None,
+    ) -> Contribution:
+        placed = self._rendezvous.placed(self._port.net, schedule, group, vector, edges)
+        return Contribution(placed, vector, tag, edges)
+
+    def _another(self) -> SimulatedTransport:
+        return SimulatedTransport(self._port, self._rendezvous)
 
     def _needs_no_flow(self, via: Transport | None) -> bool:
         """Whether nobody looks at what happens in the background."""
@@ -294,9 +151,11 @@ class SimulatedTransport(CollectiveVerb):
         seconds = 0.0 if local is None else local.at(SIGNAL_BYTES)
         if self._queue is None:
             self._kernel.catch_up()
-            self._queue = BackgroundQueue(port, port, self.traffic, seconds)
+            self._queue = BackgroundQueue(
+                self._rendezvous, port, port, self._another, self.traffic, seconds
+            )
             self._kernel.add_thread(self.rank)
-            port.net.rendezvous.flow_began(self.rank)
+            self._rendezvous.flow_began(self.rank)
         self._spend(seconds)
         return self._queue.begin(given)
 
@@ -331,8 +190,8 @@ class SimulatedTransport(CollectiveVerb):
         self._spend(port.warm_up() + port.net.overhead.collective, traffic)
         moves_values = not (schedule.all_reduce or vector.is_meta)
         member = self._join(
-            Contribution(port.net.placed(schedule, group, vector, edges), vector, tag, edges),
-            visible or moves_values or port.net.rendezvous.faults,
+            self._contribution(schedule, vector, group, tag, edges),
+            visible or moves_values or self._rendezvous.faults,
         )
         if member is None:
             return execute(flow, schedule, vector, group, tag, edges)
@@ -353,11 +212,11 @@ class SimulatedTransport(CollectiveVerb):
 
     def _join(self, given: Contribution, message_by_message: bool) -> Member | None:
         """Let the present flow take part once its present is everybody's."""
-        port, kernel, flow = self._port, self._kernel, self._kernel.current
+        kernel, flow = self._kernel, self._kernel.current
         joined: list[Member | None] = []
 
         def join() -> None:
-            member = port.net.rendezvous.join(
+            member = self._rendezvous.join(
                 given,
                 self.rank,
                 flow.processor,
@@ -383,10 +242,10 @@ class SimulatedTransport(CollectiveVerb):
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
         """Run `function` in a flow of its own of this rank."""
         self._kernel.catch_up()
-        transport = SimulatedTransport(self._port)
+        transport = self._another()
         processor = self._port.new_processor()
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
-        self._port.net.rendezvous.flow_began(self.rank)
+        self._rendezvous.flow_began(self.rank)
         return FlowTask(self._kernel, flow, self.traffic)
 
     def lost(self) -> frozenset[int]:
@@ -463,8 +322,6 @@ class SimulatedTransport(CollectiveVerb):
         others = tuple(rank for rank in range(self.size) if rank != self.rank)
         return (others if whom is None else (whom,)), verb + tag
 
-
-MOST_KNOWN = 10_000
 
 SIGNAL_BYTES = 8
 """What a flow tells another one of its rank: a number."""

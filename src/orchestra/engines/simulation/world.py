@@ -13,12 +13,11 @@ from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.native import NativeCollectives
+from orchestra.engines.simulation.network import Load, Message, Net, Port, Stream
 from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
 from orchestra.engines.simulation.sharing import ROUNDING
-from orchestra.engines.simulation.streams import Load, Message, Stream
-from orchestra.engines.simulation.transport import Net, Port
 from orchestra.errors import PeerLost
 
 
@@ -55,10 +54,12 @@ class World:
         self.kernel = kernel
         self.fluid = Fluid(kernel)
         self.nodes = [cluster.node_of(rank, ranks) for rank in range(ranks)]
-        rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
+        self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
-        self.net = Net(kernel, self.fluid, overhead, self._way, rendezvous, delay)
-        self._native = Net(kernel, self.fluid, overhead, self._way, rendezvous, delay)
+        self.net = Net(kernel, self.fluid, overhead, self._way, delay)
+        self._native = Net(kernel, self.fluid, overhead, self._way, delay)
+        for net in (self.net, self._native):
+            net.before_arrival = self.rendezvous.disturb
         self._native_threads: Counter[str] = Counter()  # by node
         self._cluster = cluster
         self._channels: dict[Channel, Resource] = {}
@@ -145,7 +146,7 @@ class World:
         """What stands for torch.distributed's own collectives on `rank`, on a thread of its own."""
         self._native_threads[self.nodes[rank].name] += 1
         self.kernel.changes += 1
-        return NativeCollectives(self._native.ports[rank], self.net.ports[rank])
+        return NativeCollectives(self.rendezvous, self._native.ports[rank], self.net.ports[rank])
 
     def _crowded(self, ranks: Ranks) -> bool:
         """Whether a flow of one of `ranks` may have to wait for a core of its node."""

@@ -1,21 +1,29 @@
-"""Messages on their way in virtual time: from one rank to another, in the order of sending."""
+"""The network in virtual time: messages from one rank to another, in the order of sending.
+
+A message costs its sender processor time, crosses the network behind those that its rank sent to
+the same target before, and costs its receiver processor time once somebody waits for it. The three
+go on at the same time, as bytes do that follow each other; the message is there when all are done.
+Which message meets which receive is decided by the mailbox that real processes use, too.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from orchestra.cluster.costs import Overhead
 from orchestra.engines.simulation.events import Events
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
+from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
+from orchestra.engines.simulation.links import Meter
+from orchestra.transports import operations
 from orchestra.transports.framing import Header
-from orchestra.transports.matching import Incoming
-
-if TYPE_CHECKING:
-    from orchestra.engines.simulation.transport import Net, Port, Sending
+from orchestra.transports.matching import Incoming, Mailbox
 
 
 class Route(Protocol):
@@ -143,7 +151,7 @@ class Stream:
         if self._closed is not None:
             load.fail(self._closed)
             return
-        self._net.rendezvous.disturb(self.resources)
+        self._net.before_arrival(self.resources)
         self._queue.append(load)
         if len(self._queue) == 1:
             self._begin(load)
@@ -214,3 +222,124 @@ class Stream:
         load.end()
         if self._queue:
             self._begin(self._queue[0])
+
+
+class Net:
+    """All ranks' ports, and the ways between them.
+
+    `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
+    a time; None: never. `before_arrival` is called before a message begins to cross these links.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        fluid: Fluid,
+        overhead: Overhead,
+        route: Callable[[int, int], Route],
+        delay: Callable[[int, int, float], float] | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.fluid = fluid
+        self.overhead = overhead
+        self.before_arrival: Callable[[Sequence[Resource]], None] = lambda links: None
+        self.ports: list[Port] = []
+        self.streams: dict[tuple[int, int], Stream] = {}
+        self._route = route
+        self._delay = delay
+
+    def stream(self, source: int, target: int) -> Stream:
+        """The stream from one rank to another."""
+        key = source, target
+        if key not in self.streams:
+            delay = None if self._delay is None else partial(self._delay, source, target)
+            self.streams[key] = Stream(self, self._route(source, target), target, delay)
+        return self.streams[key]
+
+
+class Port:
+    """One rank's end of the network, shared by its flows.
+
+    `new_processor` makes what one more flow of the rank computes on; `meter` counts what it sends.
+    """
+
+    def __init__(
+        self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
+    ) -> None:
+        self.net = net
+        self.rank = rank
+        self.new_processor = new_processor
+        self.meter = meter
+        self.mailbox = Mailbox(rank)
+        self.bytes_sent = 0
+        self._cold = False
+        self._asleep: dict[Flow, Callable[[], bool]] = {}
+        net.ports.append(self)
+
+    def chill(self) -> None:
+        """A step begins, after which the caches of the rank hold nothing of what messages need."""
+        self.keep_order()
+        self._cold = True
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether it matters which flow of this rank is the first to send or receive."""
+        return self.net.overhead.cold > 0 and self.net.kernel.flows_of[self.rank] > 1
+
+    def keep_order(self) -> None:
+        """The present flow is not ahead of others that share its caches."""
+        if self.shares_caches:
+            self.net.kernel.catch_up()
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the next message takes more seconds."""
+        return self._cold and self.net.overhead.cold > 0
+
+    def warm_up(self) -> float:
+        """The seconds that the message under way takes more, if it is the first."""
+        cold, self._cold = self._cold, False
+        return self.net.overhead.cold if cold else 0.0
+
+    def sleep_until(self, so: Callable[[], bool]) -> None:
+        """Park the present flow until `so` is true after a `wake`."""
+        kernel = self.net.kernel
+        flow = kernel.current
+        self._asleep[flow] = so
+        while not so():
+            kernel.park()
+        self._asleep.pop(flow, None)
+
+    def wake(self) -> None:
+        """Resume whoever waited for what is so now."""
+        for flow, so in list(self._asleep.items()):
+            if so():
+                del self._asleep[flow]
+                self.net.kernel.resume(flow)
+
+
+class Sending(operations.Operation):
+    """A send; `wait` returns the tensor."""
+
+    __slots__ = ("port", "tensor", "to")
+
+    def __init__(self, flow: operations.Flow, port: Port, tensor: Tensor, to: int) -> None:
+        super().__init__(flow)
+        self.port = port
+        self.tensor = tensor
+        self.to = to
+
+    @property
+    def source(self) -> int:
+        """The sending rank."""
+        return self.flow.rank
+
+    def finish(self) -> None:
+        """The tensor is free."""
+        self.finished = True
+        self.port.wake()
+
+    def wait(self) -> Tensor:
+        """The tensor that was sent, free to be changed again."""
+        self._finish()
+        return self.tensor
