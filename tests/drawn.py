@@ -10,13 +10,12 @@ from typing import Any
 
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_curve, write_summary
-from orchestra.records.report import Point, RankReport
-from orchestra.records.timeline import Message, Slice, Timeline
+from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
 from orchestra.records.trace import write_trace
 from orchestra.report.collect import Source, collect
-from orchestra.report.figures import Figure, figures
-from orchestra.report.figures.subject import FigureData
-from orchestra.report.rows import Row, rows_of
+from orchestra.report.figures import figures
+from orchestra.report.figures.frame import Figure
+from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
 EXPERIMENT = "{name: sample, target: {metric: accuracy, at_least: 0.8, at_most: null}}"
@@ -45,19 +44,16 @@ class Drawn:
 
 
 def drawn(folder: Path, baseline: str | None = None) -> Drawn:
-    sources = collect([folder])
-    rows = rows_of(sources)
-    found = figures(sources, rows, baseline)
+    study = Study(collect([folder]), baseline)
+    found = figures(study)
     assert len({figure.name for figure in found}) == len(found)
-    return Drawn(sources, rows, {figure.name: figure for figure in found})
+    return Drawn(study.sources, study.rows, {figure.name: figure for figure in found})
 
 
-def drawn_alone(folder: Path, family: Callable[[FigureData], Sequence[Figure]]) -> Drawn:
+def drawn_alone(folder: Path, family: Callable[[Study], Sequence[Figure]]) -> Drawn:
     """With the figures of one family, which is quicker."""
-    sources = collect([folder])
-    rows = rows_of(sources)
-    found = family(FigureData(Study(sources, rows)))
-    return Drawn(sources, rows, {figure.name: figure for figure in found})
+    study = Study(collect([folder]))
+    return Drawn(study.sources, study.rows, {figure.name: figure for figure in family(study)})
 
 
 def record(label: str, ranks: int = 4, seed: int = 0, **changes: Any) -> RunRecord:

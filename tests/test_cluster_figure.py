@@ -19,7 +19,7 @@ EXAMPLE = str(ROOT / "examples" / "cluster.yaml")
 
 
 def data(cluster: Cluster, ranks: int | None = None) -> list[dict[str, Any]]:
-    figure, _ = cluster_figure(cluster, ranks)
+    figure = cluster_figure(cluster, ranks)
     return [value for values in figure.spec["datasets"].values() for value in values]
 
 
@@ -135,7 +135,8 @@ def test_the_command_writes_png_and_svg(name: str, capsys: pytest.CaptureFixture
 
 def test_the_words_fit_into_the_picture() -> None:
     cluster = load("examples/cluster.yaml")
-    figure, width = cluster_figure(cluster, 12)
+    figure = cluster_figure(cluster, 12)
+    width = figure.least_width
     scales = re.findall(r"'domain': \[0, ([\d.]+)\]", str(figure.spec))
     assert {round(float(scale)) for scale in scales} == {width, figure.spec["height"]}
     for value in data(cluster, 12):

@@ -161,7 +161,7 @@ def test_fairness_and_caption_say_which_batch_was_equal() -> None:
         "128 samples in each of 180 steps (one process and ring)."
     )
     assert "not every row has its global batch" in table(study(source(odd))).beside
-    cells = {line.row.name: line.cells[1].details for line in table(study(source(odd))).lines}
+    cells = {row.name: cells[1].details for row, cells in table(study(source(odd))).lines}
     assert cells["server"] == ["32 a worker", "240 steps"]
     assert cells["one process"] == ["180 steps"]
 

@@ -19,10 +19,9 @@ from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.links import Meter, links_of
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.errors import InputError
-from orchestra.records.links import MOST, Link, read_links
-from orchestra.records.record import RunRecord, combine
+from orchestra.records.record import MOST_LINKS, Link, RunRecord, combine, read_links
 from orchestra.records.trace import write_trace
-from orchestra.report.figures.trace import exchanges
+from orchestra.report.figures.timeline import exchanges, read_trace
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run
@@ -220,7 +219,7 @@ def test_the_messages_of_a_step_are_those_of_its_lines(tmp_path: Path) -> None:
     trace = read(tmp_path)
     assert_well_formed(trace)
     assert_matched(trace, all_of_them=True)
-    (exchange,) = exchanges(tmp_path / "trace.json.gz")
+    (exchange,) = exchanges(read_trace(tmp_path / "trace.json.gz"))
     assert exchange.step == 4
     assert {(a.source, a.target): a.count for a in exchange.arrows} == {
         (rank, (rank + 1) % 4): 6 for rank in range(4)
@@ -239,7 +238,7 @@ def test_of_many_links_the_busiest_are_listed_and_all_are_counted() -> None:
     on, ranks = cluster("lan_1gbit(nodes=100)"), 100
     sent = [{(rank + 1) % ranks: 1000 * rank} for rank in range(ranks - 1)] + [{}]
     links = links_of(on, sent, seconds=1e-3, wire=2.0)
-    assert len(links.busiest) == MOST
+    assert len(links.busiest) == MOST_LINKS
     assert (links.count, links.unused) == (200, 4)  # rank 0 sent nothing, and rank 99
     first = links.busiest[0]
     assert (first.name, first.bytes) == ("worker-98 up", 98_000)

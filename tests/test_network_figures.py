@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +14,13 @@ from tests.drawn import Drawn, drawn_alone, keep, record
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.records.layout import run_folder
-from orchestra.records.links import Link, Links, write_links
-from orchestra.records.report import RankReport
-from orchestra.records.timeline import Message, Slice, Timeline
+from orchestra.records.record import Link, Links, write_links
+from orchestra.records.report import Message, RankReport, Slice, Timeline
 from orchestra.records.trace import write_trace
+from orchestra.report.figures.bars import links
 from orchestra.report.figures.frame import for_image
-from orchestra.report.figures.messages import messages
-from orchestra.report.figures.messages_layout import WIDTH, MessageLayout
-from orchestra.report.figures.trace import Arrow, exchanges
-from orchestra.report.figures.traffic import links
+from orchestra.report.figures.messages import WIDTH, MessageLayout, messages
+from orchestra.report.figures.timeline import Arrow, exchanges, read_trace
 
 
 def cluster(text: str) -> Cluster:
@@ -115,7 +114,7 @@ def texts(found: Drawn, name: str) -> list[str]:
 
 def test_pushes_and_answers_with_their_order(tmp_path: Path) -> None:
     write_trace(tmp_path, traced(4, push_and_pull(3), servers=[3]))
-    (exchange,) = exchanges(tmp_path / "trace.json.gz")
+    (exchange,) = exchanges(read_trace(tmp_path / "trace.json.gz"))
     assert (exchange.step, [*exchange.servers]) == (2, [3])
     assert exchange.seconds == pytest.approx(0.81)
     shown = [(a.source, a.target, a.count, a.bytes, a.place) for a in exchange.arrows]
@@ -130,19 +129,19 @@ def test_a_step_between_two_exchanges_is_not_chosen(tmp_path: Path) -> None:
     few = [Sent(step, 0, 1, 20, step + 0.1, step + 0.2) for step in range(1, 8)]
     many = [Sent(step, 1, 0, 9000, step + 0.3, step + 0.4) for step in (2, 6)]
     write_trace(tmp_path, traced(2, [*few, *many]))
-    (exchange,) = exchanges(tmp_path / "trace.json.gz")
+    (exchange,) = exchanges(read_trace(tmp_path / "trace.json.gz"))
     assert exchange.step == 2  # as near to the middle as 6, and earlier
 
 
 def test_each_part_of_a_switch_has_its_own(tmp_path: Path) -> None:
     parts = [message for message in round_the_ring(3, 8) if message.step not in (4, 5)]
     write_trace(tmp_path, traced(3, parts))
-    assert [found.step for found in exchanges(tmp_path / "trace.json.gz")] == [2, 7]
+    assert [found.step for found in exchanges(read_trace(tmp_path / "trace.json.gz"))] == [2, 7]
 
 
 def test_messages_of_a_rank_to_itself_are_none(tmp_path: Path) -> None:
     write_trace(tmp_path, traced(2, [Sent(1, 0, 0, 100, 1.1, 1.2)]))
-    assert exchanges(tmp_path / "trace.json.gz") == []
+    assert exchanges(read_trace(tmp_path / "trace.json.gz")) == []
 
 
 # The figure
@@ -232,6 +231,17 @@ def test_it_compiles_without_a_warning(
     figure = drawn_alone(tmp_path, messages).figures["messages-ring"]
     vl_convert.vegalite_to_vega(dict(figure.spec), show_warnings=True)
     vl_convert.vegalite_to_svg(for_image(figure, 290, dark), show_warnings=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_arrows_that_begin_together_are_drawn(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    simulated_run(tmp_path, 4, round_the_ring(4))
+    figure = drawn_alone(tmp_path, messages).figures["messages-ring"]
+    assert "colour tells" not in figure.caption
+    drawing = vl_convert.vegalite_to_svg(for_image(figure), show_warnings=True)
+    assert len(re.findall('stroke="#0072B2"', drawing)) == 4
     assert capfd.readouterr().err == ""
 
 

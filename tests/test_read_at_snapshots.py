@@ -16,9 +16,8 @@ from orchestra.records.record import RunRecord, write_curve
 from orchestra.records.report import Point
 from orchestra.report.collect import collect
 from orchestra.report.figures.curves import curves
-from orchestra.report.figures.subject import FigureData
 from orchestra.report.numbers import uncertain
-from orchestra.report.rows import TIME_TO_TARGET, rows_of
+from orchestra.report.rows import TIME_TO_TARGET
 from orchestra.report.study import Study
 from orchestra.report.table import table
 from orchestra.strategies.single import Single
@@ -54,7 +53,7 @@ def test_a_spread_below_the_spacing_of_snapshots_is_not_told() -> None:
         "process with all cores took 1.20 ± 0.10 s, 1.1 times as long, but with snapshots so far "
         "apart the two cannot be told apart: whether distributing pays on this machine stays open."
     )
-    cells = [line.cells[2] for line in table(study(source(read(NEAR)))).lines]
+    cells = [cells[2] for _, cells in table(study(source(read(NEAR)))).lines]
     assert [plain(cell.text) for cell in cells] == ["1.13 ± 0.09", "1.20 ± 0.10"]
     assert plain(" ".join(cells[0].details)) == "-0.07 [-0.16, +0.03]"
     assert {cell.verdict for cell in cells} == {""}
@@ -129,7 +128,7 @@ def test_the_figure_shows_nodes_from_mean_to_worst_and_their_average(tmp_path: P
     ]
     write_curve(tmp_path / "runs" / "ring" / "4-ranks" / "seed-0", points)
     sources = collect([tmp_path])
-    found = {figure.name: figure for figure in curves(FigureData(Study(sources, rows_of(sources))))}
+    found = {figure.name: figure for figure in curves(Study(sources))}
     figure = found["loss-against-samples"]
     assert "a model that no node has" in figure.caption
     layers = figure.spec["layer"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import (
     PACKAGES,
     RunRecord,
@@ -21,8 +20,17 @@ from orchestra.records.record import (
     write_curve,
     write_summary,
 )
-from orchestra.records.report import ChiefReport, Point, RankReport, Usage
-from orchestra.records.timeline import Instant, Message, Slice, Timeline
+from orchestra.records.report import (
+    ChiefReport,
+    Instant,
+    Message,
+    Point,
+    RankReport,
+    Slice,
+    Timeline,
+    Usage,
+)
+from orchestra.settings.plain import from_plain, to_plain
 
 CONTRACT = {
     "name": str,

@@ -17,7 +17,7 @@ from orchestra.report.answer import Conclusion, answer
 from orchestra.report.collect import RunData, Source
 from orchestra.report.fairness import Fairness, fairness
 from orchestra.report.numbers import MINUS, THIN, fixed, significant
-from orchestra.report.rows import TIME_TO_TARGET, mean, paired_difference, rows_of, sample_deviation
+from orchestra.report.rows import TIME_TO_TARGET, TRAIN, paired_difference, rows_of
 from orchestra.report.study import Study
 
 TARGET = {"metric": "accuracy", "at_least": 0.95, "at_most": None}
@@ -58,7 +58,7 @@ def judged(figures: Mapping[str, Sequence[float]], paces: Mapping[str, float]) -
 
 
 def study(*sources: Source, baseline: str | None = None) -> Study:
-    return Study(sources, rows_of(sources), baseline)
+    return Study(sources, baseline)
 
 
 def told(*sources: Source) -> Conclusion:
@@ -102,9 +102,14 @@ def test_one_pair_has_no_interval_and_none_no_difference() -> None:
 
 
 def test_mean_and_spread_of_a_sample() -> None:
-    assert mean([1.0, 2.0, 6.0]) == 3.0
-    assert sample_deviation([1.0, 2.0, 6.0]) == pytest.approx(math.sqrt(7))
-    assert (mean([]), sample_deviation([]), sample_deviation([1.0])) == (None, None, None)
+    seconds = [1.0, 2.0, 6.0]
+    runs = [record("ring", seed=seed, train_seconds=s) for seed, s in enumerate(seconds)]
+    (row,) = study(source(runs)).rows
+    assert row.mean(TRAIN.read) == 3.0
+    assert row.spread(TRAIN.read) == pytest.approx(math.sqrt(7))
+    (alone,) = study(source(runs[:1])).rows
+    assert alone.spread(TRAIN.read) is None
+    assert (alone.mean(lambda _: None), alone.spread(lambda _: None)) == (None, None)
 
 
 def test_figures_are_written_with_the_digits_that_mean_something() -> None:

@@ -24,9 +24,8 @@ from tests.drawn import (
 
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord
-from orchestra.report.figures import save
-from orchestra.report.figures.frame import for_image
-from orchestra.report.figures.seconds import seconds
+from orchestra.report.figures.bars import seconds
+from orchestra.report.figures.frame import for_image, save
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +333,8 @@ def test_differences_are_paired_by_seed_against_the_baseline(tmp_path: Path) -> 
 
 def test_files_are_written_whole(whole: Drawn, tmp_path: Path) -> None:
     figure = whole.figures["loss-against-seconds"]
-    png, svg = save(figure, tmp_path / "figures")
+    save(figure, tmp_path / "figures")
+    svg, png = (tmp_path / "figures" / f"{figure.name}.{kind}" for kind in ("svg", "png"))
     content = png.read_bytes()
     assert content.startswith(b"\x89PNG")
     assert int.from_bytes(content[16:20], "big") >= 2 * 680  # its width: twice the figure's

@@ -11,33 +11,31 @@ from tests.drawn import STRATEGIES, all_runs, drawn, keep, record
 
 from orchestra.records.layout import run_folder
 from orchestra.report.collect import collect
-from orchestra.report.figures import style_of
-from orchestra.report.figures.subject import INK
-from orchestra.report.rows import Row, rows_of
+from orchestra.report.study import INK, Study
 
 
-def some_rows(labels: Sequence[str], tmp_path: Path) -> list[Row]:
+def some_study(labels: Sequence[str], tmp_path: Path) -> Study:
     keep(tmp_path, [record(label) for label in labels], trace=False)
-    return rows_of(collect([tmp_path]))
+    return Study(collect([tmp_path]))
 
 
 def test_sixteen_strategies_can_be_told_apart_without_colour(tmp_path: Path) -> None:
-    styles = style_of(some_rows([f"strategy {n}" for n in range(16)], tmp_path))
+    styles = some_study([f"strategy {n}" for n in range(16)], tmp_path).styles
     assert len({(style.dash, style.shape) for style in styles.values()}) == 16
     assert len({(style.colour, style.dash) for style in styles.values()}) == 16
 
 
 def test_one_process_has_the_colour_of_text_and_a_shape_of_its_own(tmp_path: Path) -> None:
-    styles = style_of(some_rows([*STRATEGIES], tmp_path))
+    styles = some_study([*STRATEGIES], tmp_path).styles
     assert [name for name, style in styles.items() if style.colour == INK] == ["one process"]
     assert len({style.shape for style in styles.values()}) == 4
 
 
 def test_a_style_is_that_of_the_strategy_at_any_ranks_and_place(tmp_path: Path) -> None:
-    rows = rows_of(collect([keep(tmp_path, all_runs(ranks=(2, 4), seeds=(0,)))]))
-    styles = style_of(rows)
+    (source,) = collect([keep(tmp_path, all_runs(ranks=(2, 4), seeds=(0,)))])
+    styles = Study([source]).styles
     assert styles["ring (2 ranks)"] == styles["ring (4 ranks)"]
-    assert style_of(rows[::-1]) == styles
+    assert Study([replace(source, runs=source.runs[::-1])]).styles == styles
 
 
 def test_without_a_completed_run_there_is_no_figure(tmp_path: Path) -> None:

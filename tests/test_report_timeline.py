@@ -11,7 +11,7 @@ from tests.drawn import drawn, keep, record, traced_reports
 from orchestra.errors import InputError
 from orchestra.records.layout import run_folder
 from orchestra.records.trace import write_trace
-from orchestra.report.figures.trace import step_windows
+from orchestra.report.figures.timeline import read_trace, step_windows
 
 
 def test_a_timeline_shows_three_steps_of_the_middle_and_their_messages(tmp_path: Path) -> None:
@@ -52,10 +52,10 @@ def test_background_flows_of_a_name_share_a_lane_and_a_server_is_named(tmp_path:
 
 def test_a_crowded_timeline_is_made_shorter(tmp_path: Path) -> None:
     write_trace(tmp_path, traced_reports(130))
-    (window,) = step_windows(tmp_path / "trace.json.gz")
+    (window,) = step_windows(read_trace(tmp_path / "trace.json.gz"))
     assert (window.first, window.last) == (3, 4)  # 130 x 5 pieces and messages in a step
     write_trace(tmp_path, traced_reports(400))
-    (window,) = step_windows(tmp_path / "trace.json.gz")
+    (window,) = step_windows(read_trace(tmp_path / "trace.json.gz"))
     assert len(window.pieces) + len(window.messages) <= 2000
     assert window.end < 5 * 3000
 

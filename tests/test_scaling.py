@@ -10,8 +10,7 @@ from tests.drawn import drawn_alone, keep, record
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import answer
 from orchestra.report.collect import collect
-from orchestra.report.figures.scaling import efficiency, knee, scaling
-from orchestra.report.rows import rows_of
+from orchestra.report.figures.results import efficiency, knee, scaling
 from orchestra.report.study import Study
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -123,10 +122,10 @@ def timed(label: str, ranks: int, speed: float) -> RunRecord:
 def test_runs_without_results_are_ranked_by_speed(tmp_path: Path) -> None:
     runs = [timed("one process", 4, 10.0), timed("ring", 4, 30.0), timed("server", 4, 20.0)]
     sources = collect([keep(tmp_path, runs, trace=False)])
-    study = Study(sources, rows_of(sources))
+    study = Study(sources)
     assert study.only_time
     assert [row.name for row in study.ranked] == ["ring", "server", "one process"]
-    assert study.chief.key == "samples_per_second"
+    assert study.primary.key == "samples_per_second"
     keys = [measure.key for measure in study.measures]
     assert "final_loss" not in keys
     assert "time_to_target_seconds" not in keys
@@ -140,4 +139,4 @@ def test_runs_without_results_are_ranked_by_speed(tmp_path: Path) -> None:
 
 def test_runs_with_results_are_not(tmp_path: Path) -> None:
     sources = collect([keep(tmp_path, [record("ring")], trace=False)])
-    assert not Study(sources, rows_of(sources)).only_time
+    assert not Study(sources).only_time

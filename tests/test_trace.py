@@ -15,8 +15,7 @@ import torch
 from tests.meshes import mesh
 from tests.training import settings, step_lines, train_processes
 
-from orchestra.records.report import RankReport
-from orchestra.records.timeline import Instant, Message, Slice, Timeline
+from orchestra.records.report import Instant, Message, RankReport, Slice, Timeline
 from orchestra.records.trace import FILE, THREADS, trace_events, write_trace
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES

@@ -161,11 +161,11 @@ def rows_table(rows: Sequence[Row]) -> list[str]:
     """Every row of one comparison."""
     titles = [title for title, _, _ in figures(rows[0]).values()]
     stale = any(row.values(STALENESS.read) for row in rows)
-    switched = any("Switch(" in row.strategy for row in rows)
+    switched = any("Switch(" in row.record.strategy for row in rows)
     more = [*(["staleness"] if stale else []), *(["switched after step"] if switched else [])]
     lines = head(["row", "workers", "chosen", "failed", *titles, *more])
     for row in rows:
-        cells = [row.label, str(row.workers), _chosen(row), _share(failed(row), row)]
+        cells = [row.label, str(row.record.workers), _chosen(row), _share(failed(row), row)]
         cells += [_figure(row, read, decimals) for _, read, decimals in figures(row).values()]
         cells += [_figure(row, STALENESS.read, 2)] if stale else []
         cells += [_switched(row)] if switched else []

@@ -20,11 +20,10 @@ from orchestra.experiments.experiment import ranks_text
 from orchestra.experiments.file import load
 from orchestra.report.answer import answer
 from orchestra.report.collect import collect
-from orchestra.report.conditions import conditions, doubts
-from orchestra.report.fairness import fairness
+from orchestra.report.fairness import conditions, doubts, fairness
 from orchestra.report.numbers import significant, uncertain
 from orchestra.report.page import TABLES, write_report
-from orchestra.report.rows import SENT, TIME_TO_TARGET, TRAIN, Measure, Row, known_to, rows_of
+from orchestra.report.rows import SENT, TIME_TO_TARGET, TRAIN, Measure, Row
 from orchestra.report.study import Study
 from orchestra.settings.reading import Entry
 
@@ -151,8 +150,7 @@ def print_comparison(comparison: Comparison, baseline: str | None = None) -> Non
     console = Console(highlight=False, markup=False)
     folder = comparison.folder
     if comparison.records:
-        sources = collect([folder])
-        study = Study(sources, rows_of(sources), baseline)
+        study = Study(collect([folder]), baseline)
         for line in (FAIR, *fairness(study).tuning):
             console.print(f"{line}.")
         for condition in conditions(study):
@@ -195,7 +193,7 @@ def _table(study: Study) -> Table:
 
 def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
     """Yield headings, and what stands below them in a row."""
-    rows, chief = study.ranked, study.chief
+    rows, primary = study.ranked, study.primary
 
     def to_target(row: Row) -> str:
         reached = study.reached(row)
@@ -209,13 +207,13 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
     yield "strategy", lambda row: row.label
     yield "ranks", lambda row: str(row.ranks)
     yield "batch", lambda row: str(row.global_batch)
-    if len({row.steps for row in rows if row.completed}) > 1:
-        yield "steps", lambda row: str(row.steps)
+    if len({row.record.steps for row in study.completed}) > 1:
+        yield "steps", lambda row: str(row.record.steps)
     if any(len(row.completed) < len(row.runs) for row in rows):
         yield "runs", lambda row: f"{len(row.completed)} of {len(row.runs)}"
     if study.target is not None:
         yield "s to target", to_target
-    yield chief.title.removeprefix("final "), lambda row: _figure(row, chief)
+    yield primary.title.removeprefix("final "), lambda row: _figure(row, primary)
     yield "seconds", lambda row: _figure(row, TRAIN)
     yield "MB sent", lambda row: _figure(row, SENT).partition(" ")[0]
     if any(row.switches for row in rows):
@@ -228,7 +226,7 @@ def _figure(row: Row, measure: Measure) -> str:
     mean, spread = row.mean(measure.read), row.spread(measure.read)
     if mean is None:
         return "-"
-    if (known := known_to(row, measure)) is not None:
+    if (known := row.known_to(measure)) is not None:
         return uncertain(mean, known)
     text = significant(mean, measure.digits)
     return text if spread is None else f"{text} ±{significant(spread, 2)}"

@@ -117,8 +117,8 @@ def _draw(name: str | None, path: Path | None, ranks: int | None) -> None:
     from orchestra.report.figures.cluster import cluster_figure
     from orchestra.report.figures.frame import save_as
 
-    figure, width = cluster_figure(cluster, ranks)
-    save_as(figure, path, width)
+    figure = cluster_figure(cluster, ranks)
+    save_as(figure, path, width=figure.least_width)
     print(path)
 
 

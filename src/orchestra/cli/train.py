@@ -19,7 +19,7 @@ from orchestra.experiments.experiment import Experiment, for_training, runs
 from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT, fresh_folder, idle_nodes, make_run, write_failure
 from orchestra.records.record import RunRecord
-from orchestra.report.conditions import costs_text
+from orchestra.report.fairness import costs_text
 from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import read
 from orchestra.settings.notation import bound

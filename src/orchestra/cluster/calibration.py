@@ -12,13 +12,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
 from orchestra.cluster.costs import Overhead, Quality, Sharing, marked, together
 from orchestra.cluster.nodes import Jitter, LogNormal
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
+from orchestra.settings.plain import from_plain
 
 SCHEMA = 2
 NORMAL_QUARTILE = 0.6745
@@ -318,7 +318,7 @@ def read_calibration(path: Path) -> Calibration:
     if schema != SCHEMA:
         raise _damaged(path, f"its schema is {schema!r}, not {SCHEMA}")
     try:
-        calibration: Calibration = _read(document, Calibration)
+        calibration: Calibration = from_plain(Calibration, document)
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(path, str(error)) from None
     return calibration
@@ -329,34 +329,3 @@ def _damaged(path: Path, reason: str) -> InputError:
         f"calibration: {path} is damaged or of another version ({reason}); delete it and run "
         "orchestra calibrate again"
     )
-
-
-def _read(value: Any, hint: Any) -> Any:
-    """`value`, as JSON has it, in the form of the annotation `hint`."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        return _read_fields(value, hint)
-    if origin is tuple:
-        rest = parts[-1] is Ellipsis
-        hints = [parts[0]] * len(value) if rest else list(parts)
-        return tuple(_read(item, part) for item, part in zip(value, hints, strict=True))
-    if origin is UnionType:  # of a type and None
-        (part,) = (part for part in parts if part is not NoneType)
-        return None if value is None else _read(value, part)
-    if origin is Mapping:
-        return {key: _read(item, parts[1]) for key, item in value.items()}
-    if hint is float and type(value) in (int, float):
-        return float(value)
-    if type(value) is not hint:
-        raise TypeError(f"{value!r} is no {hint.__name__}")
-    return value
-
-
-def _read_fields(value: Any, cls: Any) -> Any:
-    hints = get_type_hints(cls)
-    required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-    if not isinstance(value, dict) or not required <= set(value) <= set(hints):
-        raise TypeError(f"{cls.__name__} has {', '.join(hints)}")
-    return cls(**{name: _read(item, hints[name]) for name, item in value.items()})

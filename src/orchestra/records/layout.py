@@ -1,4 +1,4 @@
-"""Where things lie in the folder of a comparison.
+"""Where things lie: in the folder of a comparison, and what is kept from one run to the next.
 
     DIR/experiment.yaml, summary.json, tuning.json, report.html, figures/
     DIR/runs/LABEL/N-ranks/seed-S/       the folder of a run, as that of a training
@@ -9,6 +9,7 @@ The folder of a training is that of its one run.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 CLUSTER = "cluster.yaml"
@@ -23,3 +24,16 @@ def run_folder(comparison: Path, label: str, ranks: int, seed: int) -> Path:
 def trial_folder(comparison: Path, label: str, ranks: int, trial: int) -> Path:
     """The folder of one trial of its tuning."""
     return comparison / "tuning" / label / f"{ranks}-ranks" / f"trial-{trial}"
+
+
+def cache_folder() -> Path:
+    """`ORCHESTRA_CACHE`, else `orchestra` in `XDG_CACHE_HOME`, else in `~/.cache`.
+
+    Raises:
+        RuntimeError: none of these is set, and the user has no home.
+    """
+    own = os.environ.get("ORCHESTRA_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "orchestra"

@@ -1,20 +1,21 @@
-"""The record of a run, and `summary.json`."""
+"""The files of a run: its record in `summary.json`, its curve, its links and its environment."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.records.report import NOTABLE, Point, RankReport, busy_with_others
+from orchestra.settings.plain import from_plain, to_plain
 
 SCHEMA = 1
 
@@ -106,9 +107,9 @@ class RunRecord:
 
     def summary(self) -> dict[str, Any]:
         """This run's entry in `summary.json`: everything but the folder, finite or null."""
-        entry = asdict(self)
+        entry: dict[str, Any] = to_plain(self, finite=True)
         del entry["folder"]
-        return {key: _plain(value) for key, value in entry.items()}
+        return entry
 
     @property
     def disturbed(self) -> bool:
@@ -121,8 +122,13 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     workers = [report for report in reports if report.role == "worker" or report.samples]
     chief = next(report.chief for report in reports if report.chief is not None)
     seconds = max(report.train_seconds for report in reports)
-    staleness = _staleness_histogram(reports)
     samples = sum(report.samples for report in workers)
+    switches = [report for report in workers if report.switched_at_step is not None]
+    busy = busy_with_others(report.usage for report in reports)
+    stale: Counter[int] = Counter()
+    for report in reports:
+        stale.update({int(value): count for value, count in report.staleness.items()})
+    of_rank = ("rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped")
     return RunRecord(
         status="stopped" if any(report.stopped for report in reports) else "completed",
         train_seconds=seconds,
@@ -131,29 +137,41 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         samples_per_second=samples / seconds if seconds > 0 else None,
         final_loss=chief.final_loss,
         metrics=chief.metrics,
-        nodes=_nodes(chief.curve),
+        nodes=_nodes(chief.curve[-1]) if chief.curve else None,
         bytes_sent=sum(report.bytes_sent for report in reports),
         bytes_estimated=any(report.bytes_estimated for report in reports),
         seconds={
             part: sum(report.seconds[part] for report in workers) / len(workers)
             for part in ("compute", "communicate", "wait")
         },
-        staleness=_mean_and_max(staleness),
-        staleness_histogram={str(value): count for value, count in sorted(staleness.items())},
+        staleness={"mean": _mean(stale), "max": max(stale)} if stale else None,
+        staleness_histogram={str(value): stale[value] for value in sorted(stale)},
         dropped=sum(report.dropped for report in reports),
-        switched_at_step=next(
-            (r.switched_at_step for r in workers if r.switched_at_step is not None), None
-        ),
-        switched_at_sample=next(
-            (r.switched_at_sample for r in workers if r.switched_at_sample is not None), None
-        ),
+        switched_at_step=switches[0].switched_at_step if switches else None,
+        switched_at_sample=switches[0].switched_at_sample if switches else None,
         parameters_sha256=chief.parameters_sha256,
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),
-        by_rank=[_own_part(report) for report in reports],
-        busy_with_others=_rounded(busy_with_others(report.usage for report in reports)),
+        by_rank=[{name: getattr(report, name) for name in of_rank} for report in reports],
+        busy_with_others=None if busy is None else round(busy, 3),
         **about,
     )
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(value * count for value, count in counts.items()) / counts.total()
+
+
+def _nodes(last: Point) -> dict[str, Any] | None:
+    """Return the figures of the replicas at the last snapshot."""
+    if not last.nodes:
+        return None
+    return {
+        "replicas": last.replicas,
+        "judged": len(last.nodes),
+        "mean": last.metrics,
+        "worst": last.worst_nodes(),
+    }
 
 
 def write_summary(
@@ -185,8 +203,11 @@ def read_summary(path: Path) -> list[RunRecord]:
         InputError: it is damaged.
     """
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        runs = [{**_told_before(entry), **entry} for entry in summary["runs"]]
+        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+        for entry in runs:  # an old one has these in the notation of the strategy alone
+            name = str(entry["strategy"]).partition("(")[0]
+            entry.setdefault("distributed", name != "Single")
+            entry.setdefault("switches", name == "Switch")
         return [RunRecord(**entry, folder=path.parent) for entry in runs]
     except FileNotFoundError:
         raise
@@ -194,16 +215,75 @@ def read_summary(path: Path) -> list[RunRecord]:
         raise InputError(f"{path}: is damaged ({error}); choose another --out") from None
 
 
-def _told_before(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What entries did not say when the notation of the strategy was all that told it."""
-    name = str(entry["strategy"]).partition("(")[0]
-    return {"distributed": name != "Single", "switches": name == "Switch"}
-
-
 def write_curve(folder: Path, points: Sequence[Point]) -> None:
     """The figures of the snapshots, one JSON line each, into `curve.jsonl`."""
-    lines = (json.dumps(_plain(asdict(point))) + "\n" for point in points)
+    lines = (json.dumps(to_plain(point, finite=True)) + "\n" for point in points)
     write_atomically(folder / "curve.jsonl", "".join(lines))
+
+
+LINKS = "links.json"
+MOST_LINKS = 32
+"""Links that are listed; of the others only `tenths` tell."""
+TENTHS = 10
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a cable, the loopback of a node, or what a switch shares.
+
+    Attributes:
+        name: "worker-3 up".
+        bandwidth: bytes/s.
+        bytes: of messages that crossed it, payload and headers.
+        share: of what it could have carried meanwhile, what the wire adds to messages included.
+    """
+
+    name: str
+    bandwidth: float
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """All links that ranks could use.
+
+    Attributes:
+        seconds: on the stopwatch, in which that was.
+        count: how many links there are.
+        unused: how many carried nothing.
+        tenths: how many carried less than a tenth of what they could have, how many from one to
+            two tenths, and so on. The last includes a share of 1, and more: what was sent before
+            the stopwatch stopped may have crossed later.
+        busiest: the links with the largest shares, at most `MOST_LINKS`.
+    """
+
+    seconds: float
+    count: int
+    unused: int
+    tenths: Sequence[int]
+    busiest: Sequence[Link]
+
+
+def write_links(folder: Path, links: Links) -> None:
+    """Write `links.json` into `folder`, whole or not at all."""
+    write_atomically(folder / LINKS, json.dumps(to_plain(links), indent=1) + "\n")
+
+
+def read_links(folder: Path) -> Links | None:
+    """What stands in `links.json` of a run's folder; None where there is none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    path = folder / LINKS
+    if not path.exists():
+        return None
+    try:
+        links: Links = from_plain(Links, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path}: is damaged: {error}") from None
+    return links
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -223,56 +303,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def partial_of(path: Path) -> Path:
     """Where `write_atomically` begins; a process that is killed then leaves this file."""
     return path.with_name(f".{path.name}.partial")
-
-
-def _rounded(part: float | None) -> float | None:
-    return None if part is None else round(part, 3)
-
-
-def _own_part(report: RankReport) -> dict[str, Any]:
-    """What stands in `by_rank` of one rank."""
-    names = ("rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped")
-    return {name: getattr(report, name) for name in names}
-
-
-def _nodes(curve: Sequence[Point]) -> dict[str, Any] | None:
-    """The figures of the replicas at the last snapshot."""
-    if not curve or not curve[-1].nodes:
-        return None
-    last = curve[-1]
-    worst = {name: last.worst(name) for name in last.metrics}
-    return {
-        "replicas": last.replicas,
-        "judged": len(last.nodes),
-        "mean": last.metrics,
-        "worst": {name: value for name, value in worst.items() if value is not None},
-    }
-
-
-def _staleness_histogram(reports: Sequence[RankReport]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for report in reports:
-        for staleness, count in report.staleness.items():
-            counts[int(staleness)] = counts.get(int(staleness), 0) + count
-    return counts
-
-
-def _mean_and_max(counts: Mapping[int, int]) -> dict[str, float] | None:
-    if not counts:
-        return None
-    mean = sum(value * count for value, count in counts.items()) / sum(counts.values())
-    return {"mean": mean, "max": max(counts)}
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 PACKAGES = ("neural-orchestra", "torch", "numpy", "safetensors", "scikit-learn")

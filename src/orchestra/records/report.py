@@ -1,11 +1,10 @@
-"""What each rank has to say of a run; plain data, free of torch."""
+"""What a rank reports of a run, with its timeline and its curve: plain data, free of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from orchestra.records.timeline import Timeline
+from typing import Any, NamedTuple
 
 NOTABLE = 0.1
 """Part of a machine's processor time that other programs took: from here on there is a warning."""
@@ -90,6 +89,11 @@ class Point:
             return None
         return min(values) if rising else max(values)
 
+    def worst_nodes(self) -> dict[str, float]:
+        """The figures of the worst node that are known, by name."""
+        worst = {name: self.worst(name) for name in self.metrics}
+        return {name: value for name, value in worst.items() if value is not None}
+
 
 _FALLING = ("loss", "error", "mae", "mse", "perplexity")
 _RISING = ("accuracy", "r2", "f1", "score")
@@ -101,6 +105,54 @@ def is_rising(name: str) -> bool | None:
     if any(word in words for word in _RISING):
         return True
     return False if any(word in words for word in _FALLING) else None
+
+
+class Message(NamedTuple):
+    """Which message of a run: the `number`-th from `source` to `target` with this tag."""
+
+    source: int
+    target: int
+    tag: int
+    number: int
+
+
+class Slice(NamedTuple):
+    """Something that took from `start` to `end`, in seconds of the rank's clock.
+
+    `category` is compute, send, receive, wait, native or step; `flow` the index of the flow that
+    did it. A send and the receive of the same message have an equal `message`.
+    """
+
+    flow: int
+    category: str
+    name: str
+    start: float
+    end: float
+    args: Mapping[str, Any]
+    message: Message | None = None
+
+
+class Instant(NamedTuple):
+    """Something that happened at a moment; to the whole run, or to this rank only."""
+
+    name: str
+    at: float
+    whole_run: bool = False
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The windows of a run in which one rank wrote down what it did.
+
+    Ranks whose `clock` is equal read the same clock; the stopwatch began at `began` on it. `flows`
+    are the names of its threads of work, by index.
+    """
+
+    clock: str
+    began: float
+    flows: tuple[str, ...]
+    slices: list[Slice] = field(default_factory=list)
+    instants: list[Instant] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

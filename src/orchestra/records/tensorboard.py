@@ -71,9 +71,7 @@ def write_curve_events(folder: Path, points: Sequence[Point]) -> None:
     for point in points:
         snapshots.add(point.samples, point.metrics)
         if point.average is not None:
-            worst = {name: point.worst(name) for name in point.metrics}
-            known = {name: value for name, value in worst.items() if value is not None}
-            worst_node.add(point.samples, known)
+            worst_node.add(point.samples, point.worst_nodes())
             average.add(point.samples, point.average)
         if point.relative_distance is not None:
             distance = {"distance of the replicas, relative": point.relative_distance}

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.records.record import write_atomically
-from orchestra.records.report import RankReport
-from orchestra.records.timeline import Instant, Message, Slice, Timeline
+from orchestra.records.report import Instant, Message, RankReport, Slice, Timeline
 
 FILE = "trace.json.gz"
 NANOSECOND = 0.001  # in microseconds
@@ -51,20 +50,23 @@ def trace_events(reports: Sequence[RankReport]) -> list[Event]:
 
 
 def _on_one_clock(timelines: Sequence[tuple[int, Timeline]]) -> dict[int, Timeline]:
-    """By rank, in seconds since the first stopwatch on its clock began.
+    """Return them by rank, in seconds since the first stopwatch on their clocks began.
 
     The stopwatches of a run begin together, behind a barrier: so different clocks are compared.
     """
     zeros: dict[str, float] = {}
     for _, timeline in timelines:
         zeros[timeline.clock] = min(timeline.began, zeros.get(timeline.clock, timeline.began))
-    return {rank: _shifted(timeline, zeros[timeline.clock]) for rank, timeline in timelines}
-
-
-def _shifted(timeline: Timeline, zero: float) -> Timeline:
-    slices = [s._replace(start=s.start - zero, end=s.end - zero) for s in timeline.slices]
-    instants = [instant._replace(at=instant.at - zero) for instant in timeline.instants]
-    return replace(timeline, began=timeline.began - zero, slices=slices, instants=instants)
+    found = {}
+    for rank, timeline in timelines:
+        zero = zeros[timeline.clock]
+        found[rank] = replace(
+            timeline,
+            began=timeline.began - zero,
+            slices=[s._replace(start=s.start - zero, end=s.end - zero) for s in timeline.slices],
+            instants=[i._replace(at=i.at - zero) for i in timeline.instants],
+        )
+    return found
 
 
 def _sent(timelines: Iterable[Timeline]) -> dict[Message, float]:
@@ -89,17 +91,17 @@ def _without_others(piece: Slice, sent: Mapping[Message, float]) -> Iterator[Sli
 
 
 def _names(report: RankReport, timeline: Timeline) -> Iterator[Event]:
-    """What the rank and its flows are called, in their order; idle flows are left out."""
+    """Yield what the rank and its flows are called, in their order, but for idle flows."""
     rank = report.rank
-    yield _about(rank, 0, "process_name", name=f"rank {rank}: {report.role}")
-    yield _about(rank, 0, "process_sort_index", sort_index=rank)
+    about: list[tuple[int, str, dict[str, Any]]] = [
+        (0, "process_name", {"name": f"rank {rank}: {report.role}"}),
+        (0, "process_sort_index", {"sort_index": rank}),
+    ]
     for flow in sorted({piece.flow for piece in timeline.slices}):
-        yield _about(rank, flow, "thread_name", name=timeline.flows[flow])
-        yield _about(rank, flow, "thread_sort_index", sort_index=flow)
-
-
-def _about(rank: int, flow: int, what: str, **args: Any) -> Event:
-    return {"ph": "M", **_where(rank, flow), "name": what, "args": args}
+        about.append((flow, "thread_name", {"name": timeline.flows[flow]}))
+        about.append((flow, "thread_sort_index", {"sort_index": flow}))
+    for flow, name, args in about:
+        yield {"ph": "M", **_where(rank, flow), "name": name, "args": args}
 
 
 def _where(rank: int, flow: int) -> Event:

@@ -14,8 +14,7 @@ from orchestra.cluster import Cluster
 from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
 from orchestra.records.layout import CLUSTER, run_folder
-from orchestra.records.links import Links, read_links
-from orchestra.records.record import RunRecord, read_summary
+from orchestra.records.record import Links, RunRecord, read_links, read_summary
 from orchestra.records.report import Point
 from orchestra.settings.reading import yaml_value
 
@@ -76,6 +75,11 @@ class Source:
     runs: Sequence[RunData] = ()
     not_run: Sequence[Mapping[str, Any]] = ()
 
+    @property
+    def name(self) -> str:
+        """The experiment's, else the folder's."""
+        return str(self.experiment.get("name", self.folder.name))
+
 
 def collect(folders: Sequence[Path]) -> list[Source]:
     """What the folders of trainings and comparisons hold, in the order given.
@@ -101,26 +105,25 @@ def _source(folder: Path) -> Source:
         ) from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
-    runs = [RunData(_placed(record, folder)) for record in records]
-    places = [run.record.folder / "environment.json" for run in runs]
-    environments = [_json(place) for place in places if place.exists()]
+    runs = []
+    for record in records:  # that of a comparison lies further down
+        inner = run_folder(folder, record.name, record.ranks, record.seed)
+        runs.append(RunData(replace(record, folder=inner) if inner.is_dir() else record))
+    environments = [_json(run.record.folder / "environment.json") for run in runs]
     return Source(
         folder,
         experiment if isinstance(experiment, dict) else {},
-        environments[0] if environments else {},
-        _json(folder / "tuning.json") if (folder / "tuning.json").exists() else {},
+        next(filter(None, environments), {}),
+        _json(folder / "tuning.json"),
         runs,
         _json(folder / "summary.json").get("not_run", ()),
     )
 
 
-def _placed(record: RunRecord, folder: Path) -> RunRecord:
-    """`record` with the run's own folder, which in a comparison lies further down."""
-    inner = run_folder(folder, record.name, record.ranks, record.seed)
-    return replace(record, folder=inner) if inner.is_dir() else record
-
-
 def _json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a file; an empty one where there is no file."""
+    if not path.exists():
+        return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

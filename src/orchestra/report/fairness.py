@@ -1,16 +1,16 @@
-"""What was equal for all rows of a report, what was not, and how their settings were chosen."""
+"""Where the runs of a report took place, what was equal for all rows and what was not, what makes
+their seconds doubtful, and how their settings were chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from orchestra.records.record import RunRecord
+from orchestra.records.report import NOTABLE
 from orchestra.report.collect import Source
-from orchestra.report.conditions import doubts, unlike_batches
-from orchestra.report.methods import setting_text
-from orchestra.report.numbers import count, listed, some
+from orchestra.report.numbers import count, figure_text, listed, percent, some
 from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
@@ -22,11 +22,86 @@ _START = (
     "One start for each seed: the same initial parameters, and the samples in one global order "
     "that the seed fixes."
 )
-K = TypeVar("K", int, tuple[int, int], tuple[float, ...])
+K = TypeVar("K", int, str, tuple[int, int], tuple[float, ...])
 Names = Callable[[Sequence[Row]], str]
 
 _NEARLY = 0.01
 """Numbers of samples that differ by less than this part are a matter of the last steps."""
+_WORTH = 1.1
+"""How many times as long as need be a step's gradients take before shares are proposed."""
+
+
+# Where it was
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A `name` with its `text`; `doubtful` where the seconds of the runs are, for that reason."""
+
+    name: str
+    text: str
+    doubtful: bool = False
+
+
+def conditions(study: Study) -> list[Condition]:
+    """The machine of real processes; of simulated runs the cluster and the cost model."""
+    records = _records(study)
+    clusters = [Condition("simulated cluster", r.cluster) for r in records if r.cluster]
+    costs = [
+        Condition("cost model", costs_text(record), bool(record.costs_doubts))
+        for record in records
+        if record.costs
+    ]
+    return [*dict.fromkeys([*clusters, *costs]), *_machines(study)]
+
+
+def costs_text(record: RunRecord) -> str:
+    """The cost model of a simulated run in one line."""
+    return f"{record.costs}{'; NOT to be trusted' * bool(record.costs_doubts)}"
+
+
+def _machines(study: Study) -> Iterator[Condition]:
+    for source in study.sources:
+        records = [run.record for run in source.runs if run.record.engine == "processes"]
+        if records and (text := machine_text(source)):
+            busy = [r.busy_with_others for r in records if r.busy_with_others is not None]
+            if busy:
+                text += f"; other programs took at most {percent(max(busy))} of its processor time"
+            yield Condition("machine", text, any(record.disturbed for record in records))
+
+
+def machine_text(source: Source) -> str:
+    """The processor of a source and its cores; empty where that is not known."""
+    processor, cores = (source.environment.get(key) for key in ("processor", "cores"))
+    return f"{processor}, {count('core', cores)}" if processor and cores else str(processor or "")
+
+
+def doubts(study: Study) -> Iterator[str]:
+    """Sentences on why seconds are not to be trusted; none where they are."""
+    records = _records(study)
+    for reasons in dict.fromkeys(tuple(record.costs_doubts) for record in records):
+        if reasons:
+            yield (
+                "The cost model is not to be trusted, nor are simulated seconds: when measured, "
+                f"{'; '.join(reasons)}. Calibrate again on a quiet machine."
+            )
+    disturbed = [record for record in records if record.disturbed]
+    if disturbed:
+        most = max(record.busy_with_others or 0.0 for record in disturbed)
+        names = some(list(dict.fromkeys(record.name for record in disturbed)))
+        yield (
+            f"The machine was busy: in {len(disturbed)} of {count('run', len(records))} ({names}) "
+            f"other programs took more than {percent(NOTABLE)} of its processor time, at most "
+            f"{percent(most)}. Seconds of these runs are too long, and differences between rows "
+            "may be due to that. Compare again on a quiet machine."
+        )
+
+
+def _records(study: Study) -> list[RunRecord]:
+    return [run.record for row in study.rows for run in row.completed]
+
+
+# What was equal
 
 
 @dataclass(frozen=True)
@@ -44,138 +119,182 @@ class Fairness:
 
 def fairness(study: Study) -> Fairness:
     """What the records say of it."""
-    rows = [row for row in study.ranked if row.completed]
+    rows = study.completed
     several = len({row.ranks for row in rows}) > 1
     names = _names_with_ranks if several else _names
-    equal = [_START, *_samples(rows), *_sequences(rows, names), *_work(rows, names)]
-    equal += _batches(rows, names)
-    unfair = [*_settings_differ(study), *_machines_differ(study)]
+    unfair = list(_unfair(study))
     return Fairness(
         fair=not unfair,
-        equal=[*equal, *_budgets(rows), *_threads(rows, names), *_nodes(rows, names), _STOPWATCH],
-        doubts=[*unfair, *unlike_batches(rows), *_runs_differ(rows), *doubts(study)],
+        equal=[_START, *_work(rows, names), *_batches(rows, names), *_budgets(rows, names),
+               _STOPWATCH],
+        doubts=[*unfair, *_unlike_batches(rows), *_runs_differ(rows), *doubts(study)],
         tuning=_tuning(study),
-    )
+    )  # fmt: skip
 
 
-def _samples(rows: Sequence[Row]) -> Iterator[str]:
+def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    """Yield who computes which samples, and how many."""
     least, most = _range_of_samples(rows)
     if most and least == most:
         yield f"The same number of samples: {most} in every run."
     elif most and most - least <= _NEARLY * most:
         yield f"Nearly the same number of samples: {least} to {most}, as the last steps fell."
-
-
-def _sequences(rows: Sequence[Row], names: Names) -> Iterator[str]:
     parts = [
         f"for each of {number} ({names(group)})"
-        for number, group in _grouped(rows, lambda row: row.workers)
+        for number, group in _grouped(rows, lambda row: row.record.workers)
         if number > 1 and len(group) > 1
     ]
     if parts:
         yield f"The same samples in the same order where as many workers are: {'; '.join(parts)}."
-
-
-def _work(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    """Who computes how much, where workers need not step together."""
     rules = {
         "shared": "A worker that is free takes the next batch",
         "equal": "Each worker has an equal part of the samples, though nobody waits for it",
     }
     for kind, rule in rules.items():
-        group = [row for row in rows if row.completed[0].record.work == kind]
+        group = [row for row in rows if row.record.work == kind]
         if group:
             yield f"{rule} ({names(group)})."
 
 
 def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    """What was held equal; where the global batch differs, `unlike_batches` says more."""
-    parts = [
-        f"{batch} ({names(group)})" for batch, group in _grouped(rows, lambda row: row.global_batch)
-    ]
-    if len(parts) == 1:
-        yield f"The same global batch: {rows[0].global_batch} samples in every row."
-        if len({row.steps for row in rows}) == 1:
-            yield f"The same number of steps: {rows[0].steps}."
-    elif parts:
-        own = {batch for row in rows if not row.single for batch in row.worker_batches}
+    """Yield what was held equal; `_unlike_batches` says more where the global batch differs."""
+    groups = _grouped(rows, lambda row: row.global_batch)
+    if len(groups) == 1:
+        yield f"The same global batch: {groups[0][0]} samples in every row."
+        if len({row.record.steps for row in rows}) == 1:
+            yield f"The same number of steps: {rows[0].record.steps}."
+    elif groups:
+        own = {batch for row in rows if not row.single for batch in row.record.worker_batches}
         if len(own) == 1:
             yield f"The same batch for each worker: {own.pop()} samples."
-        if not list(unlike_batches(rows)):
+        if not list(_unlike_batches(rows)):
+            parts = [f"{batch} ({names(group)})" for batch, group in groups]
             yield f"The global batch, in samples: {'; '.join(parts)}."
-    apart = [row for row in rows if row.synchronous is False]
+    apart = [row for row in rows if row.record.synchronous is False]
     if apart:
         yield (
             f"Under {names(apart)} not every update is made of a whole global batch, which there "
             "is the workers' batches added up."
         )
-    for shares, group in _grouped([row for row in rows if row.shares], lambda row: row.shares):
+    weighted = [row for row in rows if row.record.shares]
+    for shares, group in _grouped(weighted, lambda row: tuple(row.record.shares)):
         weights = f"from {min(shares):g} to {max(shares):g}"
         yield f"Parts by the measured speed of the ranks, weighted {weights} ({names(group)})."
 
 
-def _budgets(rows: Sequence[Row]) -> Iterator[str]:
-    for ranks, group in _grouped(rows, lambda row: row.ranks):
-        spending = [row for row in group if row.servers and row.workers < row.ranks]
-        spent = [
-            f"{number} of them servers under {_names(some)}"
-            for number, some in _grouped(spending, lambda row: row.servers)
-        ]
-        inside = f"; {'; '.join(spent)}" if spent else ""
+def _budgets(rows: Sequence[Row], names: Names) -> Iterator[str]:
+    """Yield what the processes had: their number, threads and nodes."""
+    budgets = _grouped(rows, lambda row: row.ranks)
+    for ranks, members in budgets:
+        spending = [r for r in members if r.record.servers and r.record.workers < r.ranks]
+        inside = "".join(
+            f"; {number} of them servers under {_names(group)}"
+            for number, group in _grouped(spending, lambda row: row.record.servers)
+        )
         yield f"A budget of {count('rank', ranks)}, dedicated servers included{inside}."
-    if len({row.ranks for row in rows}) > 1:
+    if len(budgets) > 1:
         yield "Each row is measured against one process with the same budget and global batch."
-
-
-def _threads(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    groups = _grouped(rows, lambda row: _range_of_threads(row.completed[0].record))
-    _, others = max(groups, key=lambda item: len(item[1]), default=((), []))
-    parts = [
-        f"{least if least == most else f'{least} to {most}'} "
-        f"({'the others' if group is others and len(group) < len(rows) else names(group)})"
-        for (least, most), group in reversed(groups)
-    ]
+    by_threads = _grouped(rows, _range_of_threads)
+    most_rows = max((group for _, group in by_threads), key=len, default=[])
+    parts = []
+    for (least, most), group in reversed(by_threads):
+        others = group is most_rows and len(by_threads) > 1
+        number = str(least) if least == most else f"{least} to {most}"
+        parts.append(f"{number} ({'the others' if others else names(group)})")
     if parts:
         yield f"Threads in a process: {'; '.join(parts)}."
+    nodes = [f"{node} ({names([row])})" for row in rows if (node := row.record.node) is not None]
+    if nodes:
+        yield f"One process on one node of the cluster: {'; '.join(nodes)}."
 
 
-def _nodes(rows: Sequence[Row], names: Names) -> Iterator[str]:
-    alone = [(row.completed[0].record.node, row) for row in rows]
-    parts = [f"{node} ({names([row])})" for node, row in alone if node is not None]
-    if parts:
-        yield f"One process on one node of the cluster: {'; '.join(parts)}."
-
-
-def _range_of_threads(record: RunRecord) -> tuple[int, int]:
-    """The least and the most that a rank computed with: nodes may be unlike."""
-    numbers = record.threads_by_rank or [record.threads]
+def _range_of_threads(row: Row) -> tuple[int, int]:
+    """Return the least and the most that a rank computed with: nodes may be unlike."""
+    numbers = row.record.threads_by_rank or [row.record.threads]
     return min(numbers), max(numbers)
 
 
-def _settings_differ(study: Study) -> Iterator[str]:
+def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
+    samples = [run.record.samples for row in rows for run in row.completed]
+    return min(samples, default=0), max(samples, default=0)
+
+
+# What was not
+
+
+def _unfair(study: Study) -> Iterator[str]:
+    """Yield in what the runs differ beside their strategy, ranks and seed."""
     for key, values in study.differing.items():
-        each = "; ".join(
-            f"{setting_text(value)} ({source.folder.name})" for source, value in values
+        each = [f"{setting_text(value)} ({source.folder.name})" for source, value in values]
+        yield f"The runs differ in {key}: {'; '.join(each)}."
+    machines = {
+        "processor": "processor",
+        "number of cores": "cores",
+        "system": "platform",
+        "Python": "python",
+        "torch": "torch",
+    }
+    for name, key in machines.items():
+        found = {}
+        for source in study.sources:
+            if source.environment:
+                known = {**source.environment.get("packages", {}), **source.environment}
+                found[str(known.get(key))] = source.folder.name
+        if len(found) > 1:
+            each = [f"{value} ({folder})" for value, folder in found.items()]
+            yield f"Not the same {name}: {'; '.join(each)}."
+
+
+def setting_text(value: object) -> str:
+    """A setting as a reader wants it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key} {setting_text(item)}" for key, item in value.items() if item is not None
         )
-        yield f"The runs differ in {key}: {each}."
+    if isinstance(value, list):
+        return ", ".join(map(setting_text, value)) or "none"
+    return str(value)
 
 
-def _machines_differ(study: Study) -> Iterator[str]:
-    known = [source for source in study.sources if source.environment]
-    for name, read in _MACHINE.items():
-        values = {str(read(source.environment)): source for source in known}
-        if len(values) > 1:
-            each = "; ".join(f"{value} ({s.folder.name})" for value, s in values.items())
-            yield f"Not the same {name}: {each}."
+def worker_batch(batches: Sequence[int]) -> str:
+    """The samples of a worker in a step: "32 a worker", "42 to 43 a worker"; "" of one alone."""
+    if len(batches) < 2:
+        return ""
+    least, most = min(batches), max(batches)
+    return f"{least} a worker" if least == most else f"{least} to {most} a worker"
+
+
+def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield for each number of ranks on which rows have unlike global batches which they are.
+
+    Larger batches on more ranks are what a comparison of several numbers of ranks is about.
+    """
+    for _, group in _grouped(rows, lambda row: row.ranks):
+        alike = _grouped(group, lambda row: (row.global_batch, row.record.steps))
+        if len({batch for (batch, _), _ in alike}) > 1:
+            parts = [
+                f"{batch} samples in each of {count('step', steps)} "
+                f"({listed([row.name for row in members])})"
+                for (batch, steps), members in alike
+            ]
+            yield (
+                f"Not the same global batch: {'; '.join(parts)}. Differences between such rows "
+                "come from the batch as well as from the strategy; equal: global_batch makes the "
+                "batches equal."
+            )
 
 
 def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
-    by_seeds: dict[frozenset[int], list[str]] = {}
+    by_seeds: dict[tuple[int, ...], list[str]] = {}
     for row in rows:
-        own = frozenset(run.record.seed for run in row.completed)
+        own = tuple(sorted({run.record.seed for run in row.completed}))
         by_seeds.setdefault(own, []).append(row.name)
     if len(by_seeds) > 1:
-        parts = [f"{_numbers(own)} ({some(names)})" for own, names in by_seeds.items()]
+        parts = [f"{', '.join(map(str, own))} ({some(n)})" for own, n in by_seeds.items()]
         yield (
             f"Not every row completed the same seeds: {'; '.join(parts)}. Differences are over "
             "the seeds that both rows have."
@@ -189,12 +308,50 @@ def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
             yield f"Not the same {what}: {listed(values)}."
 
 
+def unequal_shares(study: Study) -> Iterator[str]:
+    """What parts by speed would bring to rows whose workers wait for one another.
+
+    A step's gradients take as long as the slowest worker's, batch / speed; at best, the global
+    batch / the sum of the speeds. Speeds are samples over seconds of computation in the runs.
+    """
+    gains = [(row, *gain) for row in study.completed if (gain := _gain(row)) is not None]
+    if not gains:
+        return
+    row, now, best = gains[0]
+    others = [other.name for other, *_ in gains[1:]]
+    also = f"; the same holds for {listed(others)}" if others else ""
+    yield (
+        f"under {row.name} all wait for the slowest worker, which computes for "
+        f"{figure_text(now, 's')} in a step; with shares: measured, parts by speed, it would be "
+        f"about {figure_text(best, 's')}, estimated from what the workers computed here{also}"
+    )
+
+
+def _gain(row: Row) -> tuple[float, float] | None:
+    """Return seconds of a step's gradients as they are, and at best, where that is worth it."""
+    batches = row.record.worker_batches
+    if not row.record.steps_together or row.record.shares:
+        return None
+    workers = [rank for rank in row.record.by_rank if rank["role"] == "worker"]
+    seconds = [rank["seconds"]["compute"] for rank in workers]
+    if len(workers) != len(batches) or len(workers) < 2 or not all(seconds):
+        return None
+    speeds = [rank["samples"] / spent for rank, spent in zip(workers, seconds, strict=True)]
+    if not all(speeds):
+        return None
+    now = max(batch / speed for batch, speed in zip(batches, speeds, strict=True))
+    best = row.global_batch / sum(speeds)
+    return (now, best) if now > _WORTH * best else None
+
+
+# How settings were chosen
+
+
 def _tuning(study: Study) -> list[str]:
-    texts = [_tuning_of(source) for source in study.sources if source.runs]
-    if len(set(texts)) == 1:
-        return texts[:1]
-    named = zip((s for s in study.sources if s.runs), texts, strict=True)
-    return [f"{text} ({source.folder.name})" for source, text in named]
+    texts = {source.folder: _tuning_of(source) for source in study.sources if source.runs}
+    if len({*texts.values()}) == 1:
+        return list(texts.values())[:1]
+    return [f"{text} ({folder.name})" for folder, text in texts.items()]
 
 
 def _tuning_of(source: Source) -> str:
@@ -215,9 +372,7 @@ def _tuning_of(source: Source) -> str:
     )
 
 
-def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
-    samples = [run.record.samples for row in rows for run in row.completed]
-    return min(samples, default=0), max(samples, default=0)
+# Rows in words
 
 
 def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
@@ -228,24 +383,11 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list
 
 
 def _names(rows: Sequence[Row]) -> str:
-    """Their names, with the ranks left out."""
+    """Return their names, with the ranks left out."""
     return listed([row.name.replace(f" ({count('rank', row.ranks)})", "") for row in rows])
 
 
 def _names_with_ranks(rows: Sequence[Row]) -> str:
-    """Their names, those on as many ranks together."""
+    """Return their names, those on as many ranks together."""
     groups = _grouped(rows, lambda row: row.ranks)
     return ", ".join(f"{_names(group)} on {count('rank', ranks)}" for ranks, group in groups)
-
-
-def _numbers(seeds: frozenset[int]) -> str:
-    return ", ".join(str(seed) for seed in sorted(seeds))
-
-
-_MACHINE: dict[str, Callable[[Any], object]] = {
-    "processor": lambda environment: environment.get("processor"),
-    "number of cores": lambda environment: environment.get("cores"),
-    "system": lambda environment: environment.get("platform"),
-    "Python": lambda environment: environment.get("python"),
-    "torch": lambda environment: environment.get("packages", {}).get("torch"),
-}

@@ -56,11 +56,11 @@ def places_of(uncertainty: float) -> int:
     return min(6, (uncertainty < 2 * 10.0**first) - first)
 
 
-def uncertain(value: float, uncertainty: float) -> str:
-    """No more digits than are known: "1.13 ± 0.07"."""
+def uncertain(value: float, uncertainty: float, unit: str = "") -> str:
+    """No more digits than are known: "1.13 ± 0.07 s"."""
     places = places_of(uncertainty)
     figures = (fixed(round(each, places), max(0, places)) for each in (value, uncertainty))
-    return " ± ".join(figures)
+    return with_unit(" ± ".join(figures), unit)
 
 
 def pairs_of(number: int) -> str:
@@ -68,9 +68,13 @@ def pairs_of(number: int) -> str:
     return f"n{THIN}={THIN}{number}"
 
 
-def figure_text(value: float, unit: str, digits: int = 3, *, sign: bool = False) -> str:
+def figure_text(value: float, unit: str, digits: int = 3) -> str:
     """A figure with its unit: "3.10 s"."""
-    text = significant(value, digits, sign=sign)
+    return with_unit(significant(value, digits), unit)
+
+
+def with_unit(text: str, unit: str) -> str:
+    """`text` with a unit behind it, if there is one."""
     return f"{text}{THIN}{unit}" if unit else text
 
 

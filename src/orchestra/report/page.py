@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,14 @@ from markupsafe import Markup, escape
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
 from orchestra.report.answer import answer
-from orchestra.report.collect import collect
-from orchestra.report.conditions import conditions
-from orchestra.report.fairness import fairness
-from orchestra.report.figures import Figure, figures, save, style_of
-from orchestra.report.figures.frame import for_page
-from orchestra.report.figures.subject import INK, SIGNS, lines_of
-from orchestra.report.methods import agreement, endings, methods
-from orchestra.report.outcomes import switched, troubles, tuning_tables
-from orchestra.report.rows import Row, rows_of
-from orchestra.report.study import Study
+from orchestra.report.collect import Source, collect
+from orchestra.report.fairness import conditions, fairness, machine_text, worker_batch
+from orchestra.report.figures import figures
+from orchestra.report.figures.frame import Figure, for_page, save
+from orchestra.report.numbers import count, listed, percent, significant
+from orchestra.report.study import INK, SIGNS, Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
+from orchestra.settings.reading import yaml_text
 
 SCHEMA = 1
 
@@ -43,163 +41,8 @@ SECTIONS = {
     "timeline": "The course of a run",
 }
 """Titles of the sections that figures belong to, in their order."""
-
-
 HEAD = "cluster"
 """The section of those figures that stand beside the answer."""
-
-
-def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
-    """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("orchestra.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["breakable"] = _breakable
-    environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
-    ends, sections = endings(study), _sections(figures)
-    return environment.get_template("page.html").render(
-        title=_title(study),
-        study=study,
-        answer=answer(study),
-        conditions=conditions(study),
-        clusters=[figure for figure in figures if figure.section == HEAD],
-        fairness=fairness(study),
-        table=table(study),
-        sections=sections,
-        captions=_captions(sections),
-        looks=_looks(study),
-        lines=_lines(study),
-        switched=switched(study),
-        troubles=troubles(study),
-        trials=tuning_tables(study.sources),
-        traces=traces(study.ranked, out),
-        methods=methods(study),
-        endings=ends,
-        agreement=agreement(ends),
-        data=_data(study),
-        specs={figure.name: for_page(figure) for figure in figures},
-        library=_library(),
-    )
-
-
-def _title(study: Study) -> str:
-    names = [str(s.experiment.get("name", s.folder.name)) for s in study.sources]
-    return ", ".join(dict.fromkeys(names))
-
-
-def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
-    """The figures by the titles of their sections."""
-    found: dict[str, list[Figure]] = {title: [] for title in SECTIONS.values()}
-    for figure in figures:
-        if figure.section != HEAD:
-            found[SECTIONS[figure.section]].append(figure)
-    return {title: members for title, members in found.items() if members}
-
-
-def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
-    """By figure, of its caption the sentences that no figure before it in its section has."""
-    captions = {}
-    for members in sections.values():
-        said: set[str] = set()
-        for figure in members:
-            sentences = re.split(r"(?<=\.) (?=[A-Z±≈])", figure.caption)
-            captions[figure.name] = " ".join(text for text in sentences if text not in said)
-            said.update(sentences)
-    return captions
-
-
-def _looks(study: Study) -> dict[str, dict[str, str]]:
-    """The colour, dash and shape that a row has in the figures, by its name."""
-    styles = style_of([row for row in study.ranked if row.completed])
-    return {
-        name: {
-            "colour": "currentColor" if style.colour == INK else style.colour,
-            "dash": " ".join(map(str, style.dash)),
-            "sign": SIGNS.get(style.shape, "★"),
-        }
-        for name, style in styles.items()
-    }
-
-
-def _lines(study: Study) -> dict[str, list[str]]:
-    """By strategy the names of its rows in the figures, which are one on each number of ranks."""
-    rows = [row for row in study.ranked if row.completed]
-    lines = lines_of(rows)
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        found.setdefault(lines[row.name], []).append(row.name)
-    return found
-
-
-def _data(study: Study) -> Mapping[str, Any]:
-    """The figures of the page for machines, those of every run included."""
-    rows = [
-        {
-            "name": row.name,
-            "label": row.label,
-            "strategy": row.strategy,
-            "ranks": row.ranks,
-            "figures": plain_figures(study, row),
-            "runs": [run.record.summary() for run in row.runs],
-        }
-        for row in study.ranked
-    ]
-    target = None if study.target is None else asdict(study.target)
-    return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
-
-
-def _breakable(text: str) -> Markup:
-    """A strategy's notation, which a line may end in after a bracket, comma or equals sign."""
-    return Markup(re.sub(r"([(,=])", r"\1<wbr>", str(escape(text))))
-
-
-def _library() -> Markup:
-    """The plotting library. No text inside may look like the end of the script to a browser."""
-    return Markup(
-        vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace(
-            "</script", "<\\/script"
-        )
-    )
-
-
-ROOM = 3_000_000
-"""The most characters that copies may add to a page."""
-
-
-@dataclass(frozen=True)
-class Traces:
-    """The timelines of a row.
-
-    `links` are their places, seen from the page, by seed. `copy` is the first of them in base64,
-    None where it would have made the page too large.
-    """
-
-    name: str
-    links: Mapping[int, str]
-    copy: str | None = None
-
-
-def traces(rows: Sequence[Row], page: Path) -> list[Traces]:
-    """The timelines of the runs of `rows`, for a page in the folder `page`."""
-    found = []
-    room = ROOM
-    for row in rows:
-        paths = {run.record.seed: run.trace for run in row.runs if run.trace is not None}
-        if not paths:
-            continue
-        links = {seed: Path(os.path.relpath(path, page)) for seed, path in paths.items()}
-        copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
-        fits = len(copy) <= room
-        room -= len(copy) * fits
-        places = {seed: quote(link.as_posix()) for seed, link in links.items()}
-        found.append(Traces(row.name, places, copy if fits else None))
-    return found
-
-
 PAGE = "report.html"
 TABLES = {"csv": ("table.csv", csv_text), "latex": ("table.tex", latex_text)}
 """What else the table of a report can be written as."""
@@ -225,9 +68,8 @@ def write_report(
     Raises:
         InputError: a folder that is none of a run, no run yet, or an unknown baseline.
     """
-    sources = collect(folders)
-    study = Study(sources, rows_of(sources), baseline)
-    drawn = figures(sources, study.ranked, baseline)
+    study = Study(collect(folders), baseline)
+    drawn = figures(study)
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -239,3 +81,264 @@ def write_report(
         write_atomically(out / name, text(study))
     write_atomically(out / PAGE, page(study, drawn, out))
     return out / PAGE
+
+
+def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
+    """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("orchestra.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["breakable"] = _breakable
+    environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
+    environment.filters["significant"] = significant
+    sections = _sections(figures)
+    lines: dict[str, list[str]] = {}  # the rows of each strategy, one on each number of ranks
+    for row in study.completed:
+        lines.setdefault(study.lines[row.name], []).append(row.name)
+    endings = _endings(study)
+    return environment.get_template("page.html").render(
+        title=", ".join(dict.fromkeys(source.name for source in study.sources)),
+        study=study,
+        answer=answer(study),
+        conditions=conditions(study),
+        clusters=[figure for figure in figures if figure.section == HEAD],
+        fairness=fairness(study),
+        table=table(study),
+        sections=sections,
+        captions=_captions(sections),
+        looks=_looks(study),
+        lines=lines,
+        switched=list(_switched(study)),
+        troubles=list(_troubles(study)),
+        tuned=[source for source in study.sources if source.tuning],
+        traces=list(_traces(study, out)),
+        methods=list(map(_method, study.sources)),
+        endings=endings,
+        agreement=_agreement(list(endings.values())),
+        data=_data(study),
+        specs={figure.name: for_page(figure.spec) for figure in figures},
+        library=_library(),
+    )
+
+
+def _library() -> Markup:
+    """Return the plotting library; no text inside may look like the end of the script."""
+    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return Markup(library.replace("</script", "<\\/script"))
+
+
+def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
+    found: dict[str, list[Figure]] = {title: [] for title in SECTIONS.values()}
+    for figure in figures:
+        if figure.section != HEAD:
+            found[SECTIONS[figure.section]].append(figure)
+    return {title: members for title, members in found.items() if members}
+
+
+def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
+    """Return by figure the sentences of its caption that none before it in its section has."""
+    captions = {}
+    for members in sections.values():
+        said: set[str] = set()
+        for figure in members:
+            sentences = re.split(r"(?<=\.) (?=[A-Z±≈])", figure.caption)
+            captions[figure.name] = " ".join(text for text in sentences if text not in said)
+            said.update(sentences)
+    return captions
+
+
+def _looks(study: Study) -> dict[str, dict[str, str]]:
+    """Return the colour, dash and shape that a row has in the figures, by its name."""
+    return {
+        name: {
+            "colour": "currentColor" if style.colour == INK else style.colour,
+            "dash": " ".join(map(str, style.dash)),
+            "sign": SIGNS.get(style.shape, "★"),
+        }
+        for name, style in study.styles.items()
+    }
+
+
+def _data(study: Study) -> Mapping[str, Any]:
+    rows = [
+        {
+            "name": row.name,
+            "label": row.label,
+            "strategy": row.record.strategy,
+            "ranks": row.ranks,
+            "figures": plain_figures(study, row),
+            "runs": [run.record.summary() for run in row.runs],
+        }
+        for row in study.ranked
+    ]
+    target = None if study.target is None else asdict(study.target)
+    return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
+
+
+def _breakable(text: str) -> Markup:
+    """Return a strategy's notation, which may break after a bracket, comma or equals sign."""
+    return Markup(re.sub(r"([(,=])", r"\1<wbr>", str(escape(text))))
+
+
+ROOM = 3_000_000
+"""The most characters that copies of timelines may add to a page."""
+
+
+def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
+    """Yield of each row the places of its timelines, seen from the folder `page`, by seed.
+
+    `trace` is the first of them in base64, None where it would have made the page too large.
+    """
+    room = ROOM
+    for row in study.ranked:
+        paths = {run.record.seed: run.trace for run in row.runs if run.trace is not None}
+        if paths:
+            copy = base64.b64encode(next(iter(paths.values())).read_bytes()).decode()
+            fits = len(copy) <= room
+            room -= len(copy) * fits
+            links = {
+                seed: quote(Path(os.path.relpath(path, page)).as_posix())
+                for seed, path in paths.items()
+            }
+            yield {"name": row.name, "links": links, "trace": copy if fits else None}
+
+
+# How runs ended
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that befell a run: its first line, and all of it where there is more."""
+
+    name: str
+    seed: int | None
+    what: str
+    line: str = ""
+    whole: str = ""
+
+
+def _event(name: str, seed: int | None, what: str, text: str) -> Event:
+    line, _, rest = text.strip().partition("\n")
+    return Event(name, seed, what, line, text.strip() if rest else "")
+
+
+def _switched(study: Study) -> Iterator[Event]:
+    """Yield what each completed run of a strategy that may switch did."""
+    for row in study.rows:
+        for record in (run.record for run in row.completed if row.switches):
+            what, consumed = "never switched", record.switched_at_sample
+            if record.switched_at_step is not None:
+                what = f"switched after step {record.switched_at_step}"
+                if consumed and record.samples:
+                    what += f", after {percent(consumed / record.samples)} of the samples"
+            yield Event(row.name, record.seed, what)
+
+
+def _troubles(study: Study) -> Iterator[Event]:
+    """Yield what failed or was stopped, what was not run, and what was told on the way."""
+    records = [(row.name, run.record) for row in study.rows for run in row.runs]
+    for name, record in records:
+        if record.status == "failed":
+            yield _event(name, record.seed, "failed", record.failure or "unknown")
+        elif record.status != "completed":
+            yield Event(name, record.seed, record.status, "before its end")
+    for entry in (entry for source in study.sources for entry in source.not_run):
+        yield _event(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
+    for name, record in records:
+        for rank, reason in record.left_out.items():
+            yield _event(name, record.seed, f"went on without rank {rank}", reason)
+        for notice in record.notices:
+            yield _event(name, record.seed, "notice", notice)
+
+
+def _endings(study: Study) -> dict[int, dict[str, str]]:
+    """Return by seed the hashes of the final parameters, with the rows that share each."""
+    by_seed: dict[int, dict[str, list[str]]] = {}
+    for row in study.rows:
+        for run in row.completed:
+            if digest := run.record.parameters_sha256:
+                by_seed.setdefault(run.record.seed, {}).setdefault(digest, []).append(row.name)
+    return {
+        seed: {digest: listed(names) for digest, names in groups.items()}
+        for seed, groups in sorted(by_seed.items())
+    }
+
+
+def _agreement(endings: Sequence[Mapping[str, str]]) -> str:
+    """Return which rows ended with the same parameters, bit for bit, under every seed."""
+    shared = [{names for names in groups.values() if " and " in names} for groups in endings]
+    always = set.intersection(*shared) if shared else set()
+    if not always:
+        return (
+            "No two rows ended with the same bits under every seed. Strategies that add in "
+            "different orders differ in the last bits, asynchronous ones from run to run."
+        )
+    return f"Bit for bit the same final parameters under every seed: {'; '.join(sorted(always))}."
+
+
+# How the figures of a source came about, from the records alone: enough to repeat them
+
+
+def _method(source: Source) -> dict[str, Any]:
+    """Return what is known of how the runs were made, and the commands that did and would again."""
+    command = source.environment.get("command") or []
+    several = len(source.runs) > 1 or source.tuning or source.not_run
+    return {
+        "title": source.name,
+        "facts": list(_facts(source)),
+        "file": yaml_text(dict(source.experiment)),
+        "command": shlex.join([Path(command[0]).name, *command[1:]]) if command else "",
+        "repeat": f"orchestra {'compare' if several else 'train'} experiment.yaml --out repeated",
+    }
+
+
+def _facts(source: Source) -> Iterator[tuple[str, str]]:
+    experiment, environment = source.experiment, source.environment
+    records = [run.record for run in source.runs]
+    completed = [record for record in records if record.status == "completed"]
+    yield "task and model", str(experiment.get("task", "not known"))
+    epochs = experiment.get("epochs")
+    if completed and isinstance(epochs, int):
+        samples = max(record.samples for record in completed) // epochs
+        yield "training data", f"{samples} samples a pass; passes: {epochs}"
+    if completed:
+        yield "final figures on", f"the {listed(sorted({r.judged_on for r in completed}))} data"
+    yield from _batches(source)
+    yield "seeds", ", ".join(map(str, sorted({record.seed for record in records})))
+    engines = sorted({record.engine for record in records})
+    yield "engine", listed(engines)
+    threads = sorted({n for record in records for n in record.threads_by_rank})
+    if threads:
+        yield "threads of a rank", ", ".join(map(str, threads))
+    if machine := machine_text(source):
+        yield "machine" if "processes" in engines else "simulated by", machine
+    if system := environment.get("platform"):
+        yield "system", system
+    packages = {"Python": environment.get("python"), **environment.get("packages", {})}
+    versions = [f"{name} {version}" for name, version in packages.items() if version]
+    if versions:
+        yield "versions", ", ".join(versions)
+
+
+def _batches(source: Source) -> Iterator[tuple[str, str]]:
+    rules = {
+        "worker_batch": "the batch of each worker",
+        "global_batch": "the global batch: workers together process ranks x batch_size samples a "
+        "step",
+    }
+    held = source.experiment.get("equal")
+    if held is not None:
+        yield "held equal", rules.get(held, rules["global_batch"])
+    groups: dict[str, dict[str, None]] = {}
+    for record in (run.record for run in source.runs):
+        if record.status == "completed" and record.worker_batches:
+            parts = [f"{record.global_batch} samples", worker_batch(record.worker_batches),
+                     count("step", record.steps)]  # fmt: skip
+            groups.setdefault(", ".join(filter(None, parts)), {})[record.name] = None
+    if groups:
+        parts = [f"{text} ({listed([*names])})" for text, names in groups.items()]
+        yield "global batches", "; ".join(parts)

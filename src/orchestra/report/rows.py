@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from orchestra.records.record import RunRecord
@@ -49,17 +49,7 @@ class Difference:
         the mean of the first ones, and as `above` in that of those taken off."""
         low = None if self.low is None else self.low - below
         high = None if self.high is None else self.high + above
-        return Difference(self.mean, low, high, self.n, below, above)
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """The mean; None of nothing."""
-    return statistics.fmean(values) if values else None
-
-
-def sample_deviation(values: Sequence[float]) -> float | None:
-    """The sample standard deviation (n - 1); None below two values."""
-    return statistics.stdev(values) if len(values) > 1 else None
+        return replace(self, low=low, high=high, below=below, above=above)
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
@@ -75,157 +65,15 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     middle = statistics.fmean(differences)
     if n == 1:
         return Difference(middle, None, None, 1)
-    half = _quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n)
-    return Difference(middle, middle - half, middle + half, n)
-
-
-def _quantile(freedom: int) -> float:
     from scipy.special import stdtrit  # 0.1 s, which a page without seeds need not pay
 
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    quantile = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
+    half = quantile * statistics.stdev(differences) / math.sqrt(n)
+    return Difference(middle, middle - half, middle + half, n)
 
 
 Read = Callable[[RunRecord], float | None]
 """A figure of a record; None where the run has none."""
-
-_OF_ROWS = ("name", "strategies", "seeds", "ranks")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A strategy at one rank count, over its seeds.
-
-    `name` is what a reader sees: the label, with the ranks and the source where the label alone
-    would stand for several rows of a report. What stands between `ranks` and `runs` is that of a
-    completed run, where there is one; `synchronous` and `steps_together` are None where a record
-    does not say.
-    """
-
-    name: str
-    label: str
-    strategy: str
-    ranks: int
-    workers: int
-    servers: int
-    global_batch: int
-    worker_batches: tuple[int, ...]
-    steps: int
-    synchronous: bool | None
-    steps_together: bool | None
-    shares: tuple[float, ...]
-    runs: tuple[RunData, ...]
-    source: Source
-
-    @property
-    def completed(self) -> tuple[RunData, ...]:
-        """The runs that came to their end."""
-        return tuple(run for run in self.runs if run.record.status == "completed")
-
-    @property
-    def single(self) -> bool:
-        """Whether nothing is distributed: one process with all cores."""
-        return self.runs[0].record.distributed is False
-
-    @property
-    def switches(self) -> bool:
-        """Whether a rule could end a phase and begin another one."""
-        return self.runs[0].record.switches is True
-
-    def values(self, read: Read) -> dict[int, float]:
-        """By seed, a figure of the completed runs that have it."""
-        found = {run.record.seed: read(run.record) for run in self.completed}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    def mean(self, read: Read) -> float | None:
-        """The mean over the seeds; None where no run has the figure."""
-        return mean(list(self.values(read).values()))
-
-    def spread(self, read: Read) -> float | None:
-        """The sample standard deviation over the seeds; None below two of them."""
-        return sample_deviation(list(self.values(read).values()))
-
-
-def rows_of(sources: Sequence[Source]) -> list[Row]:
-    """The rows of all `sources`, in the order of their runs, under names that differ.
-
-    Runs of several sources share a row where everything but the seed is equal.
-    """
-    groups: dict[tuple[object, ...], list[tuple[Source, RunData]]] = {}
-    for source in sources:
-        setting = repr(common_settings(source.experiment))
-        for run in source.runs:
-            record = run.record
-            key: tuple[object, ...] = (record.name, record.strategy, record.ranks, setting)
-            while record.seed in (other.record.seed for _, other in groups.get(key, ())):
-                key = (*key, "again")  # the same run a second time: in a row of its own
-            groups.setdefault(key, []).append((source, run))
-    return _named([_row(members) for members in groups.values()])
-
-
-def common_settings(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be equal in two experiments whose runs are compared."""
-    return {key: value for key, value in experiment.items() if key not in _OF_ROWS}
-
-
-def _row(members: Sequence[tuple[Source, RunData]]) -> Row:
-    records = [run.record for _, run in members]
-    told = next((record for record in records if record.status == "completed"), records[0])
-    return Row(
-        name=told.name,
-        label=told.name,
-        strategy=told.strategy,
-        ranks=told.ranks,
-        workers=told.workers,
-        servers=told.servers,
-        global_batch=told.global_batch,
-        worker_batches=tuple(told.worker_batches),
-        steps=told.steps,
-        synchronous=told.synchronous,
-        steps_together=told.steps_together,
-        shares=tuple(told.shares),
-        runs=tuple(run for _, run in members),
-        source=members[0][0],
-    )
-
-
-def _named(rows: Sequence[Row]) -> list[Row]:
-    """`rows` with names that tell them apart, as short as that allows."""
-    several = len({row.ranks for row in rows}) > 1
-    names = [f"{row.label} ({count('rank', row.ranks)})" if several else row.label for row in rows]
-    for place in (_folder, _whole_folder):
-        twice = {name for name, times in Counter(names).items() if times > 1}
-        names = [
-            f"{name} [{place(row)}]" if name in twice else name
-            for name, row in zip(names, rows, strict=True)
-        ]
-    return [replace(row, name=name) for row, name in zip(rows, _numbered(names), strict=True)]
-
-
-def _folder(row: Row) -> str:
-    return Path(row.source.folder).resolve().name
-
-
-def _whole_folder(row: Row) -> str:
-    return str(row.source.folder)
-
-
-def _numbered(names: Sequence[str]) -> Iterator[str]:
-    counts: Counter[str] = Counter()
-    for name in names:
-        counts[name] += 1
-        yield name if counts[name] == 1 else f"{name} #{counts[name]}"
-
-
-@dataclass(frozen=True)
-class ReportTarget:
-    """The bound that the runs were to reach."""
-
-    metric: str
-    bound: float
-    rising: bool
-
-    def __str__(self) -> str:
-        return f"{self.metric} {'' if self.rising else '≤ '}{self.bound:g}"
 
 
 @dataclass(frozen=True)
@@ -253,6 +101,10 @@ def _spacing(record: RunRecord) -> float | None:
     return None if after is None or reached is None else reached - after
 
 
+def _staleness(which: str) -> Read:
+    return lambda record: None if record.staleness is None else record.staleness[which]
+
+
 TIME_TO_TARGET = Measure(
     "time_to_target_seconds", "time to target", "s", lambda r: r.time_to_target_seconds, False,
     resolution=_spacing,
@@ -261,18 +113,23 @@ TRAIN = Measure("train_seconds", "training", "s", lambda r: r.train_seconds, Fal
 PACE = Measure("samples_per_second", "speed", "samples/s", lambda r: r.samples_per_second, True)
 SETUP = Measure("setup_seconds", "set-up", "s", lambda r: r.setup_seconds, False)
 SENT = Measure("bytes_sent", "sent", "MB", lambda r: r.bytes_sent / 1e6, False)
-STALENESS = Measure(
-    "staleness_mean", "staleness, mean", "updates", lambda r: _staleness(r, "mean"), False
-)
-STALEST = Measure("staleness_max", "largest", "updates", lambda r: _staleness(r, "max"), False)
+STALENESS = Measure("staleness_mean", "staleness, mean", "updates", _staleness("mean"), False)
+STALEST = Measure("staleness_max", "largest", "updates", _staleness("max"), False)
 FINAL_LOSS = Measure("final_loss", "final loss", "", lambda r: r.final_loss, False, 4)
+METRIC = "metrics."
+"""Begins the keys of the measures that are metrics of the final parameters."""
 
 
-def known_to(row: Row, measure: Measure) -> float | None:
-    """How well the mean of a figure that is read at snapshots is known: to the mean spacing of
-    the snapshots, or the spread over the seeds where that is larger. None of other figures."""
-    spacing = None if measure.resolution is None else row.mean(measure.resolution)
-    return None if spacing is None else max(spacing, row.spread(measure.read) or 0.0)
+@dataclass(frozen=True)
+class ReportTarget:
+    """The bound that the runs were to reach."""
+
+    metric: str
+    bound: float
+    rising: bool
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'' if self.rising else '≤ '}{self.bound:g}"
 
 
 def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
@@ -285,24 +142,123 @@ def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
     return ReportTarget(str(target["metric"]), float(bound), rising) if bound is not None else None
 
 
-def final_measures(rows: Sequence[Row], target: ReportTarget | None) -> list[Measure]:
-    """The figures of the final parameters: the target's metric first, then the others, the loss."""
-    names = list(dict.fromkeys(name for row in rows for run in row.completed
-                               for name in run.record.metrics))  # fmt: skip
-    if target is not None and target.metric in names:
-        names.remove(target.metric)
-        names.insert(0, target.metric)
-    measures = [_metric(name, target) for name in names if name != "loss"]
-    return [*measures, FINAL_LOSS]
-
-
-def _metric(name: str, target: ReportTarget | None) -> Measure:
-    def read(record: RunRecord) -> float | None:
-        return record.metrics.get(name)
-
+def final_metric(name: str, target: ReportTarget | None) -> Measure:
+    """The metric `name` of the final parameters."""
     rising = target.rising if target is not None and target.metric == name else is_rising(name)
-    return Measure(f"metrics.{name}", f"final {name}", "", read, rising, 4)
+    return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)
 
 
-def _staleness(record: RunRecord, which: str) -> float | None:
-    return None if record.staleness is None else record.staleness[which]
+@dataclass(frozen=True)
+class Row:
+    """A strategy at one rank count, over its seeds.
+
+    `name` is what a reader sees: the label, with the ranks and the source where the label alone
+    would stand for several rows of a report.
+    """
+
+    name: str
+    runs: tuple[RunData, ...]
+    source: Source
+
+    @cached_property
+    def completed(self) -> tuple[RunData, ...]:
+        """The runs that came to their end."""
+        return tuple(run for run in self.runs if run.record.status == "completed")
+
+    @cached_property
+    def record(self) -> RunRecord:
+        """That of a completed run, where there is one, for what is equal in all of them."""
+        return (self.completed or self.runs)[0].record
+
+    @property
+    def label(self) -> str:
+        """The strategy's name in the experiment."""
+        return self.record.name
+
+    @property
+    def ranks(self) -> int:
+        """The budget of its runs."""
+        return self.record.ranks
+
+    @property
+    def global_batch(self) -> int:
+        """The samples of a step of all workers."""
+        return self.record.global_batch
+
+    @property
+    def single(self) -> bool:
+        """Whether nothing is distributed: one process with all cores."""
+        return self.record.distributed is False
+
+    @property
+    def switches(self) -> bool:
+        """Whether a rule could end a phase and begin another one."""
+        return self.record.switches is True
+
+    def values(self, read: Read) -> dict[int, float]:
+        """By seed, a figure of the completed runs that have it."""
+        found = {run.record.seed: read(run.record) for run in self.completed}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def mean(self, read: Read) -> float | None:
+        """The mean over the seeds; None where no run has the figure."""
+        values = self.values(read).values()
+        return statistics.fmean(values) if values else None
+
+    def spread(self, read: Read) -> float | None:
+        """The sample standard deviation (n - 1) over the seeds; None below two of them."""
+        values = self.values(read).values()
+        return statistics.stdev(values) if len(values) > 1 else None
+
+    def known_to(self, measure: Measure) -> float | None:
+        """How well the mean of a figure that is read at snapshots is known: to the mean spacing of
+        the snapshots, or the spread over the seeds where that is larger. None of other figures."""
+        spacing = None if measure.resolution is None else self.mean(measure.resolution)
+        return None if spacing is None else max(spacing, self.spread(measure.read) or 0.0)
+
+
+def rows_of(sources: Sequence[Source]) -> list[Row]:
+    """The rows of all `sources`, in the order of their runs, under names that differ.
+
+    Runs of several sources share a row where everything but the seed is equal.
+    """
+    groups: dict[tuple[object, ...], list[tuple[Source, RunData]]] = {}
+    for source in sources:
+        setting = repr(common_settings(source.experiment))
+        for run in source.runs:
+            record = run.record
+            key: tuple[object, ...] = (record.name, record.strategy, record.ranks, setting)
+            while record.seed in (other.record.seed for _, other in groups.get(key, ())):
+                key = (*key, "again")  # the same run a second time: in a row of its own
+            groups.setdefault(key, []).append((source, run))
+    return _named(
+        [Row("", tuple(run for _, run in group), group[0][0]) for group in groups.values()]
+    )
+
+
+def common_settings(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be equal in two experiments whose runs are compared."""
+    own = ("name", "strategies", "seeds", "ranks")
+    return {key: value for key, value in experiment.items() if key not in own}
+
+
+def _named(rows: Sequence[Row]) -> list[Row]:
+    """Return `rows` with names that tell them apart, as short as that allows."""
+    several = len({row.ranks for row in rows}) > 1
+    names = [f"{row.label} ({count('rank', row.ranks)})" if several else row.label for row in rows]
+    folders = [row.source.folder for row in rows]
+    for places in ([folder.resolve().name for folder in folders], folders):
+        counts = Counter(names)
+        names = [
+            f"{name} [{place}]" if counts[name] > 1 else name
+            for name, place in zip(names, places, strict=True)
+        ]
+    return [replace(row, name=name) for row, name in zip(rows, numbered(names, " #"), strict=True)]
+
+
+def numbered(names: Sequence[str], mark: str) -> Iterator[str]:
+    """`names`, with `mark` and a number behind each that was there before."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        counts[name] += 1
+        yield name if counts[name] == 1 else f"{name}{mark}{counts[name]}"

@@ -1,14 +1,16 @@
-"""The runs of a report as one study: its rows best first, and each beside its rival."""
+"""The runs of a report as one study: rows best first, each beside its rival, and their looks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.errors import InputError, nearest
-from orchestra.report.collect import Source
+from orchestra.report.collect import RunData, Source
 from orchestra.report.rows import (
+    FINAL_LOSS,
+    METRIC,
     PACE,
     SENT,
     SETUP,
@@ -21,25 +23,61 @@ from orchestra.report.rows import (
     ReportTarget,
     Row,
     common_settings,
-    final_measures,
+    final_metric,
+    numbered,
     paired_difference,
+    rows_of,
     target_of,
 )
 
-_AT_WILL = ("checkpoint_every", "patience")
-"""Settings that make no run better or worse."""
+# Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too pale for a line on
+# white, and without black, which is for one process.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+SIGNS = {
+    "circle": "●",
+    "square": "■",
+    "triangle-up": "▲",
+    "diamond": "◆",
+    "cross": "✚",
+    "triangle-down": "▼",
+    "triangle-right": "▶\N{VARIATION SELECTOR-15}",
+    "triangle-left": "◀\N{VARIATION SELECTOR-15}",
+}
+"""Vega's shapes, and what stands for them in a text."""
+_STAR = (
+    "M0.00,-1.00L0.26,-0.36L0.95,-0.31L0.43,0.14L0.59,0"
+    ".81L0.00,0.45L-0.59,0.81L-0.43,0.14L-0.95,-0.31L-0.26,-0.36Z"
+)
+DASHES = ((1, 0), (7, 3), (2, 3), (10, 3, 2, 3), (12, 5))
+INK = "ink"
+"""The colour of text: dark on a light ground, light on a dark one."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How lines and points of a strategy are drawn.
+
+    `colour` is "ink" where it is that of the text; `dash` are pixels on and off; `shape` is a name
+    of Vega's, or the path of one.
+    """
+
+    colour: str
+    dash: tuple[int, ...]
+    shape: str
 
 
 @dataclass(frozen=True)
 class Study:
     """All that a page says follows from this.
 
-    `rows` are in the order of the records; `baseline` is what differences are taken from: a label
-    or the name of a row; None for one process with all cores.
+    `baseline` is what differences are taken from: a label or the name of a row; None for one
+    process with all cores.
+
+    Raises:
+        InputError: there is no such baseline.
     """
 
     sources: Sequence[Source]
-    rows: Sequence[Row]
     baseline: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,6 +86,27 @@ class Study:
             raise InputError(
                 f"--baseline: no row {self.baseline!r}; {nearest(self.baseline, known)}"
             )
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows in the order of the records."""
+        return rows_of(self.sources)
+
+    @cached_property
+    def ranked(self) -> list[Row]:
+        """The rows, best first: who reaches the target most often, then soonest; else by the
+        primary figure. Rows without a completed run are last."""
+        return sorted(self.rows, key=self._rank)
+
+    @cached_property
+    def completed(self) -> list[Row]:
+        """Those rows that have completed runs, best first."""
+        return [row for row in self.ranked if row.completed]
+
+    @property
+    def runs(self) -> list[RunData]:
+        """All completed runs."""
+        return [run for row in self.completed for run in row.completed]
 
     @cached_property
     def target(self) -> ReportTarget | None:
@@ -59,33 +118,16 @@ class Study:
     def differing(self) -> dict[str, list[tuple[Source, object]]]:
         """Settings in which the sources differ, with the value of each: none in a fair study.
 
-        A record from before there was a setting says nothing about it.
+        A record from before there was a setting says nothing about it. Of no concern are settings
+        that make no run better or worse.
         """
-        settings = [common_settings(source.experiment) for source in self.sources]
-        keys = dict.fromkeys(key for each in settings for key in each if key not in _AT_WILL)
-        known = {
-            key: [
-                (s, each[key])
-                for s, each in zip(self.sources, settings, strict=True)
-                if key in each
-            ]
-            for key in keys
-        }
-        return {
-            key: values
-            for key, values in known.items()
-            if len({repr(value) for _, value in values}) > 1
-        }
-
-    @cached_property
-    def finals(self) -> list[Measure]:
-        """The figures of the final parameters, the chief one first; none where only time passed."""
-        return [] if self.only_time else final_measures(self.rows, self.target)
-
-    @cached_property
-    def chief(self) -> Measure:
-        """What final parameters are ranked by; the speed where there are none."""
-        return next((measure for measure in self.finals if measure.rising is not None), PACE)
+        known: dict[str, list[tuple[Source, object]]] = {}
+        for source in self.sources:
+            for key, value in common_settings(source.experiment).items():
+                if key not in ("checkpoint_every", "patience"):
+                    known.setdefault(key, []).append((source, value))
+        unlike = [key for key, values in known.items() if len({repr(v) for _, v in values}) > 1]
+        return {key: known[key] for key in unlike}
 
     @cached_property
     def only_time(self) -> bool:
@@ -97,17 +139,29 @@ class Study:
         )
 
     @cached_property
+    def finals(self) -> list[Measure]:
+        """The figures of the final parameters: the target's metric first, then the others, then
+        the loss; none where only time passed."""
+        if self.only_time:
+            return []
+        runs = [run for row in self.rows for run in row.completed]
+        names = list(dict.fromkeys(name for run in runs for name in run.record.metrics))
+        wanted = self.target.metric if self.target else None
+        names.sort(key=lambda name: name != wanted)
+        metrics = [final_metric(name, self.target) for name in names if name != "loss"]
+        return [*metrics, FINAL_LOSS]
+
+    @cached_property
+    def primary(self) -> Measure:
+        """What final parameters are ranked by; the speed where there are none."""
+        return next((measure for measure in self.finals if measure.rising is not None), PACE)
+
+    @cached_property
     def measures(self) -> list[Measure]:
         """Every figure of the table, in its order."""
         first = [TIME_TO_TARGET] if self.target and not self.only_time else []
         stale = [STALENESS, STALEST] if any(row.values(STALENESS.read) for row in self.rows) else []
         return [*first, *self.finals, TRAIN, PACE, SETUP, SENT, *stale]
-
-    @cached_property
-    def ranked(self) -> list[Row]:
-        """The rows, best first: who reaches the target most often, then soonest; else by the chief
-        figure. Rows without a completed run are last."""
-        return sorted(self.rows, key=self._rank)
 
     @property
     def seeds(self) -> int:
@@ -121,7 +175,12 @@ class Study:
     def rival(self, row: Row) -> Row | None:
         """The row that `row` is measured against; None for itself, and where there is none."""
         if self.baseline is None:
-            rivals = [other for other in self._alike(row) if other.single]
+            own = row.ranks, common_settings(row.source.experiment)
+            rivals = [
+                other
+                for other in self.rows
+                if other.single and own == (other.ranks, common_settings(other.source.experiment))
+            ]
         else:
             named = [other for other in self.rows if other.name == self.baseline]
             labelled = [other for other in self.rows if other.label == self.baseline]
@@ -139,28 +198,71 @@ class Study:
         difference = paired_difference(row.values(measure.read), other.values(measure.read))
         if difference is None or measure.resolution is None:
             return difference
-        coarse = [each.mean(measure.resolution) or 0.0 for each in (row, other)]
-        return difference.widened(*coarse)
-
-    def _alike(self, row: Row) -> list[Row]:
-        """Rows of the same experiment on as many ranks."""
-        settings = common_settings(row.source.experiment)
-        return [
-            other
-            for other in self.rows
-            if other.ranks == row.ranks and common_settings(other.source.experiment) == settings
-        ]
+        return difference.widened(*(each.mean(measure.resolution) or 0.0 for each in (row, other)))
 
     def _rank(self, row: Row) -> tuple[float, ...]:
         infinity = float("inf")
         reached = self.reached(row) if self.target else 0
         time = row.mean(TIME_TO_TARGET.read) if reached else None
-        chief = row.mean(self.chief.read)
+        final = row.mean(self.primary.read)
         train = row.mean(TRAIN.read)
         return (
             not row.completed,
             -reached / len(row.runs),
             infinity if time is None else time,
-            infinity if chief is None else self.chief.order(chief),
+            infinity if final is None else self.primary.order(final),
             infinity if train is None else train,
         )
+
+    # How figures show it
+
+    @cached_property
+    def lines(self) -> dict[str, str]:
+        """By the name of a completed row, what it is at any number of ranks: its label where that
+        is enough."""
+        lines: dict[str, str] = {}
+        for ranks in {row.ranks for row in self.completed}:
+            rows = sorted((r for r in self.completed if r.ranks == ranks), key=lambda r: r.name)
+            names = numbered([row.label for row in rows], " #")
+            lines.update(zip((row.name for row in rows), names, strict=True))
+        return lines
+
+    @cached_property
+    def styles(self) -> Mapping[str, Style]:
+        """The style of each completed row, by its name; one strategy looks alike at every number of
+        ranks, whatever its success.
+
+        No two strategies share dash and shape up to 24, so that they differ without colour as well.
+        """
+        shapes = tuple(SIGNS)
+        rows = sorted(self.completed, key=lambda row: row.name)
+        styles: dict[str, Style] = {}
+        for single in (True, False):
+            own = dict.fromkeys(self.lines[row.name] for row in rows if row.single is single)
+            for index, line in enumerate(own):
+                turn = index if single else index // len(COLOURS)
+                colour = INK if single else COLOURS[index % len(COLOURS)]
+                shape = _STAR if single else shapes[index % len(shapes)]
+                styles[line] = Style(colour, DASHES[turn % len(DASHES)], shape)
+        return {row.name: styles[self.lines[row.name]] for row in self.completed}
+
+    @cached_property
+    def widest(self) -> list[Row]:
+        """Of each strategy, its row on the most ranks: what figures in detail are about."""
+        most: dict[str, int] = {}
+        for row in self.completed:
+            line = self.lines[row.name]
+            most[line] = max(row.ranks, most.get(line, 0))
+        return [row for row in self.completed if row.ranks == most[self.lines[row.name]]]
+
+    @property
+    def metric(self) -> str | None:
+        """The metric to show beside the loss, if there is any."""
+        key = self.primary.key
+        return key.removeprefix(METRIC) if key.startswith(METRIC) else None
+
+    def better(self, metric: str) -> str:
+        """Which way is better, for the title of an axis; nothing where that is not known."""
+        key = FINAL_LOSS.key if metric == "loss" else f"{METRIC}{metric}"
+        rising = next((m.rising for m in self.finals if m.key == key), None)
+        return "" if rising is None else f", {'higher' if rising else 'lower'} is better"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from orchestra.report.conditions import worker_batch
+from orchestra.report.fairness import worker_batch
 from orchestra.report.numbers import (
     MINUS,
     THIN,
@@ -20,6 +21,7 @@ from orchestra.report.numbers import (
     pairs_of,
     places_of,
     uncertain,
+    with_unit,
 )
 from orchestra.report.rows import (
     SENT,
@@ -30,7 +32,6 @@ from orchestra.report.rows import (
     Difference,
     Measure,
     Row,
-    known_to,
 )
 from orchestra.report.study import Study
 
@@ -48,7 +49,6 @@ class Column:
     title: str
     unit: str = ""
     rising: bool = False
-    number: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,28 +62,19 @@ class Cell:
     details: Sequence[str] = ()
     value: float | None = None
     spread: float | None = None
-    difference: Difference | None = None
     verdict: str = ""
 
 
 @dataclass(frozen=True)
-class TableRow:
-    """A row with its cells, one for each column after the strategy's."""
-
-    row: Row
-    cells: Sequence[Cell]
-
-
-@dataclass(frozen=True)
 class Table:
-    """Columns in which something stands.
+    """Columns in which something stands, and each row with its cells, one for each of them.
 
     `beside` says what the differences are from, `pairs` over how many seeds most are; `runs` is how
     many each row has, all completed: 0 where that differs and a column says it.
     """
 
     columns: Sequence[Column]
-    lines: Sequence[TableRow]
+    lines: Sequence[tuple[Row, Sequence[Cell]]]
     beside: str
     pairs: int
     runs: int
@@ -91,37 +82,30 @@ class Table:
 
 def table(study: Study) -> Table:
     """All figures of `study`."""
-    shown = [m for m in study.measures if m is not STALEST]
-    decimals = {measure.key: _decimals(study.rows, measure) for measure in study.measures}
-    pairs, runs = _pairs(study), _runs_of_each(study)
-    columns = [
-        Column("ranks", "ranks"),
-        Column("global_batch", "global batch", "samples"),
-        Column("completed", "seeds completed", rising=True),
-        *(Column(m.key, _title(m), m.unit, bool(m.rising)) for m in shown),
-        Column("switched_at_step", "switched", "step"),
+    pairs, runs = _pairs(study), {len(row.runs) for row in study.rows}
+    all_done = all(row.completed == row.runs for row in study.rows)
+    alike = runs.pop() if all_done and len(runs) == 1 else 0
+    steps = len({row.record.steps for row in study.completed}) > 1
+    columns: list[tuple[Column, Callable[[Row], Cell]]] = [
+        (Column("ranks", "ranks"), _ranks),
+        (Column("global_batch", "global batch", "samples"), lambda row: _batch(row, steps)),
     ]
-    steps = len({row.steps for row in study.ranked if row.completed}) > 1
-    lines = []
-    for row in study.ranked:
-        cells = [_ranks(row), _batch(row, steps), _completed(row)]
-        cells += [_measured(study, row, measure, decimals[measure.key], pairs) for measure in shown]
-        lines.append([*cells, _switched(row)])
-    kept = [
-        place
-        for place, column in enumerate(columns)
-        if any(cells[place].text != NONE for cells in lines)
-        and not (column.key == "completed" and runs)
-    ]
+    if not alike:
+        columns.append((Column("completed", "seeds completed", rising=True), _completed))
+    for m in study.measures:
+        if m is not STALEST:
+            title = "staleness" if m is STALENESS else m.title
+            cell = partial(_measured, study, m, _decimals(study.rows, m), pairs)
+            columns.append((Column(m.key, title, m.unit, bool(m.rising)), cell))
+    columns.append((Column("switched_at_step", "switched", "step"), _switched))
+    cells = [[cell(row) for row in study.ranked] for _, cell in columns]
+    kept = [place for place, those in enumerate(cells) if any(cell.text != NONE for cell in those)]
     return Table(
-        [columns[place] for place in kept],
-        [
-            TableRow(row, [cells[place] for place in kept])
-            for row, cells in zip(study.ranked, lines, strict=True)
-        ],
+        [columns[place][0] for place in kept],
+        [(row, [cells[place][n] for place in kept]) for n, row in enumerate(study.ranked)],
         _beside(study),
         pairs,
-        runs,
+        alike,
     )
 
 
@@ -135,33 +119,24 @@ def plain_figures(study: Study, row: Row) -> dict[str, Any]:
             "spread": row.spread(measure.read),
             "n": len(row.values(measure.read)),
             "unit": measure.unit,
-            "known_to": known_to(row, measure),
+            "known_to": row.known_to(measure),
             "difference": None if difference is None else vars(difference),
         }
     return figures
 
 
-def _runs_of_each(study: Study) -> int:
-    """How many runs each row has, where all have as many and completed them; else 0."""
-    counts = {len(row.runs) for row in study.rows}
-    whole = all(len(row.completed) == len(row.runs) for row in study.rows)
-    return counts.pop() if whole and len(counts) == 1 else 0
-
-
-def _title(measure: Measure) -> str:
-    return "staleness" if measure is STALENESS else measure.title
-
-
 def _ranks(row: Row) -> Cell:
-    workers = f"{row.workers}{THIN}worker{'s' * (row.workers != 1)}"
-    servers = f"{row.servers}{THIN}server{'s' * (row.servers != 1)}"
-    return Cell(str(row.ranks), [workers, *([servers] if row.servers else [])], row.ranks)
+    workers, servers = row.record.workers, row.record.servers
+    details = [with_unit(str(workers), f"worker{'s' * (workers != 1)}")]
+    details += [with_unit(str(servers), f"server{'s' * (servers != 1)}")] if servers else []
+    return Cell(str(row.ranks), details, row.ranks)
 
 
 def _batch(row: Row, steps: bool) -> Cell:
-    """With the part of each worker, and `steps` where rows differ in them."""
-    details = [worker_batch(row.worker_batches), count("step", row.steps) if steps else ""]
-    return Cell(str(row.global_batch), [text for text in details if text], row.global_batch)
+    """Return it with the part of each worker, and `steps` where rows differ in them."""
+    details = [worker_batch(row.record.worker_batches)]
+    details += [count("step", row.record.steps)] if steps else []
+    return Cell(str(row.global_batch), list(filter(None, details)), row.global_batch)
 
 
 def _completed(row: Row) -> Cell:
@@ -169,41 +144,38 @@ def _completed(row: Row) -> Cell:
     return Cell(f"{done} of {len(row.runs)}", value=done)
 
 
-def _measured(study: Study, row: Row, measure: Measure, places: int, pairs: int) -> Cell:
+def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row) -> Cell:
     mean = row.mean(measure.read)
     if mean is None:
         missed = measure is TIME_TO_TARGET and bool(row.completed)
         return Cell("not reached" if missed else NONE)
     spread = row.spread(measure.read)
     text = fixed(mean, places)
-    if (known := known_to(row, measure)) is not None:
+    if (known := row.known_to(measure)) is not None:
         text, places = uncertain(mean, known), max(0, places_of(known))
     elif spread is not None:
         text += f" ± {fixed(round(spread, places), places)}"
+    details = []
+    if measure is TIME_TO_TARGET and study.reached(row) < len(row.runs):
+        details.append(f"in {study.reached(row)} of {len(row.runs)} runs")
+    if measure is SENT and any(run.record.bytes_estimated for run in row.completed):
+        details.append("estimated")
+    if measure is STALENESS:
+        details.append(f"at most {max(row.values(STALEST.read).values()):g}")
     difference = study.difference(row, measure) if measure in _compared(study) else None
-    details = [*_notes(study, row, measure), *_difference(difference, places, pairs)]
-    verdict = _verdict(measure, difference)
-    return Cell(text, details, mean, spread, difference, verdict)
+    verdict = ""
+    if difference is not None:
+        details += _difference(difference, places, pairs)
+        if difference.certain and measure.rising is not None:
+            verdict = "better" if (difference.mean > 0) is measure.rising else "worse"
+    return Cell(text, details, mean, spread, verdict)
 
 
 def _compared(study: Study) -> list[Measure]:
-    """Of what the table shows differences."""
     return [TIME_TO_TARGET, TRAIN, *study.finals]
 
 
-def _notes(study: Study, row: Row, measure: Measure) -> Iterator[str]:
-    if measure is TIME_TO_TARGET and study.reached(row) < len(row.runs):
-        yield f"in {study.reached(row)} of {len(row.runs)} runs"
-    if measure is SENT and any(run.record.bytes_estimated for run in row.completed):
-        yield "estimated"
-    if measure is STALENESS:
-        largest = max(row.values(STALEST.read).values())
-        yield f"at most {largest:g}"
-
-
-def _difference(difference: Difference | None, places: int, pairs: int) -> Iterator[str]:
-    if difference is None:
-        return
+def _difference(difference: Difference, places: int, pairs: int) -> Iterator[str]:
     mean = fixed(difference.mean, places, sign=True)
     yield mean if difference.n == pairs else f"{mean}, {pairs_of(difference.n)}"
     if difference.low is not None and difference.high is not None:
@@ -212,7 +184,7 @@ def _difference(difference: Difference | None, places: int, pairs: int) -> Itera
 
 
 def _pairs(study: Study) -> int:
-    """Over how many seeds the most differences of the table are."""
+    """Return over how many seeds the most differences of the table are."""
     counts = Counter(
         difference.n
         for row in study.rows
@@ -220,12 +192,6 @@ def _pairs(study: Study) -> int:
         if (difference := study.difference(row, measure))
     )
     return counts.most_common(1)[0][0] if counts else 0
-
-
-def _verdict(measure: Measure, difference: Difference | None) -> str:
-    if difference is None or not difference.certain or measure.rising is None:
-        return ""
-    return "better" if (difference.mean > 0) is measure.rising else "worse"
 
 
 def _switched(row: Row) -> Cell:
@@ -240,7 +206,7 @@ def _switched(row: Row) -> Cell:
 
 
 def _decimals(rows: Sequence[Row], measure: Measure) -> int:
-    """Enough for the smallest mean, though one more than the largest needs at most."""
+    """Return enough for the smallest mean, though one more than the largest needs at most."""
     means = [mean for row in rows if (mean := row.mean(measure.read))]
     if not means:
         return 0
@@ -284,8 +250,9 @@ def csv_text(study: Study) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*_CSV_HEAD, *(f"{key}{part}" for key in keys for part in parts)])
     for row in study.ranked:
-        known = [row.name, row.strategy, row.ranks, row.workers, row.servers, row.global_batch]
-        values: list[object] = [*known, len(row.runs), len(row.completed)]
+        record = row.record
+        values: list[object] = [row.name, record.strategy, row.ranks, record.workers]
+        values += [record.servers, row.global_batch, len(row.runs), len(row.completed)]
         for figure in plain_figures(study, row).values():
             difference = figure["difference"] or {}
             values += [figure["mean"], figure["spread"], figure["n"]]
@@ -297,29 +264,20 @@ def csv_text(study: Study) -> str:
 def latex_text(study: Study) -> str:
     """The table as a `tabular`, best first, for the package booktabs."""
     found = table(study)
-    lines = [" & ".join(["strategy", *map(_latex_title, found.columns)])]
-    for line in found.lines:
-        texts = [line.row.name, *(cell.text for cell in line.cells)]
-        lines.append(" & ".join(map(_tex, texts)))
-    head, *body = (f"{line} \\\\" for line in lines)
-    return "\n".join(
-        [
-            r"% \usepackage{booktabs}",
-            rf"\begin{{tabular}}{{l{'r' * len(found.columns)}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
+    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in found.columns]
+    texts = [[row.name, *(cell.text for cell in cells)] for row, cells in found.lines]
+    head, *body = (
+        " & ".join("".join(_TEX.get(letter, letter) for letter in text) for text in line) + r" \\"
+        for line in (["strategy", *titles], *texts)
     )
-
-
-def _latex_title(column: Column) -> str:
-    return _tex(f"{column.title} ({column.unit})" if column.unit else column.title)
-
-
-def _tex(text: str) -> str:
-    return "".join(_TEX.get(letter, letter) for letter in text)
+    lines = [
+        r"% \usepackage{booktabs}",
+        rf"\begin{{tabular}}{{l{'r' * len(titles)}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from orchestra.records.cache import cache_folder
+from orchestra.records.layout import cache_folder
 
 Tensors: TypeAlias = dict[str, Tensor]
 

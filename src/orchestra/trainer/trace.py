@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from orchestra.records.timeline import Instant, Message, Slice, Timeline
+from orchestra.records.report import Instant, Message, Slice, Timeline
 from orchestra.transports.tags import tag_name
 from orchestra.worker.interception import Flow, Interceptor, Operation
 from orchestra.worker.runtime import Work

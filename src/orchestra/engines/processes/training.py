@@ -13,9 +13,9 @@ from orchestra.engines.processes.system import UsageMeter
 from orchestra.engines.processes.watcher import Outcome
 from orchestra.engines.run import record_of, roles_of, write_environment
 from orchestra.errors import InputError
-from orchestra.records.plain import from_plain, to_plain
 from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
+from orchestra.settings.plain import from_plain, to_plain
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
 

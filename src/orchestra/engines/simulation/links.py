@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from orchestra.cluster import Channel, Cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.records.layout import CLUSTER
-from orchestra.records.links import MOST, TENTHS, Link, Links, write_links
-from orchestra.records.record import write_atomically
+from orchestra.records.record import MOST_LINKS, TENTHS, Link, Links, write_atomically, write_links
 
 if TYPE_CHECKING:
     from orchestra.engines.simulation.simulate import Outcome
@@ -86,7 +85,7 @@ def links_of(
         tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
     busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
     unused = sum(not link.bytes for link in links)
-    return Links(seconds, len(links), unused, tenths, busiest[:MOST])
+    return Links(seconds, len(links), unused, tenths, busiest[:MOST_LINKS])
 
 
 def _within_reach(cluster: Cluster, ranks: int) -> list[Channel]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +16,8 @@ from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
 from orchestra.report.collect import RunData
 from orchestra.report.figures.frame import INK_NOW, Figure, figure
-from orchestra.report.figures.sketch import Canvas, Leaf, columns, layout
-from orchestra.report.figures.subject import COLOURS, FigureData
+from orchestra.report.figures.sketch import Branch, Canvas, Tree
+from orchestra.report.study import COLOURS, Study
 from orchestra.settings import write
 
 _Value = dict[str, Any]
@@ -39,8 +38,24 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def cluster_figure(cluster: Cluster, ranks: int | None = None) -> tuple[Figure, int]:
-    """The figure of `cluster`, and how many pixels wide it has to be.
+def clusters(study: Study) -> list[Figure]:
+    """One for each cluster, with the ranks of the run that has most there."""
+    widest: dict[str, RunData] = {}
+    for run in study.runs:
+        name = run.record.cluster
+        if name and (name not in widest or _processes(run) > _processes(widest[name])):
+            widest[name] = run
+    return [cluster_figure(run.cluster, _processes(run)) for run in widest.values() if run.cluster]
+
+
+def _processes(run: RunData) -> int:
+    """Return how many it has: `Single` is one, whatever the budget."""
+    record = run.record
+    return record.ranks if record.workers + record.servers > 1 else 1
+
+
+def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
+    """The figure of `cluster`.
 
     `ranks` is how many there are, so that they can be shown.
 
@@ -54,10 +69,15 @@ def cluster_figure(cluster: Cluster, ranks: int | None = None) -> tuple[Figure, 
         "a node's square tells its speed beside the fastest one's. A cross is on a link that is "
         "cut or slow for a while, or on a node where ranks die."
     )
-    drawn = figure(
-        f"cluster-{cluster.name}", title, caption, "cluster", sketch.layers(), round(sketch.height)
+    return figure(
+        f"cluster-{cluster.name}",
+        title,
+        caption,
+        "cluster",
+        [*sketch.lines(), *sketch.joints(), *sketch.crosses(), *sketch.words()],
+        round(sketch.height),
+        least_width=max(round(sketch.width), 420),
     )
-    return drawn, max(round(sketch.width), 420)
 
 
 class _Sketch:
@@ -66,73 +86,51 @@ class _Sketch:
     def __init__(self, cluster: Cluster, ranks: int | None) -> None:
         self._cluster = cluster
         self._nodes = cluster.nodes_of(ranks) if ranks else ()
-        self._of_node: dict[str, list[int]] = {}
-        for rank, node in enumerate(self._nodes):
-            self._of_node.setdefault(node.name, []).append(rank)
         self._faults = self._faults_by_owner()
-        places = layout(cluster, self._faults)
-        self._leaves, self._branches = places.leaves, places.branches
-        self._by_name = {branch.switch.name: branch for branch in places.branches}
-        links = (link for part in places.parts for link in (part.up, part.down) if link)
-        self._slowest = min((link.bandwidth for link in links), default=1.0)
+        tree = Tree(cluster, self._faults)
+        self._row = _ROW if tree.rows <= _MANY else _NARROW_ROW
         self._below = [
             f"{name}: {', '.join(words)}"
             for name, words in self._faults.items()
             if rank_of(name) is not None
         ]
-        self._row = _ROW if places.rows <= _MANY else _NARROW_ROW
-        self.height = _TOP + self._row * (places.rows + len(self._below))
-        self._switch_x = columns(
-            self._branches,
-            lambda switch: (switch.name, *self._below_line(switch)),
-            _LETTER,
-            24,
-        )
-        self._node_x = (self._switch_x[-1] if self._switch_x else 0) + 40
-        self._columns = self._filled_columns()
-        *self._column_x, self.width = self._place_columns()
+        self.height = _TOP + self._row * (tree.rows + len(self._below))
+        columns = tree.columns(lambda s: (s.name, *self._below_line(s)), _LETTER, 24)
+        node_x = (columns[-1] if columns else 0) + 40
+        places = tree.placed(columns, node_x, lambda row: _TOP + self._row * (row + 0.5))
+        self._places = {place.branch.part.name: place for place in places}
+        self._leaves, self._switches = places[: len(tree.nodes)], places[len(tree.nodes) :]
+        self._table = self._filled_columns(tree.nodes)
+        self._column_x = [node_x + 14]
+        for head, texts in self._table:
+            widest = max(map(len, (head, *texts)))
+            self._column_x.append(self._column_x[-1] + _LETTER * widest + _GAP)
+        self.width = self._column_x[-1]
         self._canvas = Canvas(self.width, self.height)
 
-    def layers(self) -> list[alt.Chart]:
-        """Lines, then what stands on them, then words."""
-        return [*self._lines(), *self._joints(), *self._crosses(), *self._words()]
-
-    # Layout
-
-    def _filled_columns(self) -> list[tuple[str, list[str]]]:
-        """The heads of the columns with the text of each row, but for those that are empty."""
-        columns: list[tuple[str, Callable[[Leaf], str]]] = [
-            ("node", _name),
-            ("link", lambda leaf: link_text(leaf.nodes[0])),
-            ("computes with", lambda leaf: _compute_text(leaf.nodes[0])),
-            ("memory", lambda leaf: BYTES.write(m) if (m := leaf.nodes[0].memory) else ""),
-            ("ranks", self._ranks_text),
-            ("faults", lambda leaf: ", ".join(self._faults.get(leaf.nodes[0].name, ()))),
-        ]
-        filled = [(head, [text(leaf) for leaf in self._leaves]) for head, text in columns]
+    def _filled_columns(self, rows: Sequence[Branch]) -> list[tuple[str, list[str]]]:
+        """Return the heads of the columns that are not empty, and the text of each row."""
+        on: dict[str, list[int]] = {}
+        for rank, node in enumerate(self._nodes):
+            on.setdefault(node.name, []).append(rank)
+        columns: dict[str, Callable[[tuple[Node, ...]], str]] = {
+            "node": _name,
+            "link": lambda nodes: link_text(nodes[0]),
+            "computes with": lambda nodes: _compute_text(nodes[0]),
+            "memory": lambda nodes: BYTES.write(nodes[0].memory) if nodes[0].memory else "",
+            "ranks": lambda nodes: _ranges([r for node in nodes for r in on.get(node.name, ())]),
+            "faults": lambda nodes: ", ".join(self._faults.get(nodes[0].name, ())),
+        }
+        filled = [(head, [text(row.nodes) for row in rows]) for head, text in columns.items()]
         return [(head, texts) for head, texts in filled if any(texts)]
 
-    def _place_columns(self) -> list[float]:
-        """Where each column begins, and where the last one ends."""
-        places = [self._node_x + 14]
-        for head, texts in self._columns:
-            places.append(places[-1] + _LETTER * max(map(len, (head, *texts))) + _GAP)
-        return places
-
-    def _y(self, row: float) -> float:
-        return _TOP + self._row * (row + 0.5)
-
-    def _ranks_text(self, leaf: Leaf) -> str:
-        return _ranges([rank for node in leaf.nodes for rank in self._of_node.get(node.name, ())])
-
     def _below_line(self, switch: Switch) -> list[str]:
-        """What stands below the line that leads to a switch."""
         shared = f"shares {BANDWIDTH.write(switch.shared)}" if switch.shared else ""
         texts = [link_text(switch), shared, *self._faults.get(switch.name, ())]
         return [text for text in texts if text]
 
     def _faults_by_owner(self) -> dict[str, list[str]]:
-        """What befalls each node and switch, in words; each rank where its node is not known."""
+        """Return what befalls each node and switch, in words; each rank of an unknown node."""
         found: dict[str, list[str]] = {}
         for fault in self._cluster.faults:
             for name in fault.names:
@@ -142,118 +140,93 @@ class _Sketch:
         return found
 
     def _owner(self, name: str) -> str:
-        """The node of the rank `name`, if that is known; else `name`."""
+        """Return the node of the rank `name`, if that is known; else `name`."""
         rank = rank_of(name)
         return name if rank is None or not self._nodes else self._nodes[rank].name
 
-    # Marks
-
-    def _lines(self) -> Iterator[alt.Chart]:
+    def lines(self) -> Iterator[alt.Chart]:
         """From each part to the switch above it."""
-        values = [
-            self._line(leaf.nodes[0], leaf.nodes[0].switch, leaf.y, self._node_x)
-            for leaf in self._leaves
-        ]
-        values += [
-            self._line(branch.switch, branch.switch.to, branch.y, self._switch_x[branch.depth])
-            for branch in self._branches
-        ]
-        thick = alt.StrokeWidth("thick:Q", scale=None)
-        yield from self._canvas.across((value for value in values if value), thick)
-        spines = (
-            {
-                "x": self._switch_x[branch.depth],
-                "y": self._y(min(branch.below)),
-                "to": self._y(max(branch.below)),
-            }
-            for branch in self._branches
-        )
-        yield from self._canvas.down(spines, strokeWidth=2)
+        parts = [place.branch.part for place in self._places.values()]
+        links = [link for part in parts for link in (part.up, part.down) if link]
+        slowest = min((link.bandwidth for link in links), default=1.0)
+        values = []
+        for place in self._places.values():
+            up, down = place.branch.part.up, place.branch.part.down
+            if place.above is not None and up is not None and down is not None:
+                slower = min(up.bandwidth, down.bandwidth)
+                thick = min(1 + 0.9 * math.log10(slower / slowest), 6)
+                values.append({"x": place.above, "to": place.x, "y": place.y, "thick": thick})
+        yield from self._canvas.across(values, alt.StrokeWidth("thick:Q", scale=None))
+        yield from self._canvas.down(self._switches, strokeWidth=2)
 
-    def _line(self, part: Node | Switch, above: str | None, row: float, to: float) -> _Value:
-        if above is None or part.up is None or part.down is None:
-            return {}
-        slower = min(part.up.bandwidth, part.down.bandwidth)
-        x = self._switch_x[self._by_name[above].depth]
-        thick = 1 + 0.9 * math.log10(slower / self._slowest)
-        return {"x": x, "to": to, "y": self._y(row), "thick": min(thick, 6)}
-
-    def _joints(self) -> Iterator[alt.Chart]:
+    def joints(self) -> Iterator[alt.Chart]:
         """Switches and nodes."""
-        switches = (
-            {"x": self._switch_x[branch.depth], "y": self._y(branch.y)} for branch in self._branches
-        )
-        yield from self._canvas.layer(
-            switches, lambda chart: chart.mark_circle(opacity=1, size=90, color=INK_NOW).encode()
-        )
-        speeds = [leaf.nodes[0].speed or leaf.nodes[0].flops or 0.0 for leaf in self._leaves]
-        nodes = (
+        switches = ({"x": place.x, "y": place.y} for place in self._switches)
+        yield from self._canvas.layer(switches, "circle", opacity=1, size=90, color=INK_NOW)
+        nodes = [place.branch.nodes[0] for place in self._leaves]
+        speeds = [node.speed or node.flops or 0.0 for node in nodes]
+        squares = (
             {
-                "x": self._node_x,
-                "y": self._y(leaf.y),
+                "x": place.x,
+                "y": place.y,
                 "area": max(_LARGEST_SQUARE * speed / max(speeds), 9),
-                "faulty": leaf.nodes[0].name in self._faults,
+                "colour": _FAULT if node.name in self._faults else _NODE,
             }
-            for leaf, speed in zip(self._leaves, speeds, strict=True)
+            for place, node, speed in zip(self._leaves, nodes, speeds, strict=True)
         )
-        colour = alt.condition("datum.faulty", alt.value(_FAULT), alt.value(_NODE))
         area = alt.Size("area:Q", scale=None, legend=None)
-        yield from self._canvas.layer(
-            nodes, lambda chart: chart.mark_square(opacity=1).encode(area, color=colour)
-        )
+        colour = alt.Color("colour:N", scale=None)
+        yield from self._canvas.layer(squares, "square", area, colour, opacity=1)
 
-    def _crosses(self) -> Iterator[alt.Chart]:
+    def crosses(self) -> Iterator[alt.Chart]:
         """On links that are cut or slow for a while, and on nodes where somebody dies."""
-        ends = {leaf.nodes[0].name: (leaf.nodes[0].switch, leaf.y) for leaf in self._leaves}
-        ends |= {branch.switch.name: (branch.switch.to, branch.y) for branch in self._branches}
         values = []
         for fault in self._cluster.faults:
-            owner = self._owner(fault.of) if isinstance(fault, LinkCut | LinkSlow | Death) else ""
-            if owner in ends:
-                above, row = ends[owner]
-                x = self._node_x
-                if above is not None and not isinstance(fault, Death):
-                    x = self._switch_x[self._by_name[above].depth] + 16
-                values.append({"x": x, "y": self._y(row)})
-        cross: dict[str, Any] = {"shape": _CROSS, "size": 110, "strokeWidth": 2, "opacity": 1}
-        yield from self._canvas.layer(
-            values, lambda chart: chart.mark_point(**cross, color=INK_NOW, filled=False)
-        )
+            if isinstance(fault, LinkCut | LinkSlow | Death):
+                place = self._places.get(self._owner(fault.of))
+                if place is not None:
+                    on_node = place.above is None or isinstance(fault, Death)
+                    x = self._leaves[0].x if on_node else (place.above or 0) + 16
+                    values.append({"x": x, "y": place.y})
+        look: dict[str, Any] = {"shape": _CROSS, "size": 110, "strokeWidth": 2, "filled": False}
+        yield from self._canvas.layer(values, "point", opacity=1, color=INK_NOW, **look)
 
-    def _words(self) -> Iterator[alt.Chart]:
-        words = [*self._table(), *self._names()]
+    def words(self) -> Iterator[alt.Chart]:
+        """The table beside the nodes, and the texts of switches."""
+        words = [*self._table_words(), *self._switch_words()]
         for name, style in _STYLES.items():
-            shared: dict[str, Any] = {"baseline": "middle", "fontSize": 11, **style}
+            some = [word for word in words if word["style"] == name]
+            text = alt.Text("text:N")
             yield from self._canvas.layer(
-                (word for word in words if word["style"] == name),
-                lambda chart, shared=shared: chart.mark_text(**shared).encode(text="text:N"),  # type: ignore[misc]
+                some, "text", text, baseline="middle", fontSize=11, **style
             )
 
-    def _table(self) -> Iterator[_Value]:
-        """The columns beside the nodes, and what befalls ranks of unknown place below them."""
-        for x, (head, texts) in zip(self._column_x, self._columns, strict=True):
+    def _table_words(self) -> Iterator[_Value]:
+        """Yield the columns beside the nodes, and what befalls ranks of unknown place below."""
+        for x, (head, texts) in zip(self._column_x[:-1], self._table, strict=True):
             yield {"x": x, "y": _TOP - 16, "text": head, "style": "head"}
             style = "fault" if head == "faults" else "plain"
-            for leaf, text in zip(self._leaves, texts, strict=True):
-                yield {"x": x, "y": self._y(leaf.y), "text": text, "style": style}
+            for place, text in zip(self._leaves, texts, strict=True):
+                yield {"x": x, "y": place.y, "text": text, "style": style}
         for index, text in enumerate(reversed(self._below)):
             y = self.height - self._row * (index + 0.5)
             yield {"x": 0, "y": y, "text": text, "style": "fault"}
 
-    def _names(self) -> Iterator[_Value]:
-        """The name of a switch above its link, and what concerns the link below it."""
-        for branch in self._branches:
-            x, y = self._switch_x[branch.depth] - 9, self._y(branch.y)
-            yield {"x": x, "y": y - 8, "text": branch.switch.name, "style": "switch"}
-            faults = self._faults.get(branch.switch.name, ())
-            for index, text in enumerate(self._below_line(branch.switch)):
+    def _switch_words(self) -> Iterator[_Value]:
+        """Yield the name of a switch above its link, and what concerns the link below it."""
+        for place in self._switches:
+            switch, x = place.branch.part, place.x - 9
+            assert isinstance(switch, Switch)
+            yield {"x": x, "y": place.y - 8, "text": switch.name, "style": "switch"}
+            faults = self._faults.get(switch.name, ())
+            for index, text in enumerate(self._below_line(switch)):
                 style = "fault of a link" if text in faults else "link"
-                yield {"x": x, "y": y + 9 + 13 * index, "text": text, "style": style}
+                yield {"x": x, "y": place.y + 9 + 13 * index, "text": text, "style": style}
 
 
-def _name(leaf: Leaf) -> str:
-    first, last = leaf.nodes[0].name, leaf.nodes[-1].name
-    return first if first == last else f"{first} to {last} ({len(leaf.nodes)} nodes)"
+def _name(nodes: Sequence[Node]) -> str:
+    first, last = nodes[0].name, nodes[-1].name
+    return first if first == last else f"{first} to {last} ({len(nodes)} nodes)"
 
 
 def link_text(part: Node | Switch) -> str:
@@ -285,29 +258,8 @@ def _compute_text(node: Node) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ranks in few words: "0-3, 8"."""
+    """Return ranks in few words: "0-3, 8"."""
     rising = sorted(ranks)
     breaks = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(rising)) if b != a + 1), len(rising)]
     spans = [(rising[a], rising[b - 1]) for a, b in pairwise(breaks) if b > a]
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def clusters(subject: FigureData) -> list[Figure]:
-    """One for each cluster, with the ranks of the run that has most there."""
-    widest: dict[str, RunData] = {}
-    for run in subject.runs:
-        name = run.record.cluster
-        if name and (name not in widest or _flows(run) > _flows(widest[name])):
-            widest[name] = run
-    found = []
-    for run in widest.values():
-        if run.cluster is not None:
-            drawn, width = cluster_figure(run.cluster, _flows(run))
-            found.append(replace(drawn, least_width=width))
-    return found
-
-
-def _flows(run: RunData) -> int:
-    """Its processes: `Single` is one, whatever the budget."""
-    record = run.record
-    return record.ranks if record.workers + record.servers > 1 else 1

@@ -1,15 +1,17 @@
-"""How the validation figures came about, against seconds and against samples; of nodes as well."""
+"""Loss and metric over a run: of its snapshots and their nodes, of its steps, and at its end."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
 import altair as alt
+import numpy as np
 
+from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.report.collect import RunData
 from orchestra.report.figures.frame import (
@@ -19,56 +21,65 @@ from orchestra.report.figures.frame import (
     Values,
     along,
     figure,
-    height_scale,
-    marks,
+    layer,
     rounded,
     spans_much,
+    tips,
+    value_axis,
     zoomable,
 )
-from orchestra.report.figures.subject import FigureData
 from orchestra.report.rows import ReportTarget, Row
+from orchestra.report.study import Study
 
-SECTION = "convergence"
-_AXES = ("seconds", "samples")
+_SECTION = "convergence"
 _POINTS = 10  # on a line, so that they can be told apart
+_FOUR = ".4~g"
+_POINT: dict[str, Any] = {"filled": True, "size": 55, "opacity": 1}
 
 
-def curves(subject: FigureData) -> list[Figure]:
+def curves(study: Study) -> list[Figure]:
     """Loss and metric of the snapshots against seconds and against samples."""
     found = []
-    for axis in _AXES:
-        for metric in ("loss", subject.metric):
-            if metric is not None and any(_points(run, metric) for run in subject.runs):
-                found.append(_curve(subject, metric, axis))
+    for axis in ("seconds", "samples"):
+        for metric in ("loss", study.metric):
+            if metric is not None and any(_points(run, metric) for run in study.runs):
+                found.append(_curve(study, metric, axis))
     return found
 
 
-def _curve(subject: FigureData, metric: str, axis: str) -> Figure:
-    rows = [row for row in subject.widest if any(_points(run, metric) for run in row.completed)]
-    each = [value for row in rows for value in _each(row, metric)]
+def _curve(study: Study, metric: str, axis: str) -> Figure:
+    rows = [row for row in study.widest if any(_points(run, metric) for run in row.completed)]
+    each = [
+        {"strategy": row.name, "seed": run.record.seed, **_place([point], metric)}
+        for row in rows
+        for run in row.completed
+        for point in _points(run, metric)
+    ]
+    target = study.target if study.target and study.target.metric == metric else None
+    rising = target.rising if target else None
+    means = {row.name: _means(row, metric, rising) for row in rows}
+    every = [value for values in means.values() for value in values]
     log = metric == "loss" and spans_much([value["value"] for value in each])
     switches = [value for row in rows for value in _switches(row, metric, axis, log)]
-    target = subject.target if subject.target and subject.target.metric == metric else None
-    y = alt.Y(
-        "value:Q",
-        title=f"{metric} at the snapshots{subject.better(metric)}",
-        scale=height_scale(log),
-        axis=alt.Axis(tickCount=6),
-    )
-    look = Look({row.name: subject.styles[row.name] for row in rows})
-    rising = target.rising if target else None
-    means = {row.name: _mean(row, metric, rising) for row in rows}
-    every = [value for values in means.values() for value in values]
-    x = along(axis, [*_keys(target, bool(switches)), *key(every)])
-    layers = [*node_layers(every, x, y, look), *_lines(each, means, x, y, look, metric)]
-    layers += [_rule(target)] if target else []
-    layers += [_marked(switches, x, y, look, metric)] if switches else []
+    keys = [f"grey rule: target {target.bound:g}"] if target else []
+    keys += ["rings: switches"] if switches else []
+    x = along(axis, [*([", ".join(keys)] if keys else []), *_node_key(every)])
+    y = value_axis(f"{metric} at the snapshots{study.better(metric)}", log)
+    look = Look(study.styles, means)
+    layers = [*_nodes(every, x, y, look), *_lines(each, means, x, y, look, metric)]
+    if target:  # it belongs to no strategy
+        place = [{"target": target.bound}]
+        layers.append(layer(place, "rule", alt.Y("target:Q"), color=FAINT, strokeDash=[3, 3]))
+    if switches:
+        tooltip = [*tips(("step:Q", "switched after step")), *_tooltip(metric, "seed")]
+        ring = {"size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opacity": 1}
+        layers.append(layer(switches, "point", x, y, look.colour(), tooltip, **ring))
     several = max(len(row.completed) for row in rows) > 1
     return figure(
         f"{metric}-against-{axis}",
         f"{metric[0].upper()}{metric[1:]} against {axis}",
-        " ".join([_caption(axis, several, target, bool(switches)), caption(every)]),
-        SECTION,
+        " ".join(_caption(axis, several, target, bool(switches), every)),
+        _SECTION,
         layers,
     )
 
@@ -76,229 +87,279 @@ def _curve(subject: FigureData, metric: str, axis: str) -> Figure:
 def _lines(
     each: Values, means: Mapping[str, Values], x: alt.X, y: alt.Y, look: Look, metric: str
 ) -> list[alt.Chart]:
-    """A thin line for each seed; over them a thick one with points, which is their mean."""
+    """Draw a thin line for each seed; over them a thick one with points, which is their mean."""
     every = [value for values in means.values() for value in values]
-    pointed = [value for values in means.values() for value in _thinned(values)]
-    seeds = (
-        marks(each)
-        .mark_line(strokeWidth=1, strokeOpacity=0.35)
-        .encode(x, y, look.colour(), detail="seed:N")
-    )
-    mean = marks(every).mark_line(strokeWidth=2).encode(x, y, look.colour(), look.dash())
-    tooltip = [*_tooltip(metric, "mean of seeds"), *_node_tooltips(pointed)]
-    points = marks(pointed).mark_point(filled=True, size=55, opacity=1)
-    points = points.encode(x, y, look.colour(), look.shape(), tooltip=tooltip)
+    # so many points that they do not touch, the last one among them
+    pointed = [
+        value
+        for values in means.values()
+        for value in values[:: -max(1, len(values) // _POINTS)][::-1]
+    ]
+    place = x, y, look.colour()
+    seeds = layer(each, "line", *place, alt.Detail("seed:N"), strokeWidth=1, strokeOpacity=0.35)
+    mean = layer(every, "line", *place, look.dash(), strokeWidth=2)
+    tooltip = _tooltip(metric, "mean of seeds")
+    if any("average" in value for value in pointed):
+        tooltip += tips(
+            ("worst:Q", "worst node", _FOUR), ("average:Q", "average of the replicas", _FOUR)
+        )
+    points = layer(pointed, "point", *place, look.shape(), tooltip, **_POINT)
     return [zoomable(seeds), mean, points]
 
 
-def _thinned(values: Values) -> Values:
-    """So many of them that points do not touch, the last one among them."""
-    return values[:: -max(1, len(values) // _POINTS)][::-1]
-
-
-def _node_tooltips(values: Values) -> list[alt.Tooltip]:
-    if not any("average" in value for value in values):
-        return []
-    return [
-        alt.Tooltip("worst:Q", title="worst node", format=".4~g"),
-        alt.Tooltip("average:Q", title="average of the replicas", format=".4~g"),
-    ]
-
-
-def _rule(target: ReportTarget) -> alt.Chart:
-    """The target across the figure; it belongs to no strategy."""
-    place = alt.Chart(alt.InlineData(values=[{"target": target.bound}]))
-    rule: alt.Chart = place.mark_rule(color=FAINT, strokeDash=[3, 3])
-    return rule.encode(alt.Y("target:Q"))
-
-
-def _marked(switches: Values, x: alt.X, y: alt.Y, look: Look, metric: str) -> alt.Chart:
-    """Where each seed's switch happened, on its own line."""
-    rings: alt.Chart = marks(switches).mark_point(
-        size=130, strokeWidth=2, shape="circle", filled=False, opacity=1
-    )
-    fields = [
-        alt.Tooltip("step:Q", title="switched after step"),
-        *_tooltip(metric, "seed"),
-    ]
-    return rings.encode(x, y, look.colour(), tooltip=fields)
-
-
-def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip("strategy:N"),
-        alt.Tooltip("seed:N", title=seed),
-        alt.Tooltip("value:Q", title=metric, format=".4~g"),
-        alt.Tooltip("seconds:Q", title="seconds", format=".4~g"),
-        alt.Tooltip("samples:Q", title="samples", format=",.0f"),
-    ]
-
-
-def _points(run: RunData, metric: str) -> list[Point]:
-    """The snapshots of `run` that have a finite `metric`."""
-    found = (point for point in run.curve if rounded(point.metrics.get(metric)) is not None)
-    return list(found)
-
-
-def _each(row: Row, metric: str) -> Values:
-    return [
-        {"strategy": row.name, "seed": run.record.seed, **_place(point, metric)}
-        for run in row.completed
-        for point in _points(run, metric)
-    ]
-
-
-def _place(point: Point, metric: str) -> dict[str, Any]:
-    return {
-        "seconds": rounded(point.seconds),
-        "samples": point.samples,
-        "value": rounded(point.metrics[metric]),
-    }
-
-
-def _mean(row: Row, metric: str, rising: bool | None) -> Values:
-    """The mean over the seeds of the first snapshots, of the second ones, and so on."""
-    of_runs = [_points(run, metric) for run in row.completed]
-    values = []
-    for at_once in zip_longest(*of_runs):
-        points = [point for point in at_once if point is not None]
-        values.append(
-            {
-                "strategy": row.name,
-                "seed": len(points),
-                "seconds": rounded(fmean(point.seconds for point in points)),
-                "samples": round(fmean(point.samples for point in points)),
-                "value": rounded(fmean(point.metrics[metric] for point in points)),
-                **_of_nodes(points, metric, rising),
-            }
-        )
-    return values
-
-
-def _of_nodes(points: Sequence[Point], metric: str, rising: bool | None) -> dict[str, Any]:
-    """The worst node and the average of the replicas, where there are some in every run."""
-    worst = [value for point in points if (value := point.worst(metric, rising)) is not None]
-    averages = [point.average[metric] for point in points if point.average is not None]
-    found: dict[str, Any] = {}
-    if len(worst) == len(points):
-        found["worst"] = rounded(fmean(worst))
-    if len(averages) == len(points) and None not in averages:
-        judged = min(len(point.nodes) for point in points)
-        replicas = max(point.replicas for point in points)
-        found |= {"average": rounded(fmean(averages)), "judged": judged, "replicas": replicas}
-    return found
-
-
-def _switches(row: Row, metric: str, axis: str, log: bool) -> Values:
-    """Where the runs of `row` switched, each between two snapshots of its own."""
-    values: Values = []
-    for run in row.completed:
-        step, points = run.record.switched_at_step, _points(run, metric)
-        at = _switch_of(run)
-        if at is None or not points:
-            continue
-        places = [getattr(point, axis) for point in points]
-        heights = [point.metrics[metric] for point in points]
-        value = _between(at[axis], places, heights, log)
-        values.append(
-            {
-                "strategy": row.name,
-                "seed": run.record.seed,
-                "step": step,
-                "seconds": rounded(at["seconds"]),
-                "samples": at["samples"],
-                "value": rounded(value),
-            }
-        )
-    return values
-
-
-def _switch_of(run: RunData) -> dict[str, float] | None:
-    """After how many samples `run` switched, and when its last step before that was over."""
-    samples = run.record.switched_at_sample
-    lines = [line for steps in run.steps.values() for line in steps]
-    before = [line["seconds"] for line in lines if samples and line["consumed"] <= samples]
-    return {"seconds": max(before), "samples": samples} if samples and before else None
-
-
-def _between(at: float, places: Sequence[float], heights: Sequence[float], log: bool) -> float:
-    """The height at `at` of the line through `places` and `heights`; beyond them, of its end.
-
-    With `log` the line is straight on a logarithmic axis.
-    """
-    if log:
-        return math.exp(_between(at, places, [math.log(height) for height in heights], False))
-    for left, right, low, high in zip(places, places[1:], heights, heights[1:], strict=False):
-        if left <= at <= right and right > left:
-            return low + (high - low) * (at - left) / (right - left)
-    return heights[0] if at < places[0] else heights[-1]
-
-
-def _keys(target: ReportTarget | None, switch: bool) -> list[str]:
-    """What is what, below the figure, where no line is in the way."""
-    keys = [f"grey rule: target {target.bound:g}"] if target else []
-    keys += ["rings: switches"] if switch else []
-    return [", ".join(keys)] if keys else []
-
-
-def _caption(axis: str, several: bool, target: ReportTarget | None, switch: bool) -> str:
-    parts = [
-        "Copies of the model were taken in passing, and evaluated after the run"
-        + (" (thick: mean over the seeds; thin: each seed)." if several else ".")
-    ]
-    if axis == "seconds":
-        parts.append("Further left is sooner.")
-    else:
-        parts.append(
-            "At equal samples curves differ by what the steps were worth, not by how long they "
-            "took; strategies with the same arithmetic lie on one another."
-        )
-    if target:
-        parts.append("The grey rule is the target.")
-    if switch:
-        parts.append("Rings mark where a switch happened.")
-    return " ".join(parts)
-
-
-DASH = [4, 3]
-
-
-def node_layers(means: Values, x: alt.X, y: alt.Y, look: Look) -> list[alt.Chart]:
-    """A band from the nodes' mean to the worst node, and the average of the replicas, dashed.
-
-    Args:
-        means: the points of the curves; those of nodes have the fields "worst" and "average".
-    """
+def _nodes(means: Values, x: alt.X, y: alt.Y, look: Look) -> list[alt.Chart]:
+    """Draw a band from the nodes' mean to the worst node, and the replicas' average, dashed."""
     worst = [value for value in means if value.get("worst") is not None]
-    averages = [
-        {**value, "value": value["average"]} for value in means if value.get("average") is not None
-    ]
+    averages = [{**v, "value": v["average"]} for v in means if v.get("average") is not None]
     layers = []
     if worst:
-        band = marks(worst).mark_area(opacity=0.16, line=False)
-        layers.append(band.encode(x, y, alt.Y2("worst:Q"), look.colour()))
+        ends = y, alt.Y2("worst:Q")
+        layers.append(layer(worst, "area", x, *ends, look.colour(), opacity=0.16, line=False))
     if averages:
-        line = marks(averages).mark_line(strokeWidth=1.5, strokeDash=DASH)
-        layers.append(line.encode(x, y, look.colour()))
+        dashed = {"strokeWidth": 1.5, "strokeDash": [4, 3]}
+        layers.append(layer(averages, "line", x, y, look.colour(), **dashed))
     return layers
 
 
-def key(means: Values) -> list[str]:
-    """What is what, in a line; none without any."""
+def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
+    return tips(
+        "strategy:N", ("seed:N", seed), ("value:Q", metric, _FOUR),
+        ("seconds:Q", "seconds", _FOUR), ("samples:Q", "samples", ",.0f"),
+    )  # fmt: skip
+
+
+def _points(run: RunData, metric: str) -> list[Point]:
+    """Return the snapshots of `run` that have a finite `metric`."""
+    return [point for point in run.curve if rounded(point.metrics.get(metric)) is not None]
+
+
+def _place(points: Sequence[Point], metric: str) -> dict[str, Any]:
+    """Return where the mean of `points` lies."""
+    return {
+        "seconds": rounded(fmean(point.seconds for point in points)),
+        "samples": round(fmean(point.samples for point in points)),
+        "value": rounded(fmean(point.metrics[metric] for point in points)),
+    }
+
+
+def _means(row: Row, metric: str, rising: bool | None) -> Values:
+    """Return the mean over the seeds of the first snapshots, of the second ones, and so on.
+
+    Where every run has nodes with models of their own, with the worst one and the average.
+    """
+    values: Values = []
+    for at_once in zip_longest(*(_points(run, metric) for run in row.completed)):
+        points: list[Point] = [point for point in at_once if point is not None]
+        value = {"strategy": row.name, "seed": len(points), **_place(points, metric)}
+        worst = [point.worst(metric, rising) for point in points]
+        averages = [point.average[metric] for point in points if point.average is not None]
+        if None not in worst:
+            value["worst"] = rounded(fmean(w for w in worst if w is not None))
+        if len(averages) == len(points) and None not in averages:
+            value["average"] = rounded(fmean(averages))
+            value["judged"] = min(len(point.nodes) for point in points)
+            value["replicas"] = max(point.replicas for point in points)
+        values.append(value)
+    return values
+
+
+def _switches(row: Row, metric: str, axis: str, log: bool) -> Iterator[dict[str, Any]]:
+    """Yield where the runs of `row` switched, each on the line between two of its snapshots.
+
+    The seconds are those at which the last step before the switch was over.
+    """
+    for run in row.completed:
+        samples, points = run.record.switched_at_sample, _points(run, metric)
+        lines = [line for steps in run.steps.values() for line in steps]
+        before = [line["seconds"] for line in lines if samples and line["consumed"] <= samples]
+        if not samples or not before or not points:
+            continue
+        at = {"seconds": max(before), "samples": samples}
+        places = [getattr(point, axis) for point in points]
+        heights = np.array([point.metrics[metric] for point in points])
+        if log:  # where the line is straight on a logarithmic axis
+            value = np.exp(np.interp(at[axis], places, np.log(heights)))
+        else:
+            value = np.interp(at[axis], places, heights)
+        yield {
+            "strategy": row.name,
+            "seed": run.record.seed,
+            "step": run.record.switched_at_step,
+            "seconds": rounded(at["seconds"]),
+            "samples": samples,
+            "value": rounded(float(value)),
+        }
+
+
+def _node_key(means: Values) -> list[str]:
+    """Return what is what, in a line below the figure; none without nodes."""
     if not any(value.get("average") is not None for value in means):
         return []
     worst = any(value.get("worst") is not None for value in means)
     return ["line: mean of nodes" + ", band: to the worst" * worst + ", dashed: their average"]
 
 
-def caption(means: Values) -> str:
-    """What the layers are; empty without any."""
-    if not any(value.get("average") is not None for value in means):
-        return ""
-    some = any(value["judged"] < value["replicas"] for value in means if "judged" in value)
-    return (
-        "Where each node has a model of its own the line is the mean of the nodes"
-        + (" (of 16 of them, drawn by the seed)" * some)
-        + ", the band goes to the worst node, and the dashed line is the average of the replicas "
-        "(under Elastic their centre), a model that no node has."
+def _caption(
+    axis: str, several: bool, target: ReportTarget | None, switch: bool, means: Values
+) -> Iterator[str]:
+    yield "Copies of the model were taken in passing, and evaluated after the run" + (
+        " (thick: mean over the seeds; thin: each seed)." if several else "."
     )
+    if axis == "seconds":
+        yield "Further left is sooner."
+    else:
+        yield (
+            "At equal samples curves differ by what the steps were worth, not by how long they "
+            "took; strategies with the same arithmetic lie on one another."
+        )
+    if target:
+        yield "The grey rule is the target."
+    if switch:
+        yield "Rings mark where a switch happened."
+    if _node_key(means):
+        some = any(value["judged"] < value["replicas"] for value in means if "judged" in value)
+        yield (
+            "Where each node has a model of its own the line is the mean of the nodes"
+            + (" (of 16 of them, drawn by the seed)" * some)
+            + ", the band goes to the worst node, and the dashed line is the average of the "
+            "replicas (under Elastic their centre), a model that no node has."
+        )
+
+
+# The loss of the training steps themselves, from what the ranks wrote down
+
+_BINS = 200
+_SIGNS = 8
+_BATCHES = 4  # in a part at the least: a single batch says little
+
+
+def training_loss(study: Study) -> list[Figure]:
+    """Training loss against samples: means of up to 200 equal parts of the run."""
+    runs = [run for row in study.widest for run in row.completed if run.steps]
+    if not runs:
+        return []
+    batch = max(run.record.global_batch for run in runs)
+    longest = max(run.record.samples for run in runs)
+    width = batch * max(_BATCHES, round(longest / batch / _BINS))
+    values = [value for row in study.widest for value in _mean_losses(row, width)]
+    if not values:
+        return []
+    several = any(len(row.completed) > 1 for row in study.widest)
+    caption = (
+        f"The loss on the batches just trained on, averaged over the workers and over {width:,} "
+        "samples at a time"
+        + ("; the band is from the lowest to the highest seed." if several else ".")
+    )
+    names = list(dict.fromkeys(value["strategy"] for value in values))
+    look = Look(study.styles, names)
+    x = along("samples")
+    y = value_axis("training loss, lower is better", spans_much([v["value"] for v in values]))
+    place = x, look.colour()
+    tooltip = tips(
+        "strategy:N", ("samples:Q", "", ",.0f"), ("value:Q", "training loss", _FOUR),
+        ("low:Q", "lowest seed", _FOUR), ("high:Q", "highest seed", _FOUR),
+    )  # fmt: skip
+    ends = alt.Y("low:Q"), alt.Y2("high:Q")
+    signs = list(_signs(values, names))
+    layers = [
+        zoomable(layer(values, "line", *place, y, look.dash(), tooltip, strokeWidth=1.8)),
+        layer(values, "area", *place, *ends, opacity=0.16, line=False),
+        layer(signs, "point", *place, y, look.shape(), **_POINT),
+    ]
+    return [figure("training-loss", "Training loss against samples", caption, _SECTION, layers)]
+
+
+def _signs(values: Values, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield where a line shows the shape of its strategy: a few places, not the same for any two.
+
+    So lines that are equal, of strategies with the same arithmetic, show the shapes of each.
+    """
+    for place, name in enumerate(names):
+        line = [value for value in values if value["strategy"] == name]
+        every = max(len(names), len(line) // _SIGNS)
+        yield from line[place * every // len(names) :: every]
+
+
+def _mean_losses(row: Row, width: int) -> Values:
+    """Return the mean over the seeds in each part, with the lowest and the highest of them."""
+    by_part: dict[int, list[float]] = defaultdict(list)
+    for run in row.completed:
+        for part, loss in _parts(run, width).items():
+            by_part[part].append(loss)
+    return [
+        {
+            "strategy": row.name,
+            "samples": part * width + width // 2,
+            "value": rounded(fmean(losses)),
+            "low": rounded(min(losses)),
+            "high": rounded(max(losses)),
+        }
+        for part, losses in sorted(by_part.items())
+    ]
+
+
+def _parts(run: RunData, width: int) -> dict[int, float]:
+    """Return the mean loss of the samples in each part, by its number; a rank's by its samples.
+
+    What is left over at the end counts for the last whole part.
+    """
+    last = max(0, run.record.samples // width - 1)
+    totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for lines in run.steps.values():
+        for line in lines:
+            if rounded(line["loss"]) is not None:
+                total = totals[min(last, max(0, line["consumed"] - 1) // width)]
+                total[0] += line["loss"] * line["samples"]
+                total[1] += line["samples"]
+    return {part: loss / samples for part, (loss, samples) in totals.items() if samples}
+
+
+# What the budget came to
+
+
+def trade(study: Study) -> list[Figure]:
+    """The final metric against the seconds of training, a point for each seed."""
+    metric = study.metric or "loss"
+    of_rows = {row.name: found for row in study.widest if (found := _finals(row, metric))}
+    if not of_rows:
+        return []
+    splits = {run.record.judged_on for run in study.runs}
+    judged = f" on the {splits.pop()} data" if len(splits) == 1 else ""
+    caption = (
+        f"Each small point is one seed, each large one their mean: {metric}{judged} after the same "
+        "number of samples, against the seconds that these took. Set-up is not in it."
+    )
+    means = [
+        {"strategy": name, "seed": f"mean of {len(values)}"}
+        | {key: rounded(fmean(v[key] for v in values)) for key in ("seconds", "value")}
+        for name, values in of_rows.items()
+    ]
+    look = Look(study.styles, of_rows)
+    x = alt.X(
+        "seconds:Q",
+        title="seconds of training, the whole budget",
+        scale=alt.Scale(zero=True, nice=False, padding=12),
+    )
+    y = value_axis(f"final {metric}{study.better(metric)}")
+    tooltip = tips(
+        "strategy:N", "seed:N", ("seconds:Q", "training seconds", _FOUR),
+        ("value:Q", f"final {metric}", _FOUR),
+    )  # fmt: skip
+    channels = x, y, look.colour(), look.shape(), tooltip
+    seeds = [value for values in of_rows.values() for value in values]
+    small = layer(seeds, "point", *channels, filled=True, size=45, opacity=0.5)
+    large = layer(means, "point", *channels, filled=True, size=170, opacity=1)
+    title = f"Final {metric} against training seconds"
+    return [figure("metric-against-time", title, caption, _SECTION, [zoomable(small), large])]
+
+
+def _finals(row: Row, metric: str) -> Values:
+    def final(record: RunRecord) -> float | None:
+        return rounded(record.metrics.get(metric, record.final_loss if metric == "loss" else None))
+
+    seconds = row.values(lambda record: record.train_seconds)
+    return [
+        {"strategy": row.name, "seed": str(seed), "seconds": rounded(seconds[seed]), "value": value}
+        for seed, value in row.values(final).items()
+        if seed in seconds
+    ]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import altair as alt
 import vl_convert
 
-from orchestra.report.figures.subject import INK, Style
+from orchestra.records.record import write_atomically
+from orchestra.report.study import INK, Style
 
 WIDTH = 680
 """Of an image file, in pixels before it is scaled; on a page it is that of the container."""
@@ -42,20 +42,18 @@ class Figure:
     least_width: int = 0
 
 
-def save(figure: Figure, folder: Path) -> tuple[Path, Path]:
-    """Write NAME.png and NAME.svg, on white and under their title; their paths."""
-    drawing = vl_convert.vegalite_to_svg(for_image(figure))
-    png, svg = folder / f"{figure.name}.png", folder / f"{figure.name}.svg"
-    _write(png, vl_convert.svg_to_png(drawing, scale=2))
-    _write(svg, drawing.encode())
-    return png, svg
+def save(figure: Figure, folder: Path) -> None:
+    """Write NAME.png and NAME.svg, on white and under their title."""
+    save_as(figure, folder / f"{figure.name}.png", folder / f"{figure.name}.svg")
 
 
-def save_as(figure: Figure, path: Path, width: int = WIDTH) -> None:
-    """Write the figure into the one file `path`: SVG by that suffix, else PNG."""
+def save_as(figure: Figure, *paths: Path, width: int = WIDTH) -> None:
+    """Write the figure into each of the files `paths`: SVG by that suffix, else PNG."""
     drawing = vl_convert.vegalite_to_svg(for_image(figure, width))
-    svg = path.suffix.lower() == ".svg"
-    _write(path, drawing.encode() if svg else vl_convert.svg_to_png(drawing, scale=2))
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        svg = path.suffix.lower() == ".svg"
+        write_atomically(path, drawing if svg else vl_convert.svg_to_png(drawing, scale=2))
 
 
 def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[str, Any]:
@@ -78,45 +76,20 @@ def for_image(figure: Figure, width: int = WIDTH, dark: bool = False) -> dict[st
     }
 
 
-def for_page(figure: Figure) -> dict[str, Any]:
-    """The specification without a legend of the strategies: a page has one for all its figures."""
-    spec: dict[str, Any] = _without_legend(figure.spec)
-    return spec
-
-
-def _without_legend(part: Any) -> Any:
+def for_page(part: Any) -> Any:
+    """A part of a specification without a legend of the strategies: a page has one for all its
+    figures."""
     if isinstance(part, list):
-        return [_without_legend(item) for item in part]
+        return [for_page(item) for item in part]
     if not isinstance(part, Mapping):
         return part
-    legend = {"legend": None} if _tells_strategies_apart(part) else {}
-    inside = {
-        key: item if key == "datasets" else _without_legend(item) for key, item in part.items()
-    }
-    return inside | legend
-
-
-def _tells_strategies_apart(channel: Mapping[str, Any]) -> bool:
-    return "legend" in channel and channel.get("field") in ("strategy", "line")
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole, or as it was before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        error.filename = str(path)  # a full disk names no file
-        raise
+    inside = {key: item if key == "datasets" else for_page(item) for key, item in part.items()}
+    strategies = "legend" in part and part.get("field") in ("strategy", "line")
+    return {**inside, "legend": None} if strategies else inside
 
 
 Values = list[dict[str, Any]]
+C = TypeVar("C")
 
 SI = "format(datum.value, '~s')"
 """The label of a tick with a prefix of its own: 0, 500, 1.5k; a format gives all ticks the same."""
@@ -126,6 +99,8 @@ SHOWN = "indexof(hidden, datum.strategy) < 0"
 
 INK_NOW = alt.ExprRef(INK)
 FAINT = alt.ExprRef("faint")
+GROUND = alt.ExprRef("ground")
+LEFT, RIGHT = (alt.XValue(edge) for edge in (1, "width"))  # type: ignore[no-untyped-call]
 _PARAMS = (
     {"name": "hidden", "value": []},
     {"name": "dark", "value": False},
@@ -185,21 +160,21 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.5g}")
 
 
-def marks(values: Values) -> alt.Chart:
-    """A chart of `values`, each with its "strategy"; those of hidden ones are not drawn."""
-    return alt.Chart(alt.InlineData(values=values)).transform_filter(SHOWN)
+def layer(values: Values, mark: str, *channels: Any, **look: Any) -> alt.Chart:
+    """Draw a mark for each of `values`, with its channels; a list of tooltips is one of these.
+
+    Those of the strategies that are hidden, by their "strategy", are not drawn.
+    """
+    chart = alt.Chart(alt.InlineData(values=values))
+    if all("strategy" in value for value in values):
+        chart = chart.transform_filter(SHOWN)
+    chart.mark = alt.MarkDef(type=mark, **look)  # type: ignore[arg-type]
+    return chart.encode(*channels)
 
 
 def spans_much(values: Sequence[float]) -> bool:
     """Whether a logarithmic axis shows `values` better."""
     return min(values) > 0 and max(values) / min(values) > _LOG_FROM
-
-
-def height_scale(log: bool = False) -> alt.Scale:
-    """The range of the values, not from zero; logarithmic with `log`."""
-    if log:
-        return alt.Scale(type="log", nice=False, padding=9)
-    return alt.Scale(zero=False, nice=False, padding=9)
 
 
 def along(axis: str, keys: Sequence[str] = ()) -> alt.X:
@@ -232,13 +207,35 @@ def zoomable(chart: alt.Chart, channels: Sequence[Literal["x", "y"]] = ("x", "y"
     return chart.properties(name="zoomed").add_params(zoom)
 
 
-class Look:
-    """The channels that tell strategies apart, over `styles` by name."""
+def value_axis(title: str, log: bool = False, axis: alt.Axis | None = None) -> alt.Y:
+    """The vertical axis of "value": its range is that of the values, not from zero."""
+    kind: dict[str, Any] = {"type": "log"} if log else {"zero": False}
+    scale = alt.Scale(nice=False, padding=9, **kind)
+    return alt.Y("value:Q", title=title, scale=scale, axis=axis or alt.Axis(tickCount=6))
 
-    def __init__(self, styles: Mapping[str, Style], field: str = "strategy") -> None:
+
+def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
+    """What stands beside a mark that is pointed at: fields with their types, titles and formats."""
+    found = []
+    for field in fields:
+        name, *more = [field] if isinstance(field, str) else field
+        texts: dict[str, Any] = dict(zip(("title", "format"), more, strict=False))
+        found.append(alt.Tooltip(name, **{key: text for key, text in texts.items() if text}))
+    return found
+
+
+class Look:
+    """The channels that tell strategies apart, over the `styles` of `names`, of all by default."""
+
+    def __init__(
+        self,
+        styles: Mapping[str, Style],
+        names: Iterable[str] | None = None,
+        field: str = "strategy",
+    ) -> None:
         self._field = f"{field}:N"
-        self._styles = dict(styles)
-        longest = max((len(name) for name in styles), default=1)
+        self._styles = {name: styles[name] for name in (styles if names is None else names)}
+        longest = max((len(name) for name in self._styles), default=1)
         columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
         self._legend = alt.Legend(
             title=None,
@@ -250,27 +247,22 @@ class Look:
 
     def colour(self, legend: bool = True) -> alt.Color:
         """Its colour, on lines and points."""
-        colours = [
-            {"expr": INK} if style.colour == INK else style.colour
-            for style in self._styles.values()
-        ]
-        return alt.Color(self._field, scale=self._scale(colours), legend=self._shown(legend))
+        inks = {name: {"expr": INK} for name, s in self._styles.items() if s.colour == INK}
+        return self._channel(
+            alt.Color, [inks.get(name, s.colour) for name, s in self._styles.items()], legend
+        )
 
     def dash(self) -> alt.StrokeDash:
         """Its dash, on lines."""
-        dashes = [list(style.dash) for style in self._styles.values()]
-        return alt.StrokeDash(self._field, scale=self._scale(dashes), legend=self._legend)
+        return self._channel(alt.StrokeDash, [list(s.dash) for s in self._styles.values()])
 
     def shape(self, legend: bool = True) -> alt.Shape:
         """Its shape, on points."""
-        shapes = [style.shape for style in self._styles.values()]
-        return alt.Shape(self._field, scale=self._scale(shapes), legend=self._shown(legend))
+        return self._channel(alt.Shape, [s.shape for s in self._styles.values()], legend)
 
-    def _scale(self, values: Sequence[Any]) -> alt.Scale:
-        return alt.Scale(domain=list(self._styles), range=list(values))
-
-    def _shown(self, legend: bool) -> alt.Legend | None:
-        return self._legend if legend else None
+    def _channel(self, channel: Callable[..., C], values: list[Any], legend: bool = True) -> C:
+        scale = alt.Scale(domain=list(self._styles), range=values)
+        return channel(self._field, scale=scale, legend=self._legend if legend else None)
 
 
 def figure(
@@ -280,6 +272,7 @@ def figure(
     section: str,
     layers: Iterable[alt.Chart],
     height: int | alt.Step = 300,
+    least_width: int = 0,
 ) -> Figure:
     """The figure of `layers`, drawn one over the other, as wide as its container.
 
@@ -292,7 +285,7 @@ def figure(
     spec["params"] = [*_PARAMS, *spec.get("params", ())]
     spec["config"] = _CONFIG
     file_name = re.sub(r"[^\w.]+", "-", name).strip("-")
-    return Figure(file_name, title, caption, spec, section)
+    return Figure(file_name, title, caption, spec, section, least_width)
 
 
 LANE = 40
@@ -301,12 +294,16 @@ BAR: dict[str, Any] = {"height": 15, "yOffset": 8}
 """A bar, or a point, in the lower part of its lane; the upper is that of the text."""
 SEPARATOR = "\u2063"
 """Between the parts of a lane's key: that of Unicode which nobody sees, and nobody types."""
-HALO: dict[str, Any] = {"stroke": alt.ExprRef("ground"), "strokeWidth": 4}
-"""Of a text that is drawn first, so that no line runs through the one over it."""
 POINT: dict[str, Any] = {"yOffset": BAR["yOffset"]}
 
 
-def lane(names: Sequence[str]) -> alt.Y:
+def haloed(values: Values, width: float, *channels: Any, **style: Any) -> list[alt.Chart]:
+    """Draw texts, and below them their halo, so that no line runs through them."""
+    halo = layer(values, "text", *channels, **style, stroke=GROUND, strokeWidth=width)
+    return [halo, layer(values, "text", *channels, **style, color=INK_NOW)]
+
+
+def lane(names: Iterable[str]) -> alt.Y:
     """The lanes of `names`, from the top; without an axis, since the name stands in its lane.
 
     In the lane there is room for a long name, which beside it would take a phone's whole width.
@@ -316,20 +313,53 @@ def lane(names: Sequence[str]) -> alt.Y:
     return alt.Y("strategy:N", axis=None, scale=scale)
 
 
-def lane_words(texts: Mapping[str, str]) -> list[alt.Chart]:
-    """Above each bar on the left its strategy, on the right its text; the keys in order."""
+def lanes(
+    name: str,
+    title: str,
+    caption: str,
+    section: str,
+    layers: Sequence[alt.Chart],
+    texts: Mapping[str, str],
+) -> Figure:
+    """The figure of `layers` in the lanes of strategies, above each on the left its name, on the
+    right its text; `texts` are in the order of the lanes."""
     values = [{"strategy": name, "text": text} for name, text in texts.items()]
-    base = marks(values).encode(lane(list(texts)))
     longest = max(len(text) for text in texts.values())
     room = alt.ExprRef(f"max(60, width - {round(6.4 * longest) + 12})")
-    shared: dict[str, Any] = {"baseline": "middle", "dy": -9, "fontSize": 11.5}
-    left = base.encode(x=alt.value(1), text="strategy:N")
-    right = base.encode(x=alt.value("width"), text="text:N")
-    return [
-        layer
-        for look in (HALO, {"color": INK_NOW})
-        for layer in (
-            left.mark_text(align="left", limit=room, **shared, **look),
-            right.mark_text(align="right", **shared, **look),
-        )
+    style: dict[str, Any] = {"baseline": "middle", "dy": -9, "fontSize": 11.5}
+    left = lane(texts), LEFT, alt.Text("strategy:N")
+    right = lane(texts), RIGHT, alt.Text("text:N")
+    words = [
+        *haloed(values, 4, *left, align="left", limit=room, **style),
+        *haloed(values, 4, *right, align="right", **style),
+    ]
+    return figure(name, title, caption, section, [*layers, *words], LANE * len(texts))
+
+
+def headed_lane(strategy: str, name: str = "") -> str:
+    """The key of the lane `name` of a strategy, without one of its heading."""
+    return f"{strategy}{SEPARATOR}{name}"
+
+
+def headed_lanes(
+    domain: Sequence[str], texts: Mapping[str, str], **axis: Any
+) -> tuple[alt.Y, list[alt.Chart]]:
+    """The lanes `domain`, and their headings: the name of each strategy, on the right its text."""
+    y = alt.Y(
+        "lane:N",
+        title=axis.pop("title", None),
+        scale=alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0),
+        axis=alt.Axis(
+            labelExpr=f"split(datum.value, '{SEPARATOR}')[1]", ticks=False, domain=False, **axis
+        ),
+    )
+    heads = [
+        {"strategy": name, "lane": headed_lane(name), "text": text} for name, text in texts.items()
+    ]
+    style: dict[str, Any] = {"baseline": "middle", "fontSize": 11.5, "dy": 3, "color": INK_NOW}
+    left = y, LEFT, alt.Text("strategy:N")
+    right = y, RIGHT, alt.Text("text:N")
+    return y, [
+        layer(heads, "text", *left, align="left", **style),
+        layer(heads, "text", *right, align="right", **style),
     ]
