@@ -28,8 +28,8 @@ from orchestra.engines.simulation.sums import add_up
 from orchestra.schedules import Schedule
 from orchestra.transports.protocol import Group, Traffic
 
-MOST_KNOWN = 10_000
-"""Collectives that are known by identity."""
+MOST_KNOWN = 100_000
+"""Collectives that are known by identity: a thousand ranks with a hundred buckets each."""
 
 
 @dataclass(frozen=True)
