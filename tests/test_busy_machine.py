@@ -14,7 +14,7 @@ from tests.drawn import drawn, keep, record
 from tests.pages import Page
 from tests.training import settings
 
-from orchestra.cli import comparison_table
+from orchestra.cli import compare
 from orchestra.cluster import load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.engines.processes import launch
@@ -87,8 +87,8 @@ def printed(
     """On the terminal and on the page, of a comparison with these runs."""
     keep(folder, records, trace=False)
     console = Console(record=True, width=1000, highlight=False)
-    monkeypatch.setattr(comparison_table, "Console", lambda **_: console)
-    comparison_table.print_comparison(Comparison(records, folder, None, len(records), (), False))
+    monkeypatch.setattr(compare, "Console", lambda **_: console)
+    compare.print_comparison(Comparison(records, folder, None, len(records), (), False))
     return console.export_text(), Page(write_report([folder], out=folder))
 
 

@@ -16,7 +16,8 @@ from tests.training import settings, step_lines
 
 from orchestra.cluster import load_cluster
 from orchestra.collectives import Group, all_reduce
-from orchestra.engines.simulation.links import Meter, links_of
+from orchestra.engines.simulation.links import links_of
+from orchestra.engines.simulation.network import Meter
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.errors import InputError
 from orchestra.records.record import MOST_LINKS, Link, RunRecord, combine, read_links

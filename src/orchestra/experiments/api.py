@@ -207,7 +207,8 @@ def replay(
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: holds files; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    from orchestra.engines.simulation.replay import STATES, replay_run
+    from orchestra.engines.simulation.halting import STATES
+    from orchestra.engines.simulation.replay import replay_run
     from orchestra.trainer.checkpoints import read_rank
 
     (record,) = read_summary(source / SUMMARY)

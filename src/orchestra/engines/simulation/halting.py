@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.engines.simulation.replay import STATES
 from orchestra.errors import RunFailed
 from orchestra.optimizers.state import capture
 from orchestra.trainer import checkpoints
 from orchestra.trainer.program import Session
 from orchestra.worker.interception import Interceptor
 from orchestra.worker.runtime import Work
+
+STATES = 0
+"""The number under which the states of the ranks are written, as a checkpoint's."""
 
 
 class _Alike:

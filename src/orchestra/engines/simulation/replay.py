@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from orchestra.worker.runtime import Runtime
 
 
-STATES = 0
-"""The number under which the states of the ranks are written."""
-
-
 @dataclass(frozen=True)
 class Replayed:
     """How a replay ended.

@@ -11,9 +11,8 @@ from orchestra.cluster import Channel, Cluster, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
-from orchestra.engines.simulation.links import Meter
 from orchestra.engines.simulation.native import NativeCollectives
-from orchestra.engines.simulation.network import Load, Message, Net, Port, Stream
+from orchestra.engines.simulation.network import Load, Message, Meter, Net, Port, Stream
 from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
