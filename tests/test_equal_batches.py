@@ -22,7 +22,7 @@ from orchestra.report.table import table
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer import speeds
+from orchestra.trainer import setup
 from orchestra.trainer.checkpoints import complete, read_rank
 from orchestra.trainer.settings import Training
 from orchestra.trainer.setup import shares_of
@@ -244,7 +244,7 @@ def test_cores_that_ranks_share_count_in_their_speeds(tmp_path: Path) -> None:
 @pytest.fixture
 def four_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 takes four seconds for a gradient, the others one."""
-    monkeypatch.setattr(speeds, "_seconds", lambda runtime, *_: [1.0 if runtime.rank else 4.0])
+    monkeypatch.setattr(setup, "_seconds", lambda runtime, *_: [1.0 if runtime.rank else 4.0])
 
 
 @pytest.mark.usefixtures("four_to_one")
@@ -268,7 +268,7 @@ def test_a_resumed_run_keeps_what_was_measured(
     shutil.rmtree(tmp_path / "checkpoints" / f"{newest:04d}")
     saved = read_rank(tmp_path / "checkpoints", newest - 1, 1)
     assert (saved["shares"], saved["position"]["steps"]) == ([0.333, 1.333, 1.333], 8)
-    monkeypatch.delattr(speeds, "_seconds")  # nothing is measured again
+    monkeypatch.delattr(setup, "_seconds")  # nothing is measured again
     resumed = trained(tmp_path, text, 3, **options)
     assert [report.shares for report in resumed.reports] == [(0.333, 1.333, 1.333)] * 3
     assert equal(resumed.final, whole.final)
