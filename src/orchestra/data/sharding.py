@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from orchestra.settings import Registry, Settings, setting
 
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 class Sharding(Settings, ABC):
     """A rule that splits the training samples between the workers; every sample has one owner."""
 
-    @property
-    def needs_labels(self) -> bool:
-        """Whether `split` looks at the labels."""
-        return True
+    needs_labels: ClassVar[bool] = True
+    """Whether `split` looks at the labels."""
 
     @abstractmethod
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
@@ -46,10 +44,7 @@ class Sharding(Settings, ABC):
 class IID(Sharding):
     """At random, without a look at the labels."""
 
-    @property
-    def needs_labels(self) -> bool:
-        """It does not."""
-        return False
+    needs_labels = False
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
         """A permutation, cut by the shares."""
@@ -63,10 +58,7 @@ class Contiguous(Sharding):
     Where the data set is sorted by label, or by place or time, workers see different worlds.
     """
 
-    @property
-    def needs_labels(self) -> bool:
-        """It does not."""
-        return False
+    needs_labels = False
 
     def split(self, labels: Indices, shares: Sequence[float], seed: int) -> list[Indices]:
         """Runs of samples; nothing is drawn."""
@@ -119,10 +111,8 @@ class Dirichlet(Sharding):
 SHARDINGS = Registry(
     "sharding",
     {
-        "Contiguous": "orchestra.data.sharding:Contiguous",
-        "Dirichlet": "orchestra.data.sharding:Dirichlet",
-        "IID": "orchestra.data.sharding:IID",
-        "Stratified": "orchestra.data.sharding:Stratified",
+        rule.__name__: f"{__name__}:{rule.__name__}"
+        for rule in (Contiguous, Dirichlet, IID, Stratified)
     },
 )
 

@@ -12,7 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -50,8 +50,7 @@ def hand_in(worker: Worker, chief: int, figures: Callable[[], Figures]) -> None:
         figures: those of this rank's own snapshots.
     """
     parts, transport = worker.snapshots.parts, worker.transport
-    heads = [{**asdict(replace(part, values=torch.empty(0))), "values": None} for part in parts]
-    send_object(transport, heads, chief)
+    send_object(transport, [{**vars(part), "values": None} for part in parts], chief)
     while parts:
         wanted = int(transport.receive(chief, Tag.PARTS).wait())
         if wanted == _DONE:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.data.random_state import random_state, restore_random_state, undisturbed
@@ -58,7 +57,8 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
             session.recorder.flush()  # what was measured until then is kept
         raise
     finally:
-        session.keep_order()
+        if session.run.training.record_order:
+            write_order(folder, runtime.rank, session.order)
 
 
 class Session:
@@ -180,7 +180,9 @@ class Session:
                 model = worker if self.part is None else FlatModel(module)
                 points = curve.points_of(model, task, gathered, nodes, below=final)
             gathered.close()
-            dataset, figures = self._final_dataset(), dict[str, float]()
+            figures: dict[str, float] = {}
+            dataset = task.test if self.run.judged_on == "test" else None
+            dataset = task.validation if dataset is None else dataset
             if dataset is not None:
                 figures = evaluate(task, module, dataset, curve.EVALUATION_BATCH)
         if self.run.training.tensorboard:
@@ -196,11 +198,6 @@ class Session:
         figures = curve.own_figures(self.worker, self.task, self.worker.snapshots.parts)
         self.worker.reporter.phase("leaving")
         return figures
-
-    def keep_order(self) -> None:
-        """Write down what this rank could not foresee, if that was recorded."""
-        if self.run.training.record_order:
-            write_order(self.folder, self.runtime.rank, self.order)
 
     # Set-up
 
@@ -309,13 +306,6 @@ class Session:
         for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
             evaluation.put_together(module, part)
         return module
-
-    def _final_dataset(self) -> Dataset[Any] | None:
-        """Return what the final parameters are judged on; one split where the task has but one."""
-        test, validation = self.task.test, self.task.validation
-        if self.run.judged_on == "validation":
-            return validation
-        return test if test is not None else validation
 
     def _report(self) -> RankReport:
         worker, totals, measures = self.worker, self.totals, self.worker.measures

@@ -121,15 +121,14 @@ class ShapesRun:
         self.run = replace(run, training=training)
         self.task = load_task(run.task)
         module = meta_model(self.task)
-        self.optimizer = _optimizer(run, module)
         ranks = len(roles_of(run.strategy, training.ranks).shares)
-        self.shapes = SharedShapes(module, self.optimizer, ranks)
+        self.shapes = SharedShapes(module, _optimizer(run, module), ranks)
         self.parts: list[Part] = []
 
     def worker(self, runtime: Runtime, budget: int) -> Worker:
         """That of one rank."""
         options = _worker_options(runtime, self.run.training, budget, self.shapes.layout)
-        return ShapeWorker(runtime, self.shapes, self.optimizer, **options)
+        return ShapeWorker(runtime, self.shapes, **options)
 
 
 class Unread:

@@ -194,7 +194,7 @@ class SharedShapes:
         self.buffers = _one_of_each_dtype(module)
         self.stop_at: int | None = None
         self.newest_step = 0
-        self._spec = spec
+        self.spec = spec
 
     @cached_property
     def views(self) -> list[Tensor]:
@@ -204,7 +204,7 @@ class SharedShapes:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """An optimizer of all parameters."""
-        return self._spec.build(self.named)
+        return self.spec.build(self.named)
 
     @cached_property
     def moments(self) -> torch.optim.Optimizer:
@@ -280,12 +280,10 @@ class ShapeGradients(Gradients):
 class ShapeWorker(Worker):
     """A worker that charges for all that another one does, and does none of it."""
 
-    def __init__(
-        self, runtime: Runtime, shared: SharedShapes, optimizer: OptimizerSpec, **options: Any
-    ) -> None:
+    def __init__(self, runtime: Runtime, shared: SharedShapes, **options: Any) -> None:
         self._shared = shared
         self._steps = 0
-        super().__init__(runtime, shared.module, optimizer, **options)
+        super().__init__(runtime, shared.module, shared.spec, **options)
         self.agrees = True
 
     def _lay_out(self, module: nn.Module) -> None:
