@@ -250,6 +250,12 @@ def test_shared_cores_and_links_agree(name: str, on: str) -> None:
     check(Trial(name, 6, 3000, staggered(6), on))
 
 
+@pytest.mark.parametrize("on", ["one_host(cores=2)", "lan_1gbit(nodes=4)"])
+def test_costs_that_fall_with_the_size_agree(on: str) -> None:
+    """As measured ones may, by chance."""
+    check(Trial("ring", 4, 3000, staggered(4), on, replace(COSTLY, send=Line(20e-6, -1e-9))))
+
+
 def test_rounding_does_not_grow_on_a_shared_link() -> None:
     """There it would, by a factor for each of the eight."""
     overhead = replace(COSTLY, buffer_bytes=1 << 17)

@@ -75,7 +75,9 @@ class Overhead:
     def message(self, frame_bytes: int) -> MessageCost:
         """Of a message of so many bytes, its header included."""
         first = self.send.at(0)
-        rest, taking_in = self.send.at(frame_bytes) - first, self.receive.at(frame_bytes)
+        # Measured costs may fall with the size, by chance.
+        rest = max(self.send.at(frame_bytes) - first, 0.0)
+        taking_in = self.receive.at(frame_bytes)
         return MessageCost(first, rest, taking_in, frame_bytes * self.wire)
 
 

@@ -19,7 +19,7 @@ from orchestra.transports.collective import Verb
 Call = Callable[[], None]
 
 SEND, TAKE, FREE, ADD = Verb.SEND, Verb.TAKE, Verb.FREE, Verb.ADD  # enums are slow to look up
-BLOCKED = -1.0
+BLOCKED = None
 """In place of seconds of computation: a packet wakes the participant."""
 
 
@@ -122,10 +122,10 @@ class Participant:
     def go_on(self) -> None:
         """Take steps, until one takes time."""
         for seconds in self._steps:
+            if seconds is BLOCKED:
+                return
             if seconds > 0:
                 self._compute(seconds)
-                return
-            if seconds < 0:
                 return
         self._then(self)
 
@@ -143,7 +143,7 @@ class Participant:
         else:
             self._processor.start(seconds, self.go_on)
 
-    def _take_part(self) -> Iterator[float]:
+    def _take_part(self) -> Iterator[float | None]:
         """The executor's steps, with the seconds of computation that each takes."""
         messages, scene, own = self._messages, self._scene, self.index
         placed = messages.placed

@@ -86,10 +86,10 @@ class SimulatedTransport(CollectiveVerb):
         message = Message(header, payload, sending, port.net.ports[to])
         stream = port.net.stream(self.rank, to)
         port.keep_order()
-        first = overhead.send.at(0) + port.warm_up()
-        self._spend(first)
+        cost = overhead.message(size)
+        self._spend(cost.first + port.warm_up())
         stream.send(message, self._kernel.here())
-        self._spend(overhead.send.at(size) - overhead.send.at(0))
+        self._spend(cost.rest)
         if size <= overhead.buffer_bytes:
             sending.finished = True
         stream.leave(message, self._kernel.here())
@@ -244,7 +244,7 @@ class SimulatedTransport(CollectiveVerb):
         begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
         self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.receive.at(receive.frame_bytes)
+            seconds = self._port.net.overhead.message(receive.frame_bytes).taking_in
             self._port.keep_order()
             self._spend(seconds + self._port.warm_up())
             receive.frame_bytes = 0
@@ -264,7 +264,7 @@ class SimulatedTransport(CollectiveVerb):
         begun = max(started, receive.began_at if receive.frame_bytes else kernel.here())
         traffic.seconds_waiting += begun - started
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.receive.at(receive.frame_bytes)
+            seconds = self._port.net.overhead.message(receive.frame_bytes).taking_in
             flow.ahead = begun + seconds / flow.processor.rate
             receive.frame_bytes = 0
         traffic.seconds_communicating += kernel.here() - begun
