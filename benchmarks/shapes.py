@@ -25,7 +25,7 @@ from orchestra.cli.bench import (
 from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
+from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.optimizers.settings import Optimizer

@@ -26,7 +26,7 @@ from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
 from orchestra.data.feed import open_samples
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
+from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.optimizers.settings import Optimizer
 from orchestra.strategies.all_reduce import AllReduce

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.engines.run import train_run
-from orchestra.engines.simulation.compute import Costs
+from orchestra.engines.simulation.costs import Costs
 from orchestra.engines.simulation.figures import Figures
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.engines.simulation.training import Assignment, program

@@ -29,7 +29,7 @@ from orchestra.cluster.calibration import (
     read_calibration,
 )
 from orchestra.cluster.costs import Line, Overhead, Sharing
-from orchestra.engines.simulation.calibrated import CalibratedCosts
+from orchestra.engines.simulation.costs import CalibratedCosts
 from orchestra.engines.simulation.figures import figures_of, key_of
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer

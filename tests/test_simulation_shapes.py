@@ -19,7 +19,7 @@ from tests.training import settings
 
 from orchestra.cli.main import main
 from orchestra.cluster.costs import Line, Overhead
-from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
+from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World

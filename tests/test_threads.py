@@ -22,7 +22,7 @@ from orchestra.cluster import Cluster, Node
 from orchestra.cluster.costs import Sharing
 from orchestra.cluster.presets import LOOPBACK
 from orchestra.engines.processes import launch
-from orchestra.engines.simulation.calibrated import CalibratedCosts
+from orchestra.engines.simulation.costs import CalibratedCosts
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.single import Single

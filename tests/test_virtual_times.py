@@ -17,7 +17,7 @@ from tests.simulated import cluster
 from tests.test_simulation_shapes import COSTLY
 from tests.training import settings
 
-from orchestra.engines.simulation.assumed import assumed_costs
+from orchestra.engines.simulation.costs import assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from orchestra.engines.simulation.costs import Costs
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.worker.runtime import Work
 
 T = TypeVar("T")
-
-
-class Costs(Protocol):
-    """How long a piece of work takes on a node whose speed is 1."""
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations a second of one thread in a gradient."""
-        ...
-
-    def seconds(self, work: Work, threads: int = 1) -> float:
-        """With so many threads, always above 0."""
-        ...
-
-    def ready(self, slot: int) -> float:
-        """What part of a gradient's seconds has passed when `slot` has its gradient."""
-        ...
 
 
 @dataclass

@@ -83,7 +83,7 @@ def replay_run(
 def program(runtime: Runtime, errand: Errand) -> Replayed | Exception:
     """What the process of the replay runs; here, so that a launcher can name it."""
     from orchestra.cluster import load_cluster
-    from orchestra.engines.simulation.assumed import OVERHEAD
+    from orchestra.engines.simulation.costs import OVERHEAD
     from orchestra.engines.simulation.halting import ALIKE, Halt, Halting
     from orchestra.engines.simulation.simulate import simulate
     from orchestra.trainer.order import read_order

@@ -20,8 +20,9 @@ from orchestra.cluster.nodes import DEFAULT
 from orchestra.engines.events import Failed, Finished, Pulse, describe, failed_text
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
-from orchestra.engines.simulation.compute import ChargedCompute, Costs, SimulatedCompute
+from orchestra.engines.simulation.compute import ChargedCompute, SimulatedCompute
 from orchestra.engines.simulation.contexts import GreenletContext
+from orchestra.engines.simulation.costs import Costs
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport

@@ -21,7 +21,7 @@ from orchestra.trainer.settings import Run
 
 if TYPE_CHECKING:
     from orchestra.cluster import Jitter
-    from orchestra.engines.simulation.compute import Costs
+    from orchestra.engines.simulation.costs import Costs
     from orchestra.engines.simulation.simulate import Outcome
     from orchestra.worker.runtime import Runtime
 
@@ -86,13 +86,11 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     from orchestra.cluster import load_cluster
     from orchestra.cluster.costs import EVENLY
     from orchestra.cluster.nodes import ASSUMED
-    from orchestra.engines.simulation.assumed import OVERHEAD, assumed_costs
-    from orchestra.engines.simulation.best_node import best_node
-    from orchestra.engines.simulation.calibrated import CalibratedCosts
+    from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
     from orchestra.engines.simulation.links import keep_links
     from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import simulate
-    from orchestra.engines.simulation.speeds import described_speeds
+    from orchestra.engines.simulation.speeds import best_node, described_speeds
     from orchestra.trainer.program import train
 
     run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
