@@ -64,9 +64,9 @@ def test_it_is_the_algorithm_of_the_paper(every: int, momentum: float, tmp_path:
     trained = train(strategy, tmp_path, snapshots=3)
     expected = centre_of(every, 0.4, momentum)
     np.testing.assert_allclose(final(trained.final), expected, rtol=1e-12)
-    (chief,) = (report.chief for report in trained.reports if report.chief is not None)
-    assert [point.samples for point in chief.curve][-1] == SAMPLES
-    assert chief.curve[-1].metrics["loss"] == pytest.approx(chief.final_loss, rel=1e-14)
+    (leader,) = (report.leader for report in trained.reports if report.leader is not None)
+    assert [point.samples for point in leader.curve][-1] == SAMPLES
+    assert leader.curve[-1].metrics["loss"] == pytest.approx(leader.final_loss, rel=1e-14)
 
 
 @pytest.mark.parametrize("at", [4, 6])  # in the middle of a round, and at its end

@@ -69,7 +69,7 @@ def reference(ranks: int, optimizer: str, dtype: str) -> State:
 def trained(
     strategy: Any, ranks: int, workers: int, optimizer: str, dtype: str, folder: Path
 ) -> list[State]:
-    """What the chief wrote, and the replica of every rank."""
+    """What the leader wrote, and the replica of every rank."""
     result = train_threads(
         strategy, ranks, folder, task(workers, "cnn", dtype), optimizer=optimizer
     )

@@ -116,9 +116,9 @@ def test_every_average_is_weighted_by_the_samples_behind_it(
     trained = train(LocalSGD(every, outer=outer), tmp_path, 2, shares=shares, snapshots=2)
     expected = followed(every or 10**6, outer, 2, shares)
     np.testing.assert_allclose(final(trained.final), expected, rtol=1e-12)
-    (chief,) = (report.chief for report in trained.reports if report.chief is not None)
-    worth = chief.curve[-1].average or chief.curve[-1].metrics
-    assert worth["loss"] == pytest.approx(chief.final_loss, rel=1e-14)
+    (leader,) = (report.leader for report in trained.reports if report.leader is not None)
+    worth = leader.curve[-1].average or leader.curve[-1].metrics
+    assert worth["loss"] == pytest.approx(leader.final_loss, rel=1e-14)
 
 
 def test_rounds_of_epochs_average_after_each_pass(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_rank_holds_its_stage_and_nothing_else(tmp_path: Path) -> None:
 def test_snapshots_are_of_the_whole_model(tmp_path: Path) -> None:
     split = pipeline(Pipeline(), 3, tmp_path, AWKWARD, snapshots=3, trace_steps=0)
     whole = single(3, tmp_path, AWKWARD, snapshots=3, accumulation=4)
-    ours, theirs = split.reports[0].chief, whole.reports[0].chief
+    ours, theirs = split.reports[0].leader, whole.reports[0].leader
     assert ours is not None
     assert theirs is not None
     assert ours.parameters_sha256 == theirs.parameters_sha256

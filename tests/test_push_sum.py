@@ -436,8 +436,8 @@ def test_a_resumed_run_has_all_its_mass(tmp_path: Path) -> None:
     assert {len(resumed.lines(rank)) for rank in range(4)} == {40}
     assert resumed.states[0].push.step == 40
     assert [state.push.w for state in resumed.states] == [1.0] * 4
-    (chief,) = (report.chief for report in resumed.reports if report.chief is not None)
-    assert [point.samples for point in chief.curve] == [80, 160, 240, 320]
+    (leader,) = (report.leader for report in resumed.reports if report.leader is not None)
+    assert [point.samples for point in leader.curve] == [80, 160, 240, 320]
 
 
 def test_a_resumed_run_without_overlap_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from orchestra.records.record import (
     write_summary,
 )
 from orchestra.records.report import (
-    ChiefReport,
     Instant,
+    LeaderReport,
     Message,
     Point,
     RankReport,
@@ -100,7 +100,7 @@ def test_a_report_is_plain_data_on_its_way() -> None:
     told = report(
         1,
         staleness={"0": 4},
-        chief=ChiefReport(0.5, {"loss": math.inf}, None, [Point(1, 0.5, {"loss": 1.0})]),
+        leader=LeaderReport(0.5, {"loss": math.inf}, None, [Point(1, 0.5, {"loss": 1.0})]),
         timeline=Timeline("clock", 1.5, ("main",), slices, [Instant("switch", 1.25, True)]),
         shares=(0.5, 0.5),
         usage=Usage("machine", 2, 1.0, 0.5, None),
@@ -111,9 +111,9 @@ def test_a_report_is_plain_data_on_its_way() -> None:
 
 
 def server(**changes: Any) -> RankReport:
-    chief = ChiefReport(0.5, {"accuracy": 0.9}, "ab12")
+    leader = LeaderReport(0.5, {"accuracy": 0.9}, "ab12")
     seconds = {"compute": 100.0, "communicate": 100.0, "wait": 100.0}
-    values = {"role": "server", "steps": 0, "samples": 0, "seconds": seconds, "chief": chief}
+    values = {"role": "server", "steps": 0, "samples": 0, "seconds": seconds, "leader": leader}
     return report(2, **{**values, **changes})
 
 
@@ -244,8 +244,8 @@ def strict(text: str) -> Any:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_numbers_that_json_does_not_know_are_null(tmp_path: Path, bad: float) -> None:
-    chief = ChiefReport(bad, {"accuracy": bad, "r2": 0.5}, "ab12")
-    write_summary(tmp_path, "x", [combine([report(0, chief=chief)], **ABOUT)])
+    leader = LeaderReport(bad, {"accuracy": bad, "r2": 0.5}, "ab12")
+    write_summary(tmp_path, "x", [combine([report(0, leader=leader)], **ABOUT)])
     (run,) = strict((tmp_path / "summary.json").read_text())["runs"]
     assert run["final_loss"] is None
     assert run["metrics"] == {"accuracy": None, "r2": 0.5}

@@ -219,7 +219,12 @@ def test_replicas_change_nothing_but_bytes(tmp_path: Path) -> None:
     for one, other in zip(runs[0].replicas, runs[1].replicas, strict=True):
         assert equal(one, other)
     curves = [
-        [(point.samples, point.metrics) for r in run.reports if r.chief for point in r.chief.curve]
+        [
+            (point.samples, point.metrics)
+            for r in run.reports
+            if r.leader
+            for point in r.leader.curve
+        ]
         for run in runs
     ]
     assert curves[0] == curves[1]

@@ -64,10 +64,10 @@ def network(workers: int, of_workers: Jitter | None, of_server: Jitter | None) -
 def cycles(timed: Timed, steps: int) -> list[float]:
     """Seconds a step of a worker in each eighth of the run, between snapshots; not in the first and
     the last two, when workers begin together and leave one after the other."""
-    (chief,) = (report.chief for report in timed.reports(steps) if report.chief is not None)
+    (leader,) = (report.leader for report in timed.reports(steps) if report.leader is not None)
     return [
         timed.workers * (after.seconds - before.seconds) / (after.samples - before.samples)
-        for before, after in pairwise(chief.curve[:-2])
+        for before, after in pairwise(leader.curve[:-2])
     ]
 
 

@@ -122,8 +122,8 @@ def test_with_its_moments_a_synchronous_run_goes_on_as_if_nothing_was(
 
 
 def curve(result: Trained) -> list[tuple[int, dict[str, float]]]:
-    chief = next(report.chief for report in result.reports if report.chief is not None)
-    return [(point.samples, point.metrics) for point in chief.curve]
+    leader = next(report.leader for report in result.reports if report.leader is not None)
+    return [(point.samples, point.metrics) for point in leader.curve]
 
 
 @pytest.mark.parametrize("first", [ParameterServer(), ParameterServer(returns="gradients")])

@@ -110,14 +110,14 @@ def consumed(folder: Path, ranks: int = RANKS) -> int:
 
 def told(reports: list[RankReport]) -> list[Any]:
     """What does not depend on time."""
-    (chief,) = (report.chief for report in reports if report.chief is not None)
-    points = [(point.samples, point.metrics) for point in chief.curve]
+    (leader,) = (report.leader for report in reports if report.leader is not None)
+    points = [(point.samples, point.metrics) for point in leader.curve]
     first = reports[0]
     return [
         (first.switched_at_step, first.switched_at_sample),
         sum(report.samples for report in reports),
         [report.steps for report in reports],
-        chief.parameters_sha256,
+        leader.parameters_sha256,
         points,
     ]
 

@@ -217,11 +217,11 @@ def test_batch_norm_statistics_are_the_first_workers(
     result = train_threads(strategy, ranks, tmp_path, task, optimizer=MOMENTUM, snapshots=2)
     expected = references()[Case(task, MOMENTUM)]
     assert equal(result.final, expected)
-    chief = next(report.chief for report in result.reports if report.chief is not None)
-    assert chief.curve[-1].metrics["loss"] == chief.final_loss
+    leader = next(report.leader for report in result.reports if report.leader is not None)
+    assert leader.curve[-1].metrics["loss"] == leader.final_loss
     alone = train_threads(AllReduce(), 2, tmp_path / "half", task, optimizer=MOMENTUM, steps=4)
-    assert chief.curve[0].samples == 4 * WORKERS * BATCH
-    assert chief.curve[0].metrics["loss"] == alone.reports[0].chief.final_loss  # type: ignore[union-attr]
+    assert leader.curve[0].samples == 4 * WORKERS * BATCH
+    assert leader.curve[0].metrics["loss"] == alone.reports[0].leader.final_loss  # type: ignore[union-attr]
 
 
 @table(STALE | {"switch to roles": (Switch(AllReduce(), ASYNCHRONOUS, when=AfterSteps(3)), 3)})
@@ -234,7 +234,7 @@ def test_batch_norm_statistics_become_the_mean_over_the_samples(
     assert samples[0] != samples[1]
     for name in ("1.running_mean", "1.running_var"):
         local = [replica[name] for replica in result.replicas[:WORKERS]]
-        if ranks > WORKERS:  # the chief is no worker, so these are the workers' own
+        if ranks > WORKERS:  # the leader is no worker, so these are the workers' own
             assert not torch.equal(local[0], local[1])
             mean = (samples[0] * local[0] + samples[1] * local[1]) / sum(samples)
             assert torch.allclose(result.final[name], mean, rtol=1e-12)

@@ -76,15 +76,15 @@ def test_a_node_is_judged_with_its_own_buffers(tmp_path: Path) -> None:
     run = settings(LocalSGD(None), 2, task, snapshots=2, optimizer="SGD(lr=0.1)")
     trained = train_recorded(run, tmp_path)  # its replicas are those before the average at the end
     loaded = load_task(run.task)
-    (chief,) = (report.chief for report in trained.reports if report.chief is not None)
-    assert len(chief.curve) == 2
+    (leader,) = (report.leader for report in trained.reports if report.leader is not None)
+    assert len(leader.curve) == 2
     for rank, replica in enumerate(trained.replicas):
         module = loaded.model()
         module.load_state_dict(replica)
         assert loaded.test is not None
-        assert chief.curve[-1].nodes[str(rank)] == evaluate(loaded, module, loaded.test, 512)
-    assert chief.curve[-1].average == {"loss": chief.final_loss, **chief.metrics}
-    assert len({json.dumps(own) for own in chief.curve[-1].nodes.values()}) == 2
+        assert leader.curve[-1].nodes[str(rank)] == evaluate(loaded, module, loaded.test, 512)
+    assert leader.curve[-1].average == {"loss": leader.final_loss, **leader.metrics}
+    assert len({json.dumps(own) for own in leader.curve[-1].nodes.values()}) == 2
 
 
 def test_replicas_round_a_centre(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_replicas_round_a_centre(tmp_path: Path) -> None:
     run = settings(LocalSGD(2, outer=Elastic(0.6)), 3, "images(96, 'mlp', 'float64')", snapshots=1)
     trained = train_recorded(run, tmp_path)
     loaded = load_task(run.task)
-    (chief,) = (report.chief for report in trained.reports if report.chief is not None)
-    (point,) = chief.curve
-    assert point.average == {"loss": chief.final_loss, **chief.metrics}
+    (leader,) = (report.leader for report in trained.reports if report.leader is not None)
+    (point,) = leader.curve
+    assert point.average == {"loss": leader.final_loss, **leader.metrics}
     flat = []
     for rank, replica in enumerate(trained.replicas):
         module = loaded.model()

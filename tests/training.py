@@ -36,7 +36,7 @@ TASKS = "tests.tasks_for_tests:"
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training left: `final` as written by the chief, `replicas` as on each rank."""
+    """What a training left: `final` as written by the leader, `replicas` as on each rank."""
 
     folder: Path
     final: State

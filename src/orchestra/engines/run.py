@@ -67,7 +67,7 @@ def record_of(
     # The longest set-up is the one that the others waited for.
     longest = max((report.setup for report in reports), key=lambda setup: sum(setup.values()))
     setup = {**launch, **longest}
-    chief = next(report.chief for report in reports if report.chief is not None)
+    leader = next(report.leader for report in reports if report.leader is not None)
     record = combine(
         reports,
         **_identity(run, folder),
@@ -75,10 +75,10 @@ def record_of(
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
         **_batches(run, reports[0].shares),
-        **target_times(chief.curve, run.training.target),
+        **target_times(leader.curve, run.training.target),
         **about,
     )
-    write_curve(folder, chief.curve)
+    write_curve(folder, leader.curve)
     write_trace(folder, reports)
     return record
 

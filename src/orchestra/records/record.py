@@ -120,7 +120,7 @@ class RunRecord:
 def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     """The record of a run from what its ranks report; `about` gives the fields they do not know."""
     workers = [report for report in reports if report.role == "worker" or report.samples]
-    chief = next(report.chief for report in reports if report.chief is not None)
+    leader = next(report.leader for report in reports if report.leader is not None)
     seconds = max(report.train_seconds for report in reports)
     samples = sum(report.samples for report in workers)
     switches = [report for report in workers if report.switched_at_step is not None]
@@ -135,9 +135,9 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         steps=max(report.steps for report in workers),
         samples=samples,
         samples_per_second=samples / seconds if seconds > 0 else None,
-        final_loss=chief.final_loss,
-        metrics=chief.metrics,
-        nodes=_nodes(chief.curve[-1]) if chief.curve else None,
+        final_loss=leader.final_loss,
+        metrics=leader.metrics,
+        nodes=_nodes(leader.curve[-1]) if leader.curve else None,
         bytes_sent=sum(report.bytes_sent for report in reports),
         bytes_estimated=any(report.bytes_estimated for report in reports),
         seconds={
@@ -149,7 +149,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         dropped=sum(report.dropped for report in reports),
         switched_at_step=switches[0].switched_at_step if switches else None,
         switched_at_sample=switches[0].switched_at_sample if switches else None,
-        parameters_sha256=chief.parameters_sha256,
+        parameters_sha256=leader.parameters_sha256,
         peak_buffer_bytes=max(report.peak_buffer_bytes for report in reports),
         threads=max(report.threads for report in reports),
         by_rank=[{name: getattr(report, name) for name in of_rank} for report in reports],

@@ -182,7 +182,7 @@ class RankReport:
     switched_at_step: int | None
     stopped: bool
     threads: int
-    chief: ChiefReport | None = None
+    leader: LeaderReport | None = None
     timeline: Timeline | None = None
     dropped: int = 0
     switched_at_sample: int | None = None
@@ -191,7 +191,7 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class ChiefReport:
+class LeaderReport:
     """What only one rank finds out: the worth of the final parameters, and of those before.
 
     `final_loss` and `metrics` are on the test data; the last training loss where there is none.

@@ -64,7 +64,7 @@ class Roles:
         return self.reads[rank] if self.reads else rank
 
     @property
-    def chief(self) -> int:
+    def leader(self) -> int:
         """A rank without which the run cannot go on; it gathers and evaluates."""
         if self.servers and not self.replicas:
             return self.servers[0]

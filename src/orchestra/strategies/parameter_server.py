@@ -301,7 +301,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
         replaceable = bool(self.replicas) if is_server else not self.synchronous
-        worker.reporter.expendable(replaceable and worker.rank != roles.chief)
+        worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
 
     def _queue(self, worker: Worker, roles: Roles) -> WorkQueue | None:
@@ -427,7 +427,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             state.server.serve(worker.transport)
         roles = self.roles(worker.budget_ranks)
         without_data = sorted(set(roles.servers) - set(roles.workers))
-        exchange.tell_servers(worker, without_data, roles.chief)
+        exchange.tell_servers(worker, without_data, roles.leader)
 
     def stop(self, worker: Worker, state: ParameterServerState) -> None:
         """Workers leave; then agree."""

@@ -175,24 +175,24 @@ class CollectiveCheckpoints:
         self._folder = folder
         self._ranks = range(worker.runtime.ranks)
 
-    def newest(self, chief: int) -> Any | None:
-        """What this rank wrote into the newest whole checkpoint, which the chief looks for."""
+    def newest(self, leader: int) -> Any | None:
+        """What this rank wrote into the newest whole checkpoint, which the leader looks for."""
         worker = self._worker
         chosen = torch.full((1,), -1, dtype=torch.int64)
-        if worker.rank == chief:
+        if worker.rank == leader:
             chosen[0] = self._newest_whole()
-        broadcast(worker.transport, chosen, chief, worker.everyone, Tag.CHECKPOINT)
+        broadcast(worker.transport, chosen, leader, worker.everyone, Tag.CHECKPOINT)
         if int(chosen) < 0:
             return None
         self.index = int(chosen)
         return read_rank(self._folder, self.index, worker.rank)
 
-    def take(self, state: Any, chief: int) -> None:
+    def take(self, state: Any, leader: int) -> None:
         """At a quiet point: write `state`; it counts only if all ranks have written."""
         index, digest = self.index + 1, None
         if not self._worker.transport.lost():
             digest = write_rank(self._folder, index, self._worker.rank, capture(state))
-        if self._commit(index, digest, chief):
+        if self._commit(index, digest, leader):
             self.index = index
 
     def _newest_whole(self) -> int:
@@ -208,20 +208,22 @@ class CollectiveCheckpoints:
                 return index
         return -1
 
-    def _commit(self, index: int, digest: str | None, chief: int) -> bool:
-        """Return whether checkpoint `index` counts, as the chief decides; nobody goes on before."""
+    def _commit(self, index: int, digest: str | None, leader: int) -> bool:
+        """Return whether checkpoint `index` counts, as the leader decides; all wait for that."""
         transport, own = self._worker.transport, self._worker.rank
-        if own != chief:
-            send_object(transport, digest, chief)
-            return bool(transport.receive(chief, Tag.CHECKPOINT).wait())
-        digests = {rank: digest if rank == chief else self._digest_of(rank) for rank in self._ranks}
+        if own != leader:
+            send_object(transport, digest, leader)
+            return bool(transport.receive(leader, Tag.CHECKPOINT).wait())
+        digests = {
+            rank: digest if rank == leader else self._digest_of(rank) for rank in self._ranks
+        }
         files = {rank_file(rank): text for rank, text in digests.items() if text}
         whole = len(files) == len(digests)
         if whole:
             commit(self._folder, index, files)
         for rank in self._ranks:
             with contextlib.suppress(PeerLost):
-                if rank != chief:
+                if rank != leader:
                     transport.send(torch.tensor([whole]), rank, Tag.CHECKPOINT).wait()
         return whole
 

@@ -1,9 +1,9 @@
 """The curve of a run: the snapshots of all ranks, put together and evaluated after the stopwatch.
 
-First every rank hands in what it has, without values; so the chief knows that all have ended, and
+First every rank hands in what it has, without values; so the leader knows that all have ended, and
 nothing of what follows takes time from one that still trains. From then on the others answer the
-chief's requests, so that no rank ever holds more than its own snapshots and one part of another's.
-Where replicas differ every rank evaluates its own, and the chief their average.
+leader's requests, so that no rank ever holds more than its own snapshots and one part of another's.
+Where replicas differ every rank evaluates its own, and the leader their average.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _EVALUATE, _DONE = -1, -2
 """Requests that are not the number of a part."""
 
 
-def hand_in(worker: Worker, chief: int, figures: Callable[[], Figures]) -> None:
-    """On all ranks but the chief: tell it which parts there are, and do as it requests.
+def hand_in(worker: Worker, leader: int, figures: Callable[[], Figures]) -> None:
+    """On all ranks but the leader: tell it which parts there are, and do as it requests.
 
     Args:
         figures: those of this rank's own snapshots.
     """
     parts, transport = worker.snapshots.parts, worker.transport
-    send_object(transport, [{**vars(part), "values": None} for part in parts], chief)
+    send_object(transport, [{**vars(part), "values": None} for part in parts], leader)
     while parts:
-        wanted = int(transport.receive(chief, Tag.PARTS).wait())
+        wanted = int(transport.receive(leader, Tag.PARTS).wait())
         if wanted == _DONE:
             return
         if wanted == _EVALUATE:
-            send_object(transport, list(figures().items()), chief)
+            send_object(transport, list(figures().items()), leader)
         else:
-            transport.send(parts[wanted].values, chief, Tag.PARTS).wait()
+            transport.send(parts[wanted].values, leader, Tag.PARTS).wait()
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Held:
 
 
 class Gathered:
-    """The parts of all ranks, on the chief; those that lie elsewhere come when they are read.
+    """The parts of all ranks, on the leader; those that lie elsewhere come when they are read.
 
     Where it is `tolerant`, the parts of a rank that is lost meanwhile are left out.
     """
@@ -202,7 +202,7 @@ def own_figures(model: FlatModel, task: Task, parts: Sequence[Part]) -> Figures:
 def points_of(
     model: FlatModel, task: Task, gathered: Gathered, nodes: Mapping[int, Figures], below: int
 ) -> list[Point]:
-    """The figures of every snapshot whose index is `below` that, on the chief.
+    """The figures of every snapshot whose index is `below` that, on the leader.
 
     Args:
         nodes: by rank, the figures of replicas; their mean is what a point's `metrics` are, and

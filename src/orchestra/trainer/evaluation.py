@@ -88,8 +88,8 @@ def set_buffers(buffers: Buffers, parts: Sequence[Part]) -> None:
         offset += buffer.numel()
 
 
-def agree_on_buffers(worker: Worker, samples: int, chief: int) -> None:
-    """After an asynchronous run: the chief takes the sample-weighted mean of the buffers.
+def agree_on_buffers(worker: Worker, samples: int, leader: int) -> None:
+    """After an asynchronous run: the leader takes the sample-weighted mean of the buffers.
 
     `samples` are those of this rank. Only ranks that have data at the end take part.
     """
@@ -97,16 +97,16 @@ def agree_on_buffers(worker: Worker, samples: int, chief: int) -> None:
     if vector is None:
         return
     weighted = torch.cat([vector, vector.new_tensor([samples])])
-    if worker.rank != chief:
+    if worker.rank != leader:
         if worker.rank in worker.workers.ranks:
-            worker.transport.send(weighted, chief, Tag.PARTS).wait()
+            worker.transport.send(weighted, leader, Tag.PARTS).wait()
         return
     parts = []
     for rank in worker.workers.ranks:
-        if rank != chief and rank not in worker.everyone.ranks:
+        if rank != leader and rank not in worker.everyone.ranks:
             continue
         try:
-            own = rank == chief
+            own = rank == leader
             message = weighted if own else worker.transport.receive(rank, Tag.PARTS).wait()
         except PeerLost:
             continue

@@ -18,7 +18,7 @@ from orchestra.data.random_state import random_state, restore_random_state, undi
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import restore
-from orchestra.records.report import ChiefReport, Point, RankReport
+from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.records.tensorboard import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Strategy
 from orchestra.strategies.switch import phases
@@ -133,7 +133,7 @@ class Session:
             measured=self.shares or None,
         )
         reporter.phase("training")
-        start_together(worker, self.roles.chief)
+        start_together(worker, self.roles.leader)
         worker.agrees = False
         worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
         self._passed("first_step")
@@ -146,12 +146,12 @@ class Session:
         strategy.stop(worker, self.state)
         loop.close()
         if not strategy.currently_synchronous(self.state):
-            chief = strategy.current_roles(worker, self.state).chief
-            evaluation.agree_on_buffers(worker, self.totals.samples, chief)
+            leader = strategy.current_roles(worker, self.state).leader
+            evaluation.agree_on_buffers(worker, self.totals.samples, leader)
         self.recorder.pause()
 
     def finish(self) -> RankReport:
-        """Evaluate on the chief, write the parameters, and report."""
+        """Evaluate on the leader, write the parameters, and report."""
         worker, roles = self.worker, self.strategy.current_roles(self.worker, self.state)
         tolerant = roles.replicas > 0 or not self.strategy.currently_synchronous(self.state)
         self._conclude()
@@ -159,19 +159,19 @@ class Session:
         if self.scalars is not None:
             self.scalars.close()
         with evaluation.signs_of_life(worker, worker.module, self.position.steps):
-            if worker.rank != roles.chief:
-                curve.hand_in(worker, roles.chief, self._own_figures)
+            if worker.rank != roles.leader:
+                curve.hand_in(worker, roles.leader, self._own_figures)
                 return report
             gathered = curve.Gathered(worker, tolerant=tolerant)
             if self.shared is not None:
                 points = curve.moments(self.shared.parts, worker.layout.size)
-                return replace(report, chief=ChiefReport(None, {}, None, points))
+                return replace(report, leader=LeaderReport(None, {}, None, points))
             nodes = gathered.evaluated(self.run.seed, self._own_figures)
         worker.reporter.phase("evaluating")
-        return replace(report, chief=self._evaluate(gathered, nodes))
+        return replace(report, leader=self._evaluate(gathered, nodes))
 
-    def _evaluate(self, gathered: curve.Gathered, nodes: dict[int, curve.Figures]) -> ChiefReport:
-        """On the chief: evaluate snapshots and final parameters, and write these."""
+    def _evaluate(self, gathered: curve.Gathered, nodes: dict[int, curve.Figures]) -> LeaderReport:
+        """On the leader: evaluate snapshots and final parameters, and write these."""
         worker, task, module = self.worker, self.task, self._whole(gathered)
         with evaluation.signs_of_life(worker, module, self.position.steps), evaluation.all_cores():
             points: list[Point] = []
@@ -190,7 +190,7 @@ class Session:
                 write_curve_events(self.folder, points)
         save_state(self.folder / "parameters.safetensors", module)
         final_loss = figures.pop("loss", self.totals.loss)
-        return ChiefReport(final_loss, figures, parameters_hash(module), points)
+        return LeaderReport(final_loss, figures, parameters_hash(module), points)
 
     def _own_figures(self) -> curve.Figures:
         """Evaluate this rank's own replica at its snapshots."""
@@ -222,7 +222,7 @@ class Session:
     def _check_target(self, module: nn.Module) -> None:
         """Refuse a run towards a metric that the task does not have: it would never arrive."""
         target, task = self.run.training.target, self.task
-        if target is None or self.runtime.rank != self.roles.chief:
+        if target is None or self.runtime.rank != self.roles.leader:
             return
         dataset = curve.judging_data(task)
         if dataset is None:
@@ -284,7 +284,7 @@ class Session:
     # The end
 
     def _conclude(self) -> None:
-        """Add what each rank has of the final model to what it gives to the chief."""
+        """Add what each rank has of the final model to what it gives to the leader."""
         snapshots = self.worker.snapshots
         if self.shared is not None:
             self.shared.parts += snapshots.parts
@@ -296,7 +296,7 @@ class Session:
                 snapshots.parts += snapshots.conclude("buffers", buffers)
 
     def _whole(self, gathered: curve.Gathered) -> nn.Module:
-        """Return the final model, on the chief."""
+        """Return the final model, on the leader."""
         if self.part is None:
             return self.worker.module
         self.state = None  # the optimizer makes room
@@ -340,7 +340,7 @@ class Session:
 
     def _start(self) -> Any:
         """Start the strategy, from the newest checkpoint if there is one."""
-        saved = None if self.shared else self.checkpoints.newest(self.roles.chief)
+        saved = None if self.shared else self.checkpoints.newest(self.roles.leader)
         if saved is None:
             return self.strategy.start(self.worker)
         worker, position = self.worker, self.position
@@ -368,8 +368,8 @@ class Session:
     def _take_checkpoint(self) -> None:
         """Write one at a quiet point, all ranks together; a run of shapes has nothing to write."""
         if self.shared is None:
-            chief = self.strategy.current_roles(self.worker, self.state).chief
-            self.checkpoints.take(self.held(), chief)
+            leader = self.strategy.current_roles(self.worker, self.state).leader
+            self.checkpoints.take(self.held(), leader)
 
     def held(self) -> dict[str, Any]:
         """All that a run resumes from, but its settings."""

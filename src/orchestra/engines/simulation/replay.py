@@ -34,7 +34,7 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Errand:
+class Assignment:
     """What to replay: `run`, recorded in `source`; what it writes goes into `folder`. `threads` are
     those that each rank computed with; None: those of a simulation."""
 
@@ -69,9 +69,9 @@ def replay_run(
             "native cannot be replayed exactly; record one with a schedule, such as ring"
         )
     ranks = len(roles_of(run).shares)
-    errand = Errand(run, source.absolute(), folder.absolute(), ranks, until, threads)
+    assignment = Assignment(run, source.absolute(), folder.absolute(), ranks, until, threads)
     with Display(run, Single().roles(1), quiet=quiet) as display:
-        launched = launch(program, errand, 1, patience=3600.0, on_event=display.on_event)
+        launched = launch(program, assignment, 1, patience=3600.0, on_event=display.on_event)
     if launched.stopped:
         raise KeyboardInterrupt
     (result,) = launched.results
@@ -80,7 +80,7 @@ def replay_run(
     return cast("Replayed", result)
 
 
-def program(runtime: Runtime, errand: Errand) -> Replayed | Exception:
+def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
     """What the process of the replay runs; here, so that a launcher can name it."""
     from orchestra.cluster import load_cluster
     from orchestra.engines.simulation.costs import OVERHEAD
@@ -90,29 +90,31 @@ def program(runtime: Runtime, errand: Errand) -> Replayed | Exception:
     from orchestra.trainer.program import Session
     from orchestra.worker.interception import intercepted
 
-    training = replace(errand.run.training, trace_steps=0, record_order=False, tensorboard=False)
-    run = replace(errand.run, training=training)
-    halt = Halt(errand.until, roles_of(run).workers, errand.folder)
+    training = replace(
+        assignment.run.training, trace_steps=0, record_order=False, tensorboard=False
+    )
+    run = replace(assignment.run, training=training)
+    halt = Halt(assignment.until, roles_of(run).workers, assignment.folder)
 
     def rank_program(inner: Runtime) -> Any:
         inner.reporter.phase("set-up")
-        order = read_order(errand.source, inner.rank)
+        order = read_order(assignment.source, inner.rank)
         halting = intercepted(inner, Halting(inner.rank, halt))
-        session = Session(halting, run, run.strategy, errand.folder, repeats=order)
+        session = Session(halting, run, run.strategy, assignment.folder, repeats=order)
         halt.sessions[inner.rank] = session
         session.train()
         return session.finish()
 
-    cluster = load_cluster(f"lan_10gbit(nodes={errand.ranks})", where="replay", folder=Path())
+    cluster = load_cluster(f"lan_10gbit(nodes={assignment.ranks})", where="replay", folder=Path())
     outcome = simulate(
-        rank_program, cluster, errand.ranks, ALIKE, OVERHEAD, runtime.reporter,
-        arithmetic=errand.threads,
+        rank_program, cluster, assignment.ranks, ALIKE, OVERHEAD, runtime.reporter,
+        arithmetic=assignment.threads,
     )  # fmt: skip
     if outcome.bad_input is not None:
         return InputError(outcome.bad_input)
     if halt.reached:
-        return Replayed(None, halt.conclude(), errand.folder)
+        return Replayed(None, halt.conclude(), assignment.folder)
     if outcome.failure is not None:
         return RunFailed(outcome.failure)
-    chief = next(report.chief for report in outcome.results if report.chief is not None)
-    return Replayed(chief.parameters_sha256, halt.steps(), errand.folder)
+    leader = next(report.leader for report in outcome.results if report.leader is not None)
+    return Replayed(leader.parameters_sha256, halt.steps(), assignment.folder)
