@@ -8,6 +8,7 @@ docs/decisions/0027-fluid.md).
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
@@ -21,6 +22,9 @@ from orchestra.engines.simulation.sharing import (
     is_only_shared,
     share,
 )
+
+MARKS = itertools.count(1)
+"""Numbers of sharings, of all fluids: a replay has one of its own, on the same resources."""
 
 __all__ = ["Activity", "Clock", "Fluid", "Resource", "Timer"]
 
@@ -177,18 +181,18 @@ class Fluid:
         """Share out all resources that are connected with those where something has changed."""
         now = self._clock.now()
         dirty, self._dirty = self._dirty, {}
-        before = self.solves
+        begun = next(MARKS)
         for seed in dirty:
             if seed.equal is not None and not self._share_equally(seed.equal, now):
                 self._part(seed.equal)
         for seed in dirty:
-            if seed.equal is None and seed.mark <= before and seed.activities:
+            if seed.equal is None and seed.mark < begun and seed.activities:
                 self._share_out(seed, now)
         self._set_alarm()
 
     def _share_out(self, seed: Resource, now: float) -> None:
         self.solves += 1
-        activities, shared, logged = share(seed, self.solves)
+        activities, shared, logged = share(seed, next(MARKS))
         self.shares += len(activities)
         if not logged and _are_equal(activities, shared):
             self._join(shared[0], activities, now)

@@ -133,6 +133,7 @@ class Stream:
         self._last = 0.0  # when the last one arrives
         self._queue: deque[Load] = deque()
         self._crossing: Activity | None = None  # of the first of them, once it has begun
+        self._rest: float | None = None  # of it, in bytes, while it is suspended
         self._closed: Exception | None = None
         self._on_crossed = self._crossed  # one object for all messages
 
@@ -156,14 +157,18 @@ class Stream:
         if len(self._queue) == 1:
             self._begin(load)
 
+    def suspend(self) -> None:
+        """Take what crosses off the links, until `enter` lets the rest of it cross."""
+        if self._crossing is not None and not self._queue[0].crossed:
+            self._rest = self._crossing.left_at(self._events.now())
+            self._fluid.cancel(self._crossing)
+
     def enter(self, events: Events, fluid: Fluid) -> None:
         """Go on among these `events`, whose present time is the same."""
-        self._events = events
-        before, self._fluid = self._fluid, fluid
-        if self._crossing is not None and not self._queue[0].crossed:
-            left = self._crossing.left_at(events.now())
-            before.cancel(self._crossing)
-            self._cross(left)
+        self._events, self._fluid = events, fluid
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            self._cross(rest)
 
     def leave(self, load: Load, time: float) -> None:
         """The sender has done its part of `load` at `time`, now or later."""

@@ -6,7 +6,7 @@ It takes the steps of transports/collective.py, and is charged for them as a tra
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from math import inf
 
 from orchestra.engines.simulation.events import Events
@@ -69,10 +69,12 @@ class Scene:
         self.events = events
         self.replays = replays
 
-    def enter_world(self, world: Events, fluid: Fluid, streams: Iterable[Stream]) -> None:
+    def enter_world(self, world: Events, fluid: Fluid, streams: Collection[Stream]) -> None:
         """Go on at the present time of the `world`."""
         self.events.run_until(world.now())
         left = [(time, call, packet) for time, call, packet in self.events.left() if packet]
+        for stream in streams:  # all of them, before one crosses again: they may share links
+            stream.suspend()
         for stream in streams:
             stream.enter(world, fluid)
         for time, call, packet in left:  # computation starts anew: others may compute, too
