@@ -263,7 +263,9 @@ def join(
                 children=False,
                 tls=tls,
                 on_event=on_event,
+                on_cause=on_cause,
             )
+            on_cause = None  # it comes from the watcher
             watcher.start()
             closing.callback(watcher.abandon)
             about = {"address": watcher.address, "token": token, "tls": tls is not None}

@@ -83,6 +83,8 @@ class Watcher:
         children: the ranks are child processes, each given to `adopt` once started.
         tls: encrypts the control connections.
         on_event: called from the thread with each event, and each notice.
+        on_cause: called from the thread with the cause of a failure, before any rank hears of it:
+            once one has left, its launcher may end the others, this process too.
 
     Attributes:
         address: where the ranks reach the watcher.
@@ -98,12 +100,14 @@ class Watcher:
         children: bool,
         tls: TLS | None = None,
         on_event: Callable[[events.Event | events.Notice], None] | None = None,
+        on_cause: Callable[[str], None] | None = None,
     ) -> None:
         self.results: dict[int, bytes] = {}
         self.setup: dict[str, float] = {}
         self.imported = 0.0
         self._ranks = ranks
         self._on_event = on_event or (lambda _: None)
+        self._on_cause = on_cause or (lambda _: None)
         self._children: dict[int, BaseProcess] = {}
         self._links: dict[int, _Link] = {}
         self._connected: set[int] = set()
@@ -269,6 +273,8 @@ class Watcher:
                 case events.Notice():
                     self._on_event(instruction)
                 case _:  # an order to all ranks
+                    if isinstance(instruction, events.Abort):
+                        self._on_cause(instruction.cause)
                     kind = type(instruction).__name__.lower()
                     self._broadcast({"kind": kind, **asdict(instruction)})
 
