@@ -23,7 +23,7 @@ from orchestra.parameter_server.wire import (
     encode_request,
 )
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
-from orchestra.transports.collective import CollectiveVerb
+from orchestra.transports.collective import CollectiveMixin
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -50,7 +50,7 @@ class Here:
         return True
 
 
-class Arrivals(CollectiveVerb):
+class Arrivals(CollectiveMixin):
     """The transport of a server: `order` names who pushes next; at the end all send `last`.
 
     `given` holds for each worker the values that it was last sent, `clocks` how far it is, and

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.collective import CollectiveVerb
+from orchestra.transports.collective import CollectiveMixin
 from orchestra.transports.framing import Header, byte_view
 from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
 from orchestra.transports.protocol import Traffic
@@ -198,7 +198,7 @@ class Network:
             assert fiber.ended
 
 
-class Port(CollectiveVerb):
+class Port(CollectiveMixin):
     """The transport of one flow."""
 
     def __init__(self, network: Network, rank: int) -> None:

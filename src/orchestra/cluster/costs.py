@@ -77,23 +77,23 @@ class Overhead:
         first = self.send.at(0)
         # Measured costs may fall with the size, by chance.
         rest = max(self.send.at(frame_bytes) - first, 0.0)
-        taking_in = self.receive.at(frame_bytes)
-        return MessageCost(first, rest, taking_in, frame_bytes * self.wire)
+        receiving = self.receive.at(frame_bytes)
+        return MessageCost(first, rest, receiving, frame_bytes * self.wire)
 
 
 class MessageCost(NamedTuple):
     """What one message costs.
 
     Attributes:
-        first: processor seconds of the sender until its first byte is on its way.
-        rest: processor seconds of the sender until all of it has left.
-        taking_in: processor seconds of the receiver, from the arrival of the first byte on.
+        send_setup: processor seconds of the sender until the first byte leaves.
+        send_rest: processor seconds of the sender from then until the last byte has left.
+        receiving: processor seconds of the receiver, from the arrival of the first byte on.
         wire_bytes: bytes on each link that it crosses.
     """
 
-    first: float
-    rest: float
-    taking_in: float
+    send_setup: float
+    send_rest: float
+    receiving: float
     wire_bytes: float
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 STEPS_KEPT = 16
-"""Of each plan: ranks that take turns are seldom further apart."""
+"""Steps that each plan keeps: ranks that take turns are seldom further apart."""
 
 
 class Deal(NamedTuple):

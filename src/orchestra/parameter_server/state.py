@@ -83,7 +83,7 @@ class Decision:
 class Pause:
     """A quiet point: nothing is in flight. All workers paused, the last one after `step`.
 
-    `complete`: no worker of the phase has left; a lost one has not.
+    `complete`: no worker of the phase has signed off; a lost worker does not count as one that has.
     """
 
     step: int

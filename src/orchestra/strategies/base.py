@@ -255,7 +255,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_values(self) -> bool:
-        """When it does what depends on losses, gradients or parameters."""
+        """Whether the timing of its communication depends on losses, gradients or parameters."""
         return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:

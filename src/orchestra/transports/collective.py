@@ -2,7 +2,7 @@
 
 `steps` states what a rank does in a schedule and in which order, in numbers alone. `execute` does
 it over a transport, blocking; the simulation does the same steps by events, without a flow for each
-rank. A flow that begins collectives has two queues (`CollectiveVerb`). Those of the foreground are
+rank. A flow that begins collectives has two queues (`CollectiveMixin`). Those of the foreground are
 executed by the flow itself, when it waits for one of them; those of the background by one more
 flow, which is made for the first of them.
 """
@@ -51,8 +51,8 @@ def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-class Verb(Enum):
-    """What a rank does next."""
+class StepKind(Enum):
+    """Kinds of `Step`."""
 
     SEND = auto()  # begin to send elements
     POST = auto()  # begin to receive elements
@@ -70,7 +70,7 @@ class Step(NamedTuple):
     negative for one that lands in its place.
     """
 
-    verb: Verb
+    kind: StepKind
     number: int = -1
     peer: int = -1
     first: int = 0
@@ -87,13 +87,13 @@ def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator
     All that a round receives is posted, at most two messages a run of pieces, then all is sent,
     then the messages are taken in the order of the schedule. A message is small enough to be still
     in the processor's cache when it is added, and while one is added the next is on its way: two
-    of scratch are enough. What leaves is what was there when the round began: it has to be gone
-    before the sum of the same elements. An empty run of pieces makes no message.
+    of scratch are enough. A send has to complete before
+    the rank adds to the elements that it sends. An empty run of pieces makes no message.
     """
     sent, posted = itertools.count(), itertools.count()
     for part in parts:
         yield from _round(part, edges, segment, sent, posted)
-        yield Step(Verb.NEXT)
+        yield Step(StepKind.NEXT)
 
 
 def _round(
@@ -104,7 +104,10 @@ def _round(
         scratch = 2 * run if operation == REDUCE else -3
         spans = _cut(edges[first], edges[end], segment)
         arriving.append(
-            [Step(Verb.POST, -1, source, *span, scratch + k % 2) for k, span in enumerate(spans)]
+            [
+                Step(StepKind.POST, -1, source, *span, scratch + number % 2)
+                for number, span in enumerate(spans)
+            ]
         )
     for messages in arriving:
         for place in range(min(2, len(messages))):
@@ -112,21 +115,21 @@ def _round(
     leaving: dict[Span, list[list[Step]]] = {}
     for target, first, end in part.sends:
         spans = _cut(edges[first], edges[end], segment)
-        sending = [Step(Verb.SEND, next(sent), target, *span) for span in spans]
+        sending = [Step(StepKind.SEND, next(sent), target, *span) for span in spans]
         yield from sending
         leaving.setdefault((first, end), []).append(sending)
     for (_, first, end, _), messages in zip(part.receives, arriving, strict=True):
         for place, message in enumerate(messages):  # which are numbered when they are posted
-            yield message._replace(verb=Verb.TAKE)
+            yield message._replace(kind=StepKind.TAKE)
             if message.scratch >= 0:
                 for sending in leaving.get((first, end), ()):
-                    yield sending[place]._replace(verb=Verb.FREE)
-                yield message._replace(verb=Verb.ADD)
+                    yield sending[place]._replace(kind=StepKind.FREE)
+                yield message._replace(kind=StepKind.ADD)
             if place + 2 < len(messages):
                 yield _numbered(messages, place + 2, posted)
     for sending in itertools.chain(*leaving.values()):
         for step in sending:
-            yield step._replace(verb=Verb.FREE)
+            yield step._replace(kind=StepKind.FREE)
 
 
 def _numbered(messages: list[Step], place: int, posted: Iterator[int]) -> Step:
@@ -172,21 +175,21 @@ def _exchange(
     sends: dict[int, Handle] = {}
     receives: dict[int, Handle] = {}
     scratch: dict[int, Tensor] = {}
-    for verb, number, peer, first, end, place in order:
-        if verb is Verb.SEND:
+    for kind, number, peer, first, end, place in order:
+        if kind is StepKind.SEND:
             sends[number] = transport.send(memory[first:end], ranks[peer], tag)
-        elif verb is Verb.POST:
+        elif kind is StepKind.POST:
             into = memory[first:end]
             if place >= 0:
                 if place not in scratch:
                     scratch[place] = torch.empty_like(into)
                 into = scratch[place][: end - first]
             receives[number] = transport.receive(ranks[peer], tag, into)
-        elif verb is Verb.TAKE:
+        elif kind is StepKind.TAKE:
             receives[number].wait()
-        elif verb is Verb.ADD:
+        elif kind is StepKind.ADD:
             transport.add(memory[first:end], scratch[place][: end - first])
-        elif verb is Verb.FREE:
+        elif kind is StepKind.FREE:
             sends[number].wait()
         else:
             peak = max(peak, sum(each.nbytes for each in scratch.values()))
@@ -305,7 +308,7 @@ class Background:
             self._hand_over.tell(functools.partial(setattr, begun, "finished", True), traffic)
 
 
-class CollectiveVerb:
+class CollectiveMixin:
     """`Transport.collective` for every transport.
 
     An interceptor's transport has queues of its own, so that the flow behind them is intercepted.

@@ -97,8 +97,8 @@ class CollectiveCall:
         edges: where the pieces begin, and the number of elements, the same on all ranks; None:
             pieces as equal as can be.
         background: whether it goes on while this flow does something else.
-        visible: whether somebody wants to see its messages, and an engine that can do without
-            them should not.
+        visible: whether each message has to be sent, even by a simulation that could do without,
+            since an interceptor records them.
     """
 
     schedule: Schedule | None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.collective import CollectiveVerb
+from orchestra.transports.collective import CollectiveMixin
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.matching import Flow, Receive, Send
@@ -30,7 +30,7 @@ STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
 
-class SocketTransport(Flow, CollectiveVerb):
+class SocketTransport(Flow, CollectiveMixin):
     """Messages of tensors over TCP, for one flow of one rank.
 
     Args:

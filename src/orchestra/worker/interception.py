@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from orchestra.transports.collective import Begun, CollectiveVerb
+from orchestra.transports.collective import Begun, CollectiveMixin
 from orchestra.transports.protocol import (
     CollectiveCall,
     Handle,
@@ -157,7 +157,7 @@ class Chain:
         self._of_thread.flow = flow
 
 
-class InterceptedTransport(CollectiveVerb):
+class InterceptedTransport(CollectiveMixin):
     """The transport `inner` of `flow`, behind the interceptors of `chain`."""
 
     def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:

@@ -228,7 +228,7 @@ class Gradients:
     def take_users(self) -> bool:
         """Bring what a user has put in place of complete gradients into the flat vector.
 
-        Whether there was any such; in-place changes are in it anyway.
+        Return whether a user has replaced a `.grad`; changes in place need no copy.
         """
         changed = False
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):

@@ -54,7 +54,7 @@ TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sen
 
 @dataclass
 class TimedCompute:
-    """Computation takes the time that it takes."""
+    """Measures computation by the clock."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -68,7 +68,7 @@ class TimedCompute:
             self.calls += 1
 
     def reached(self, slot: int) -> None:
-        """The clock knows."""
+        """Do nothing: only a simulation charges a part of a backward pass."""
 
 
 class Watched(Interceptor):

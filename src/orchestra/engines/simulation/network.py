@@ -110,7 +110,7 @@ class Message:
 class Stream:
     """What one rank sends to another, a message after the other: latency first, then bandwidth.
 
-    `delay` tells how many seconds later than that a message arrives which is sent at a time.
+    `delay(t)` is what a message that is sent at time t takes beyond the latency, in seconds.
 
     Attributes:
         resources: that it crosses.
@@ -327,8 +327,8 @@ class Port:
         self._asleep: dict[Flow, Callable[[], bool]] = {}
         net.ports.append(self)
 
-    def chill(self) -> None:
-        """A step begins, after which the caches of the rank hold nothing of what messages need."""
+    def mark_caches_cold(self) -> None:
+        """Let the next message of the rank pay `Overhead.cold`: a step has begun."""
         self.keep_order()
         self._cold = True
 

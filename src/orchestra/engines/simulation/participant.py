@@ -14,11 +14,12 @@ from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Processor
 from orchestra.engines.simulation.network import Stream
 from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.transports.collective import Verb
+from orchestra.transports.collective import StepKind
 
 Call = Callable[[], None]
 
-SEND, TAKE, FREE, ADD = Verb.SEND, Verb.TAKE, Verb.FREE, Verb.ADD  # enums are slow to look up
+# Attributes of an Enum are slow to look up.
+SEND, TAKE, FREE, ADD = StepKind.SEND, StepKind.TAKE, StepKind.FREE, StepKind.ADD
 BLOCKED = None
 """In place of seconds of computation: a packet wakes the participant."""
 
@@ -152,19 +153,19 @@ class Participant:
         plan, overhead, streams = placed.plan, placed.net.overhead, placed.streams
         counts: Counter[tuple[int, int]] = Counter()
         leaving: list[Packet] = []
-        for verb, number, peer, first, end, _ in plan.steps(own):
+        for kind, number, peer, first, end, _ in plan.steps(own):
             began = scene.events.now()
-            if verb is SEND:
+            if kind is SEND:
                 pair = own, peer
                 packet = messages.packet(pair, counts[pair], end - first)
                 counts[pair] += 1
                 leaving.append(packet)
                 cost = overhead.message(packet.frame_bytes)
-                yield cost.first
+                yield cost.send_setup
                 streams[pair].send(packet, scene.events.now())
-                yield cost.rest
+                yield cost.send_rest
                 streams[pair].leave(packet, scene.events.now())
-            elif verb is TAKE:
+            elif kind is TAKE:
                 pair = peer, own
                 packet = messages.packet(pair, counts[pair], end - first)
                 counts[pair] += 1
@@ -174,18 +175,18 @@ class Participant:
                 now = scene.events.now()
                 self.waiting += now - began
                 began = now
-                yield overhead.message(packet.frame_bytes).taking_in
+                yield overhead.message(packet.frame_bytes).receiving
                 while packet.ended == inf:
                     packet.then(self.go_on)
                     yield BLOCKED
-            elif verb is FREE:
+            elif kind is FREE:
                 packet = leaving[number]
                 while packet.frame_bytes > overhead.buffer_bytes and packet.ended == inf:
                     packet.then(self.go_on)
                     yield BLOCKED
                 self.waiting += scene.events.now() - began
                 continue
-            elif verb is ADD:
+            elif kind is ADD:
                 yield overhead.add * (end - first) * plan.itemsize
             self.communicating += scene.events.now() - began
         began = scene.events.now()

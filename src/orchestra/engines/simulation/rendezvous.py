@@ -360,7 +360,7 @@ class Rendezvous:
 
     def _begin(self, given: Contribution) -> Collective:
         placed = given.placed
-        ahead = placed.meets_none and not self.faults and not self._crowded(placed.ranks)
+        ahead = placed.contention_free and not self.faults and not self._crowded(placed.ranks)
         ahead = ahead and not any(map(attrgetter("activities"), placed.links))
         before = None
         for claim in set(map(self._claims.get, placed.links)) if ahead else ():

@@ -80,8 +80,8 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Hop:
-    """The messages of a round that are the first of their runs of pieces, or the second, ...
+class Segment:
+    """The k-th message of every transfer of a round, as arrays: long transfers are cut.
 
     Seconds are in the order of `source` and `target` up to `crossing`; then in that of `target`
     taken at `arriving`.
@@ -91,9 +91,9 @@ class Hop:
             all or none are held, and none is freed; both orders are those of the ranks then.
         arrives: from the sender's start until its first byte is there, if the way is free.
         sending: of the sender until it has left.
-        taking_in, adding: of the receiver, from its first byte on; and then to add it.
+        receiving, adding: of the receiver, from its first byte on; and then to add it.
         held: of those that keep their sender's memory until they have arrived.
-        freed: of those, by receiver, that are added to what the receiver itself sends in this hop.
+        freed: of those, by receiver, that are added to what the receiver itself sends here.
     """
 
     source: Integers
@@ -103,7 +103,7 @@ class Hop:
     arrives: Floats
     sending: Floats
     crossing: Floats
-    taking_in: Floats
+    receiving: Floats
     adding: Floats
     held: Integers
     freed: Integers
@@ -119,7 +119,8 @@ class PlacedPlan:
         sent: by place, the bytes that the rank there sends to each other rank.
         links: every link that is used, with the only place that sends on it and the only one that
             receives from it, each `NOBODY` where there are several.
-        meets_none: whether the messages can be evaluated over arrays.
+        contention_free: whether no link is shared by several pairs at a time, as far as the
+            schedule tells: then the times can be evaluated over arrays.
     """
 
     def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
@@ -141,12 +142,12 @@ class PlacedPlan:
                 known = self.links.setdefault(link, ends)
                 if known != ends:
                     self.links[link] = _common(known, ends)
-        self.meets_none = plan.sends_one_at_a_time and all(
+        self.contention_free = plan.sends_one_at_a_time and all(
             ends != (NOBODY, NOBODY) and link.log is None for link, ends in self.links.items()
         )
         self._follows: dict[PlacedPlan, bool] = {}
         self._rates: tuple[float, ...] = ()
-        self._rounds: list[list[Hop]] = []
+        self._rounds: list[list[Segment]] = []
         self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MOST_KEPT)
 
     def may_follow(self, before: PlacedPlan) -> bool:
@@ -170,7 +171,7 @@ class PlacedPlan:
         Training repeats itself: the last results are kept.
         """
         if rates != self._rates:
-            self._rates, self._rounds = rates, list(self._hops(np.array(rates)))
+            self._rates, self._rounds = rates, list(self._segments(np.array(rates)))
             self._known.clear()
         begin = min(arrivals)
         clock = np.array(arrivals) - begin
@@ -185,10 +186,10 @@ class PlacedPlan:
 
     def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
         state = State(arrivals, usage)
-        for hops in self._rounds:
-            if len(hops) == 1 and hops[0].is_ring:
-                state.pass_ring(hops[0])
-            elif not state.pass_round(hops):
+        for segments in self._rounds:
+            if len(segments) == 1 and segments[0].is_ring:
+                state.pass_ring(segments[0])
+            elif not state.pass_round(segments):
                 return None
         last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
         clock = state.clock + last
@@ -196,7 +197,7 @@ class PlacedPlan:
 
     # The messages as arrays
 
-    def _hops(self, rates: Floats) -> Iterator[list[Hop]]:
+    def _segments(self, rates: Floats) -> Iterator[list[Segment]]:
         ranks, streams = len(self.ranks), self.streams
         codes = np.array([source * ranks + target for source, target in streams])
         order = np.argsort(codes)
@@ -204,7 +205,7 @@ class PlacedPlan:
         bandwidth = np.array([stream.bandwidth for stream in streams.values()])[order]
         to, by = np.full(ranks, NOBODY), np.full(ranks, NOBODY)
         for transfers in self.plan.rounds:
-            hops = []
+            segments = []
             leaving = np.full((ranks, 2), NOBODY)
             leaving[transfers[:, 0]] = transfers[:, 2:4]
             for number in count():
@@ -216,11 +217,11 @@ class PlacedPlan:
                 follows = bool(((to[source] == target) & (by[target] == source)).all())
                 to[source], by[target] = target, source
                 way = np.searchsorted(codes[order], source * ranks + target)
-                hop = partial(self._hop, rows, number, rates, leaving, follows)
-                hops.append(hop(latency[way], bandwidth[way]))
-            yield hops
+                segment = partial(self._segment, rows, number, rates, leaving, follows)
+                segments.append(segment(latency[way], bandwidth[way]))
+            yield segments
 
-    def _hop(
+    def _segment(
         self,
         rows: Integers,
         number: int,
@@ -229,23 +230,23 @@ class PlacedPlan:
         follows: bool,
         latency: Floats,
         bandwidth: Floats,
-    ) -> Hop:
+    ) -> Segment:
         plan, overhead = self.plan, self.net.overhead
         source, target = rows[:, 0], rows[:, 1]
         arriving = np.argsort(target)
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
         distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
         charges = [overhead.message(int(frame)) for frame in distinct]
-        first, rest, taking_in, on_wire = np.array(charges)[kinds].T
+        first, rest, receiving, on_wire = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
         held = payload + HEADER > overhead.buffer_bytes
         freed = reduces & (leaving[target] == rows[:, 2:4]).all(axis=1)
         is_ring = follows and len(rows) == len(rates) and not freed.any()
-        return Hop(
+        return Segment(
             source, target, arriving, bool(is_ring and (held.all() or not held.any())),
             first / rates[source] + latency, (first + rest) / rates[source], on_wire / bandwidth,
-            (taking_in / rates[target])[arriving], (adding / rates[target])[arriving],
+            (receiving / rates[target])[arriving], (adding / rates[target])[arriving],
             np.flatnonzero(held),
             np.flatnonzero(freed[arriving]),
         )  # fmt: skip
@@ -263,56 +264,56 @@ class State:
         self.usage = Usage(self._crossing[1], self._arriving[1], to, by)
         self._left, self._moving, self._done = np.empty((3, len(arrivals)))
 
-    def pass_ring(self, hop: Hop) -> None:
+    def pass_ring(self, segment: Segment) -> None:
         """`pass_round`, where each rank sends to the same one as before: with few operations, since
         a thousand ranks have two thousand such rounds."""
         clock, waiting = self.clock, self.waiting
         left, moving, done = self._left, self._moving, self._done
         began, gone = self._crossing
-        np.add(clock, hop.arrives, out=began)
+        np.add(clock, segment.arrives, out=began)
         np.maximum(began, gone, out=began)
-        np.add(clock, hop.sending, out=left)
-        np.add(began, hop.crossing, out=gone)
+        np.add(clock, segment.sending, out=left)
+        np.add(began, segment.crossing, out=gone)
         np.maximum(gone, left, out=gone)
-        np.take(self._crossing, hop.arriving, axis=1, out=self._arriving, mode="clip")
+        np.take(self._crossing, segment.arriving, axis=1, out=self._arriving, mode="clip")
         began, ended = self._arriving
         np.maximum(left, began, out=moving)
         np.subtract(moving, left, out=left)
         np.add(waiting, left, out=waiting)
-        np.add(moving, hop.taking_in, out=done)
+        np.add(moving, segment.receiving, out=done)
         np.maximum(done, ended, out=done)
-        np.add(done, hop.adding, out=done)
-        if len(hop.held):
+        np.add(done, segment.adding, out=done)
+        if len(segment.held):
             np.maximum(done, gone, out=clock)
             np.subtract(clock, done, out=left)
             np.add(waiting, left, out=waiting)
         else:
             clock[:] = done
 
-    def pass_round(self, hops: list[Hop]) -> bool:
+    def pass_round(self, segments: list[Segment]) -> bool:
         """Bring all ranks to the end of the round; False: two messages meet."""
         clock, usage = self.clock, self.usage
         arriving = []
         gone = np.full_like(clock, -inf)
-        for hop in hops:
-            there = clock[hop.source] + hop.arrives
-            clock[hop.source] += hop.sending
-            began = self._begin(hop, there)
+        for segment in segments:
+            there = clock[segment.source] + segment.arrives
+            clock[segment.source] += segment.sending
+            began = self._begin(segment, there)
             if began is None:
                 return False
-            ended = np.maximum(began + hop.crossing, clock[hop.source])
-            usage.up[hop.source] = usage.down[hop.target] = ended
+            ended = np.maximum(began + segment.crossing, clock[segment.source])
+            usage.up[segment.source] = usage.down[segment.target] = ended
             own = np.full_like(clock, -inf)
-            own[hop.source[hop.held]] = ended[hop.held]
+            own[segment.source[segment.held]] = ended[segment.held]
             np.maximum(gone, own, out=gone)
-            arriving.append((began[hop.arriving], ended[hop.arriving], own))
-        for hop, (began, ended, own) in zip(hops, arriving, strict=True):
-            receiver = hop.target[hop.arriving]
+            arriving.append((began[segment.arriving], ended[segment.arriving], own))
+        for segment, (began, ended, own) in zip(segments, arriving, strict=True):
+            receiver = segment.target[segment.arriving]
             moving = np.maximum(clock[receiver], began)
             self.waiting[receiver] += moving - clock[receiver]
-            clock[receiver] = np.maximum(moving + hop.taking_in, ended)
-            self._wait_until(receiver[hop.freed], own)
-            clock[receiver] += hop.adding
+            clock[receiver] = np.maximum(moving + segment.receiving, ended)
+            self._wait_until(receiver[segment.freed], own)
+            clock[receiver] += segment.adding
         self._wait_until(np.arange(len(clock)), gone)
         return True
 
@@ -321,9 +322,9 @@ class State:
         self.waiting[places] += free - self.clock[places]
         self.clock[places] = free
 
-    def _begin(self, hop: Hop, there: Floats) -> Floats | None:
+    def _begin(self, segment: Segment, there: Floats) -> Floats | None:
         """When each message, whose first byte could be `there`, begins to arrive."""
-        source, target, usage = hop.source, hop.target, self.usage
+        source, target, usage = segment.source, segment.target, self.usage
         busy = np.maximum(usage.up[source], usage.down[target])
         same = (usage.to[source] == target) & (usage.by[target] == source)
         if ((there < busy * EARLY) & ~same).any():

@@ -257,7 +257,7 @@ class Simulation:
         port.native = functools.cache(lambda: world.native(rank))
         kind = SimulatedCompute if self._values else ChargedCompute
         threads = self._threads[rank]
-        compute = kind(self._kernel, self._costs, factors, port.chill, threads)
+        compute = kind(self._kernel, self._costs, factors, port.mark_caches_cold, threads)
         return Runtime(
             rank,
             self._ranks,

@@ -14,7 +14,7 @@ from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendez
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
 from orchestra.transports import matching
-from orchestra.transports.collective import CollectiveVerb
+from orchestra.transports.collective import CollectiveMixin
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (
@@ -29,7 +29,7 @@ from orchestra.worker.interception import InterceptedTransport
 T = TypeVar("T")
 
 
-class SimulatedTransport(CollectiveVerb):
+class SimulatedTransport(CollectiveMixin):
     """The transport of one flow."""
 
     def __init__(self, port: Port, rendezvous: Rendezvous) -> None:
@@ -87,9 +87,9 @@ class SimulatedTransport(CollectiveVerb):
         stream = port.net.stream(self.rank, to)
         port.keep_order()
         cost = overhead.message(size)
-        self._spend(cost.first + port.warm_up())
+        self._spend(cost.send_setup + port.warm_up())
         stream.send(message, self._kernel.here())
-        self._spend(cost.rest)
+        self._spend(cost.send_rest)
         if size <= overhead.buffer_bytes:
             sending.finished = True
         stream.leave(message, self._kernel.here())
@@ -188,7 +188,7 @@ class SimulatedTransport(CollectiveVerb):
         return FlowHandOver(self._port)
 
     def _join(self, given: Contribution, message_by_message: bool) -> Member | None:
-        """Let the present flow take part once its present is everybody's."""
+        """Join the rendezvous once virtual time has caught up with that of this flow."""
         kernel, flow = self._kernel, self._kernel.current
         joined: list[Member | None] = []
 
@@ -244,7 +244,7 @@ class SimulatedTransport(CollectiveVerb):
         begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
         self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.message(receive.frame_bytes).taking_in
+            seconds = self._port.net.overhead.message(receive.frame_bytes).receiving
             self._port.keep_order()
             self._spend(seconds + self._port.warm_up())
             receive.frame_bytes = 0
@@ -264,7 +264,7 @@ class SimulatedTransport(CollectiveVerb):
         begun = max(started, receive.began_at if receive.frame_bytes else kernel.here())
         traffic.seconds_waiting += begun - started
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.message(receive.frame_bytes).taking_in
+            seconds = self._port.net.overhead.message(receive.frame_bytes).receiving
             flow.ahead = begun + seconds / flow.processor.rate
             receive.frame_bytes = 0
         traffic.seconds_communicating += kernel.here() - begun

@@ -1,4 +1,4 @@
-"""A cluster come to life: its nodes and links as resources, its ranks with their ports."""
+"""A described cluster as the simulator's cores, links and ports."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class World:
     """`cluster` with `ranks` ranks on it, at the virtual time of `kernel`.
 
     `reference_flops` are the FLOP/s of a core of speed 1, and `threads` what the main flow of each
-    rank computes with; by default one. Without faults, a flow with a core for
-    itself does not wait for the others until it has to do with them.
+    rank computes with; by default one. Without faults, a flow with a core for itself runs ahead of
+    the others' virtual time until it next interacts with them.
     """
 
     def __init__(
