@@ -35,7 +35,7 @@ GONE = "rank 0, which watches over the run, is gone"
 Message = dict[str, Any]
 
 _LENGTHS = struct.Struct("!IQ")  # of the JSON text, of the bytes beside it
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16  # little enough to be there for a rank that is short of memory
 
 
 @dataclass(frozen=True)
