@@ -397,6 +397,41 @@ def test_the_first_to_come_decides_for_all() -> None:
         assert outcome.results == ([3.0] * 8,) * 3
 
 
+def test_in_the_background_the_first_to_come_decides_for_all() -> None:
+    """Those that need no flow for a collective send its messages where one wants to see them."""
+
+    def program(runtime: Runtime, tracing: int) -> tuple[list[float], float]:
+        transport, rank = runtime.transport, runtime.rank
+        runtime.compute.run(Work("gradient", rank + 1), lambda: None)
+        vectors = [torch.full((8,), float(rank + extra)) for extra in (0, 1)]
+        tasks = [
+            transport.collective(
+                CollectiveCall(
+                    ALL_REDUCE["ring"](3),
+                    vector,
+                    Group((0, 1, 2)),
+                    TAG,
+                    background=True,
+                    visible=rank == tracing,
+                )
+            )
+            for vector in vectors
+        ]
+        for task in tasks:
+            task.wait()
+        transport.end_background()
+        return [total for vector in vectors for total in vector.tolist()], transport.now()
+
+    ended = []
+    for tracing in (-1, 0, 1, 2):
+        outcome = run_ranks(3, lambda runtime, who=tracing: program(runtime, who))  # type: ignore[misc]
+        assert outcome.failure is None, outcome.failure
+        assert all(values == [3.0] * 8 + [6.0] * 8 for values, _ in outcome.results)
+        ended.append([time for _, time in outcome.results])
+    for times in ended:
+        assert times == pytest.approx(ended[0], rel=1e-12)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_who_is_through_before_others_begin_does_not_come_for_them(device: str) -> None:
     """All is one rank's piece: it sends it, and is through; an all-reduce of the same ranks, under

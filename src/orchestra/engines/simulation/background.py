@@ -133,10 +133,8 @@ class BackgroundQueue:
     def _through(self) -> None:
         """The first of them has been executed."""
         assert self._member is not None
-        task, moved = self._tasks[0], self._member.traffic()
-        self._port.bytes_sent += moved.bytes_sent
-        self._port.meter.count_all(self._member.sent)
-        task.buffer_bytes = self._member.buffer_bytes
+        moved = self._member.count(self._port)
+        self._tasks[0].buffer_bytes = self._member.buffer_bytes
         self._member = None
         self.traffic.seconds_in_background += (
             self._joined - self._started + moved.seconds_communicating

@@ -266,6 +266,10 @@ class Meter:
                 self.sent[target] += size
 
 
+SIGNAL_BYTES = 8
+"""What a flow tells another one of its rank: a number."""
+
+
 class Backend(Protocol):
     """What stands for torch.distributed."""
 
@@ -326,6 +330,12 @@ class Port:
         self._cold = False
         self._asleep: dict[Flow, Callable[[], bool]] = {}
         net.ports.append(self)
+
+    @property
+    def signal_seconds(self) -> float:
+        """Processor seconds of a flow that tells another one of its rank what has changed."""
+        local = self.net.overhead.local
+        return 0.0 if local is None else local.at(SIGNAL_BYTES)
 
     def mark_caches_cold(self) -> None:
         """Let the next message of the rank pay `Overhead.cold`: a step has begun."""

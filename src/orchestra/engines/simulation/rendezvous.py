@@ -20,7 +20,7 @@ from torch import Tensor
 from orchestra.engines.simulation.events import Events, Timer
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel, Processor
-from orchestra.engines.simulation.network import Net
+from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
 from orchestra.engines.simulation.plan import Plan
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
@@ -81,9 +81,12 @@ class Member:
             self.seconds = waiting, communicating
             self._then()
 
-    def traffic(self) -> Traffic:
-        """What it moved."""
-        plan, index = self._collective.placed.plan, self.index
+    def count(self, port: Port) -> Traffic:
+        """Count on `port`, the rank's, what it has moved, and return it."""
+        placed, index = self._collective.placed, self.index
+        plan = placed.plan
+        port.bytes_sent += plan.bytes_sent[index]
+        port.meter.count_all(placed.sent[index])
         return Traffic(
             plan.bytes_sent[index],
             plan.bytes_received[index],
@@ -91,11 +94,6 @@ class Member:
             plan.messages_received[index],
             *self.seconds,
         )
-
-    @property
-    def sent(self) -> dict[int, int]:
-        """The bytes that it sends to each other rank."""
-        return self._collective.placed.sent[self.index]
 
     @property
     def buffer_bytes(self) -> int:

@@ -112,7 +112,7 @@ class SimulatedTransport(CollectiveMixin):
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
         no_flow = self._background is None and not self._rendezvous.faults
-        if call.background and call.schedule is not None and no_flow:
+        if call.background and call.schedule is not None and no_flow and not call.visible:
             given = self._contribution(call.schedule, call)
             if given.needs_no_values:
                 return self._begin_queued(given)
@@ -127,24 +127,22 @@ class SimulatedTransport(CollectiveMixin):
         return SimulatedTransport(self._port, self._rendezvous)
 
     def _begin_queued(self, given: Contribution) -> Queued:
-        port, local = self._port, self._port.net.overhead.local
-        seconds = 0.0 if local is None else local.at(SIGNAL_BYTES)
+        port = self._port
         if self._queue is None:
             self._kernel.catch_up()
             self._queue = BackgroundQueue(
-                self._rendezvous, port, port, self._another, self.traffic, seconds
+                self._rendezvous, port, port, self._another, self.traffic, port.signal_seconds
             )
             self._kernel.add_thread(self.rank)
             self._rendezvous.flow_began(self.rank)
-        self._spend(seconds)
+        self._spend(port.signal_seconds)
         return self._queue.begin(given)
 
     def end_background(self) -> None:
         """End the background flow, or what stands for it; see `Transport.end_background`."""
         super().end_background()
         if self._queue is not None:
-            local = self._port.net.overhead.local
-            self._spend(0.0 if local is None else local.at(SIGNAL_BYTES))
+            self._spend(self._port.signal_seconds)
             self._kernel.catch_up()
             self._kernel.add_thread(self.rank, -1)
             self._queue = None
@@ -171,10 +169,7 @@ class SimulatedTransport(CollectiveMixin):
         while not member.done:
             kernel.park()
         current.waits = None
-        moved = member.traffic()
-        port.bytes_sent += moved.bytes_sent
-        port.meter.count_all(member.sent)
-        traffic.add(moved)
+        traffic.add(member.count(port))
         if isinstance(over, InterceptedTransport):
             over.executed(call, start, start + traffic.seconds_waiting - waited)
         return member.buffer_bytes
@@ -300,10 +295,6 @@ class SimulatedTransport(CollectiveMixin):
         return (others if whom is None else (whom,)), verb + tag
 
 
-SIGNAL_BYTES = 8
-"""What a flow tells another one of its rank: a number."""
-
-
 class FlowHandOver:
     """Between two flows of the rank of `port`: telling takes as long as a message to itself."""
 
@@ -321,10 +312,10 @@ class FlowHandOver:
         traffic.seconds_waiting += kernel.here() - started
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        kernel, local = self._port.net.kernel, self._port.net.overhead.local
-        if local is not None:
+        kernel, seconds = self._port.net.kernel, self._port.signal_seconds
+        if seconds > 0:
             started = kernel.here()
-            kernel.current.processor.spend(local.at(SIGNAL_BYTES))
+            kernel.current.processor.spend(seconds)
             traffic.seconds_communicating += kernel.here() - started
         kernel.catch_up()
         change()
