@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestra.collectives import Group, all_reduce, broadcast, gather_objects
+from orchestra.collectives import (
+    Group,
+    all_reduce,
+    broadcast,
+    gather_objects,
+    receive_object,
+    send_object,
+)
 from orchestra.optimizers.state import Moments, export_moments
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
@@ -71,10 +78,10 @@ def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
     """Collective over all ranks: the plain JSON data that the rank `first` has."""
     transport, own = worker.transport, worker.rank
     if own != first:
-        return gather_objects(transport, None, Group((first, own)), own)[0]
+        return receive_object(transport, first)
     for rank in worker.everyone.ranks:
         if rank != own:
-            gather_objects(transport, data, Group((own, rank)), rank)
+            send_object(transport, data, rank)
     return data
 
 

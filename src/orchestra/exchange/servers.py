@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from orchestra.collectives import Group, all_reduce, gather_objects
+from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_within
 from orchestra.optimizers.state import OptimizerPart, capture, install_moments, restore
@@ -145,7 +145,7 @@ def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int)
         (index, name, True, None) if isinstance(value, Tensor) else (index, name, False, value)
         for index, name, value in moments
     ]
-    gather_objects(transport, heads, Group((transport.rank, to)), to)
+    send_object(transport, heads, to)
     for _, _, value in moments:
         if isinstance(value, Tensor):
             transport.send(value.contiguous(), to, Tag.AGREE).wait()
@@ -153,7 +153,7 @@ def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int)
 
 def _take_over_moments(transport: Transport, optimizer: Optimizer | None, source: int) -> None:
     state: dict[int, dict[str, Any]] = {}
-    _, heads = gather_objects(transport, None, Group((transport.rank, source)), transport.rank)
+    heads = receive_object(transport, source)
     for index, name, is_tensor, value in heads:
         arrived = transport.receive(source, Tag.AGREE).wait() if is_tensor else value
         state.setdefault(index, {})[name] = arrived
