@@ -236,12 +236,12 @@ def test_parameters_are_those_worked_out_by_hand(
 
 
 SELF_PACED = [
-    "ParameterServer(consistency='asynchronous')",
+    pytest.param("ParameterServer(consistency='asynchronous')", marks=pytest.mark.matrix),
     "ParameterServer(consistency='asynchronous', placement='beside')",
-    "ParameterServer(consistency='bounded', staleness=2)",
+    pytest.param("ParameterServer(consistency='bounded', staleness=2)", marks=pytest.mark.matrix),
     "StochasticGradientPush(overlap=1)",
     "PairwiseAveraging",
-    "ElasticAveraging(1)",
+    pytest.param("ElasticAveraging(1)", marks=pytest.mark.matrix),
     "Hop(staleness=4, skip=4)",
     "Prague(2)",
     "Switch(AllReduce('ring'), PairwiseAveraging, when=AfterSteps(4), moments='averaged')",
