@@ -100,11 +100,12 @@ def _improved(costs: Costs) -> Order:
         return float(links.max()), float(links.sum())
 
     found = []
-    for order in sorted((_nearest(costs, start) for start in range(len(costs))), key=price)[:STARTS]:
-        best: Order | None = order
-        while best is not None:
-            order, least = best, price(best)
-            best = next((other for other in _neighbours(order) if price(other) < least), None)
+    starts = sorted((_nearest(costs, start) for start in range(len(costs))), key=price)
+    for order in starts[:STARTS]:
+        better: Order | None = order
+        while better is not None:
+            order, least = better, price(better)
+            better = next((other for other in _neighbours(order) if price(other) < least), None)
         found.append(order)
     order = min(found, key=price)
     first = order.index(0)
