@@ -276,7 +276,7 @@ class Calibration:
             send=self.messages.send.plus(self.messages.handling / 2),
             receive=self.messages.receive.plus(self.messages.handling / 2),
             add=(long - short) / (more - fewer) / 4,
-            buffer_bytes=self.messages.buffer_bytes,
+            buffer=self.messages.buffer_bytes,
             wire=WIRE,
             local=self.messages.local,
             cold=task.cold,
