@@ -59,6 +59,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class Beat:
+    """A rank has said that it is there, and how far."""
+
     rank: int
     pulse: Pulse
 
@@ -72,6 +74,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
+    """The program of a rank has ended with `failure`."""
+
     rank: int
     failure: Failure
 
@@ -126,6 +130,8 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Kill:
+    """End the process of `rank` at once."""
+
     rank: int
 
 
