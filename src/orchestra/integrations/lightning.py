@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestra.engines.processes.own_loop import distribute, end_loops
+from orchestra.engines.processes.distribute import distribute, end_loops
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.own_batches import Batches

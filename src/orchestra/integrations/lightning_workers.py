@@ -16,8 +16,8 @@ from torch import Tensor
 from torchmetrics.metric import Metric, jit_distributed_available
 
 from orchestra.collectives import receive_object, send_object
+from orchestra.engines.processes.distribute import runtime_beside_loops, strategy_of
 from orchestra.engines.processes.environment import detect, rank
-from orchestra.engines.processes.own_loop import runtime_beside_loops, strategy_of
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy, roles_of
 from orchestra.trainer.own_batches import Batches
@@ -70,13 +70,10 @@ class WorkerGroup:
         own = tensor.detach().cpu().contiguous()
         arriving = {r: transport.receive(r, Tag.OBJECTS) for r in others}
         leaving = [transport.send(own, r, Tag.OBJECTS) for r in others]
-        gathered = [
-            arriving[r].wait().to(tensor.device) if r in arriving else tensor.detach().clone()
-            for r in self.ranks
-        ]
+        arrived = {r: receiving.wait().to(tensor.device) for r, receiving in arriving.items()}
         for sending in leaving:
             sending.wait()
-        return gathered
+        return [arrived[r] if r in arrived else tensor.detach().clone() for r in self.ranks]
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """The sum, mean ("avg"), product, min, max ... over the members; the same bits on each."""
