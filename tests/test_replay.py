@@ -19,7 +19,7 @@ import orchestra
 from orchestra import InputError
 from orchestra.cli.main import main
 from orchestra.records.record import RunRecord
-from orchestra.settings.plain import from_plain, to_plain
+from orchestra.settings.base import from_plain, to_plain
 from orchestra.trainer.order import FlowOrder, Order
 
 SERVER = "ParameterServer"

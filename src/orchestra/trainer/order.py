@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestra.errors import InputError
-from orchestra.settings.plain import from_plain, to_plain
+from orchestra.settings.base import from_plain, to_plain
 from orchestra.trainer.checkpoints import writing
 from orchestra.worker.interception import Flow, Interceptor, Operation
 
