@@ -11,14 +11,7 @@ import torch
 from torch import nn
 
 from orchestra import exchange
-from orchestra.data.loaders import (
-    Loader,
-    Part,
-    QueuedLoader,
-    ShardedLoader,
-    generators_of,
-    shard_loader,
-)
+from orchestra.data import loaders
 from orchestra.data.random_state import random_state, restore_random_state, undisturbed
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import get_options
@@ -64,7 +57,7 @@ class Batches(OwnRank):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy[Any],
-        loader: Loader | Batches,
+        loader: loaders.Loader | Batches,
         *,
         accumulation: int,
         seed: int,
@@ -72,12 +65,12 @@ class Batches(OwnRank):
         **options: Any,
     ) -> None:
         before = loader if isinstance(loader, Batches) else None
-        self.loader: Loader = loader.loader if isinstance(loader, Batches) else loader
+        self.loader: loaders.Loader = loader.loader if isinstance(loader, Batches) else loader
         # The batches of another loop, which see to the order.
         self._source = source = None if before is None or before.ended else before
-        self._queued: QueuedLoader | None = None
+        self._queued: loaders.QueuedLoader | None = None
         if work == "shared" and accumulation == 1 and source is None:
-            self._queued = QueuedLoader.of(self.loader, seed)
+            self._queued = loaders.QueuedLoader.of(self.loader, seed)
         queue_of = None if self._queued is None else self._queued.queue
         super().__init__(runtime, model, optimizer, strategy, queue_of, **options)
         self.passes = BackwardPasses(accumulation, copied=self.worker.layout.device.type != "cpu")
@@ -102,7 +95,7 @@ class Batches(OwnRank):
 
     def __len__(self) -> int:
         if self._sharded is None:  # on a server: that of a worker
-            return len(shard_loader(self.loader, len(self._roles.workers), 0, self._seed))
+            return len(loaders.shard_loader(self.loader, len(self._roles.workers), 0, self._seed))
         return len(self._sharded)
 
     @property
@@ -162,7 +155,7 @@ class Batches(OwnRank):
         for each in self._together:
             each._end_epoch()
 
-    def _work(self, sharded: ShardedLoader, group: int | None) -> Iterator[Any]:
+    def _work(self, sharded: loaders.ShardedLoader, group: int | None) -> Iterator[Any]:
         if self.source() is None:
             if not self.taken:
                 self._order = self._draws()
@@ -200,7 +193,7 @@ class Batches(OwnRank):
             self._count(part)
             yield part.batch
 
-    def _count(self, *parts: Part) -> None:
+    def _count(self, *parts: loaders.Part) -> None:
         """Note which samples are behind the next gradient, here and on all workers."""
         samples = sum(part.samples for part in parts)
         totals = [part.total for part in parts if part.total is not None]
@@ -241,11 +234,13 @@ class Batches(OwnRank):
     def _deal_out(self) -> None:
         """Deal the coming epochs out to those who have roles now."""
         self._roles = self.roles
-        self._sharded: ShardedLoader | None = None
+        self._sharded: loaders.ShardedLoader | None = None
         workers, rank = self._roles.workers, self.worker.rank
         if rank in workers:
             index, alike = workers.index(rank), self.alike
-            self._sharded = shard_loader(self.loader, len(workers), index, self._seed, alike)
+            self._sharded = loaders.shard_loader(
+                self.loader, len(workers), index, self._seed, alike
+            )
             self._sharded.epoch = self.epoch
 
     def _end_epoch(self) -> None:
@@ -451,7 +446,7 @@ class Batches(OwnRank):
 
     def _generators(self) -> list[torch.Generator]:
         """Return the loader's own, unless another loop's batches see to them."""
-        return generators_of(self.loader) if self._source is None else []
+        return loaders.generators_of(self.loader) if self._source is None else []
 
     def _settings(self) -> dict[str, Any]:
         """Return what has to be the same where a state is loaded."""

@@ -17,15 +17,7 @@ from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.spec import OptimizerSpec, get_options, set_options
 from orchestra.optimizers.state import Moments, capture, export_moments, join_moments, restore
 from orchestra.strategies.base import Roles, Strategy, WorkSource
-from orchestra.trainer.checkpoints import (
-    Tensors,
-    by_content,
-    give,
-    held,
-    resume,
-    take,
-    unpack,
-)
+from orchestra.trainer import checkpoints
 from orchestra.trainer.own_model import Hook
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -109,8 +101,8 @@ class OwnRank:
         worker.inherited = export_moments(self.optimizer, worker.named_parameters())
         if not self.strategy.synchronous:
             return
-        tensors: Tensors = {}
-        by_content(capture(worker.inherited), tensors)
+        tensors: checkpoints.Tensors = {}
+        checkpoints.by_content(capture(worker.inherited), tensors)
         first = worker.everyone.ranks[0]
         if list(tensors) != exchange.agree_on_data(worker, list(tensors), first):
             raise InputError(
@@ -268,7 +260,7 @@ class OwnRank:
         """
         worker = self.worker
         parameters = worker.named_parameters() if self.is_worker() else {}
-        own = capture(held(worker, self.state, parameters))
+        own = capture(checkpoints.held(worker, self.state, parameters))
         own |= {"moments": self._own_moments(), "order": order}
         if not self.is_worker():
             own["buffers"] = {}
@@ -282,13 +274,13 @@ class OwnRank:
         """Collective over all ranks: the plain data of each on the rank `first`; else nothing."""
         worker = self.worker
         if worker.rank != first:
-            give(worker.transport, own, first)
+            checkpoints.give(worker.transport, own, first)
             return {}
-        known: Tensors = {}
+        known: checkpoints.Tensors = {}
         return {
-            rank: unpack(by_content(own, known), known)
+            rank: checkpoints.unpack(checkpoints.by_content(own, known), known)
             if rank == first
-            else take(worker.transport, rank, known)
+            else checkpoints.take(worker.transport, rank, known)
             for rank in worker.everyone.ranks
         }
 
@@ -329,7 +321,9 @@ class OwnRank:
         self._set_options(groups)
         self._restoring = True
         try:
-            self.state = resume(worker, self.strategy, own | {"strategy": _copied(own["strategy"])})
+            self.state = checkpoints.resume(
+                worker, self.strategy, own | {"strategy": _copied(own["strategy"])}
+            )
         finally:
             self._restoring = False
         self._inherited = True
@@ -367,10 +361,10 @@ class OwnRank:
         """Let the first worker give each rank that serves its part; a worker has its `own`."""
         transport, (first, serving) = self.worker.transport, self._places()
         if self.worker.rank in serving:
-            return take(transport, first, {})
+            return checkpoints.take(transport, first, {})
         if self.worker.rank == first:
             for rank in serving:
-                give(transport, part_of(rank), rank)
+                checkpoints.give(transport, part_of(rank), rank)
         return own
 
     # The end
@@ -396,9 +390,9 @@ class OwnRank:
             joined = self._joined(gathered.values())
             for rank in gathered:
                 if rank != first:
-                    give(worker.transport, joined, rank)
+                    checkpoints.give(worker.transport, joined, rank)
         else:
-            joined = take(worker.transport, first, {})
+            joined = checkpoints.take(worker.transport, first, {})
         self._install(joined)
 
 

@@ -23,14 +23,7 @@ from orchestra.records.tensorboard import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task
-from orchestra.trainer import curve, setup
-from orchestra.trainer.checkpoints import (
-    CollectiveCheckpoints,
-    held,
-    resume,
-    save_state,
-    writing,
-)
+from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.order import Order, Recording, Repeating, write_order
 from orchestra.trainer.recorder import Recorder, Totals
@@ -52,7 +45,7 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     run, folder = assignment
     assert isinstance(run.strategy, Strategy)
     runtime.reporter.phase("set-up")
-    with writing(folder):
+    with checkpoints.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     session = Session(runtime, run, run.strategy, folder)
     try:
@@ -105,7 +98,7 @@ class Session(Loop):
         if training.work == "shared":
             self.worker.queue_of = functools.partial(queue_of, training, self.budget)
         self.position, self.totals = Position(), Totals()
-        self.checkpoints = CollectiveCheckpoints(self.worker, folder / "checkpoints")
+        self.checkpoints = checkpoints.CollectiveCheckpoints(self.worker, folder / "checkpoints")
         self._passed("task")
         self.state = self._start()
         self._passed("group")
@@ -196,9 +189,9 @@ class Session(Loop):
             if dataset is not None:
                 figures = evaluate(task, module, dataset, curve.EVALUATION_BATCH)
         if self.training.tensorboard:
-            with writing(self.folder):
+            with checkpoints.writing(self.folder):
                 write_curve_events(self.folder, points)
-        save_state(self.folder / "parameters.safetensors", module)
+        checkpoints.save_state(self.folder / "parameters.safetensors", module)
         final_loss = figures.pop("loss", self.totals.loss)
         return LeaderReport(final_loss, figures, parameters_hash(module), points)
 
@@ -335,7 +328,7 @@ class Session(Loop):
         worker.snapshots.skip(position.consumed)
         self.shares = tuple(saved.get("shares", ()))
         worker.step.consumed = position.consumed
-        state = resume(worker, self.strategy, saved)
+        state = checkpoints.resume(worker, self.strategy, saved)
         if self.runtime.rank == self.roles.workers[0]:
             self.runtime.reporter.notice(
                 f"resumed from checkpoint {self.checkpoints.index}, step {position.steps}"
@@ -350,7 +343,7 @@ class Session(Loop):
     def held(self) -> dict[str, Any]:
         """All that a run resumes from, but its settings."""
         worker = self.worker
-        return held(worker, self.state, worker.parameters) | {
+        return checkpoints.held(worker, self.state, worker.parameters) | {
             "position": self.position,
             "totals": self.totals,
             "measures": worker.measures,
