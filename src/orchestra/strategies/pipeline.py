@@ -62,7 +62,6 @@ class Pipeline(Strategy[PipelineState]):
     )
 
     def check(self) -> None:
-        """Each cut makes one more stage."""
         if self.cuts is not None and self.stages not in (None, len(self.cuts) + 1):
             raise InputError(
                 f"Pipeline: {len(self.cuts)} cuts make {len(self.cuts) + 1} stages, not "
@@ -129,7 +128,6 @@ class Pipeline(Strategy[PipelineState]):
         )
 
     def before_forward(self, worker: Worker, state: PipelineState) -> None:
-        """The replicas of a stage take the buffers of the first."""
         exchange.broadcast_buffers(worker, worker.workers)
 
     def gradient(self, worker: Worker, state: PipelineState, batch: Batch | None) -> None:

@@ -102,7 +102,7 @@ class OwnLoop:
                 own_model.Hook(self._may_be_saved, own_model.STATE_DICT)
             ),
         ]
-        self.worker.gradients.when_in_backward(self._backward_begins)
+        self.worker.gradients.on_backward = self._backward_begins
         self._take_over_step()
 
     def optimizer_spec(self) -> OptimizerSpec:

@@ -135,7 +135,7 @@ class Session:
         reporter.phase("training")
         start_together(worker, self.roles.leader)
         worker.agrees = False
-        worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
+        worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
         self.recorder.resume()
         self.trace.start()

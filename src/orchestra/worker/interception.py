@@ -22,7 +22,6 @@ from orchestra.transports.protocol import (
     Handle,
     HandOver,
     Task,
-    Traffic,
     Transport,
 )
 from orchestra.worker.runtime import Compute, PassingReporter, Runtime, Work
@@ -114,7 +113,7 @@ class Interceptor:
         """`flow` computes."""
         return proceed()
 
-    def told(
+    def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
         """`flow` asks for what depends on chance: "now", "lost", "done" (of `operation`), "stop"
@@ -164,19 +163,9 @@ class InterceptedTransport(CollectiveMixin):
         self.inner = inner
         self.chain = chain
         self.flow = flow
+        self.rank, self.size, self.traffic = inner.rank, inner.size, inner.traffic
+        self.add = inner.add
         flow.transport = inner
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.inner.traffic
 
     @property
     def bytes_sent(self) -> int:
@@ -252,38 +241,35 @@ class InterceptedTransport(CollectiveMixin):
             return proceed()
         flow = self.flow
         operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
-        return InterceptedHandle(operation.begun, self.chain, flow, operation)
-
-    def add(self, own: Tensor, *arrived: Tensor) -> None:
-        self.inner.add(own, *arrived)
+        return InterceptedHandle(self.chain, flow, operation)
 
     def now(self) -> float:
-        return self.chain.call("told", self.flow, "now", proceed=self.inner.now)
+        return self.chain.call("ask", self.flow, "now", proceed=self.inner.now)
 
     def lost(self) -> frozenset[int]:
-        return self.chain.call("told", self.flow, "lost", proceed=self.inner.lost)
+        return self.chain.call("ask", self.flow, "lost", proceed=self.inner.lost)
 
 
 @dataclass(slots=True)
 class InterceptedHandle:
     """A handle or task of `flow`, behind the interceptors of `chain`."""
 
-    inner: Any
     chain: Chain
     flow: Flow
     operation: Operation
 
     @property
     def source(self) -> int:
-        source: int = self.inner.source
-        return source
+        return self.operation.source
 
     def wait(self) -> Any:
-        return self.chain.call("wait", self.flow, self.operation, proceed=self.inner.wait)
+        begun: Any = self.operation.begun
+        return self.chain.call("wait", self.flow, self.operation, proceed=begun.wait)
 
     def done(self) -> bool:
+        begun: Any = self.operation.begun
         done: bool = self.chain.call(
-            "told", self.flow, "done", proceed=self.inner.done, operation=self.operation
+            "ask", self.flow, "done", proceed=begun.done, operation=self.operation
         )
         return done
 
@@ -298,7 +284,7 @@ class InterceptedCompute:
     @property
     def seconds(self) -> float:
         ask = functools.partial(getattr, self.inner, "seconds")
-        seconds: float = self.chain.call("told", self.chain.flow, "seconds", proceed=ask)
+        seconds: float = self.chain.call("ask", self.chain.flow, "seconds", proceed=ask)
         return seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
@@ -322,7 +308,7 @@ class InterceptedReporter(PassingReporter):
 
     def stop_requested(self) -> bool:
         ask = self.inner.stop_requested
-        return self.chain.call("told", self.chain.flow, "stop", proceed=ask)
+        return self.chain.call("ask", self.chain.flow, "stop", proceed=ask)
 
 
 def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:
