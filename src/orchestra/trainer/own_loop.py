@@ -129,7 +129,7 @@ class OwnLoop:
 
     @property
     def _synchronous(self) -> bool:
-        return self.strategy.currently_synchronous(self.state)
+        return self.strategy.under_way(self.state).synchronous
 
     def trains(self, parameters: set[nn.Parameter]) -> bool:
         """Whether one of `parameters` is trained here."""
