@@ -41,7 +41,6 @@ class Bucket:
 
     @property
     def slots(self) -> int:
-        """How many there are."""
         return self.end_slot - self.first_slot
 
 

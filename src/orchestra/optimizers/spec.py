@@ -150,7 +150,6 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
 
 
 def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """The learning rate of each parameter group."""
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
@@ -163,7 +162,6 @@ def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Give each parameter group what `get_options` gave."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         group.update(values)
 

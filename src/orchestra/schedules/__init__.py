@@ -280,7 +280,6 @@ def _fold(ranks: int, core: int, pieces: int, operation: int) -> Iterator[Round]
 
 
 def _power_of_two(ranks: int) -> int:
-    """The largest one up to `ranks`."""
     return 1 << ranks.bit_length() - 1
 
 
@@ -290,7 +289,6 @@ def _distances(core: int) -> Iterator[int]:
 
 
 def _single(source: Round, target: Round, piece: Round, operation: int) -> Round:
-    """A round in which each transfer carries one piece."""
     return _columns(source, target, piece, piece + 1, operation)
 
 

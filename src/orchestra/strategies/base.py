@@ -215,7 +215,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def native(self) -> bool:
-        """Whether torch.distributed's own collectives (gloo, NCCL) are used."""
+        """torch.distributed's own collectives (gloo, NCCL) are used."""
         return False
 
     def part_of(
@@ -251,7 +251,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_values(self) -> bool:
-        """Whether the timing of its communication depends on losses, gradients or parameters."""
+        """The timing of its communication depends on losses, gradients or parameters."""
         return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:

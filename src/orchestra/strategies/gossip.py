@@ -214,7 +214,6 @@ class Hop(Replicas[HopState]):
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def settle(self, worker: Worker, state: HopState) -> None:
-        """Nobody is in an iteration."""
         state.queues.drain()
 
 
@@ -368,7 +367,6 @@ class IterationQueues:
         return self._arrival
 
     def _take_next(self) -> None:
-        """Wait for what comes next, from any neighbour."""
         arrival = self._next_arrival()
         iteration = int(arrival.wait())
         self._arrival = None

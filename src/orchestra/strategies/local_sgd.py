@@ -48,7 +48,6 @@ class Fragment:
         return self.samples or NOTHING
 
     def replica(self, worker: Worker) -> Tensor:
-        """This worker's own values."""
         return worker.parameters[self.first : self.end]
 
     def counts(self, worker: Worker) -> tuple[int, int | None]:
@@ -217,7 +216,6 @@ class LocalSGD(Replicas[LocalSGDState]):
                 offer(consumed, fragment.replica(worker), offset=offset, kind="replica")
 
     def _worth(self, worker: Worker, fragment: Fragment) -> Tensor:
-        """Return what this replica contributes to a model."""
         return self.outer.worth(fragment.outer, fragment.replica(worker))
 
     def _move_beside_gradient(self, worker: Worker, fragment: Fragment) -> Tensor:
@@ -272,7 +270,6 @@ class LocalSGD(Replicas[LocalSGDState]):
                 exchange.average_moments(worker, state.optimizer, self.algorithm, *counts)
 
     def _arrive(self, worker: Worker, fragment: Fragment) -> None:
-        """Apply the outer rule to the replica and the average."""
         fragment.land()
         assert fragment.travelling is not None
         own = fragment.replica(worker)

@@ -109,7 +109,6 @@ class Pipeline(Strategy[PipelineState]):
         return ModelPart(stage, frozenset(owned if rank < slot.stages else ()))
 
     def start(self, worker: Worker) -> PipelineState:
-        """The replicas of a stage begin with equal parameters."""
         slot = self._slot(worker.rank, worker.runtime.ranks)
         if worker.own_loop or (slot.stages > 1 and not exchange.is_stage(worker.module)):
             raise InputError(
@@ -131,7 +130,6 @@ class Pipeline(Strategy[PipelineState]):
         exchange.broadcast_buffers(worker, worker.workers)
 
     def gradient(self, worker: Worker, state: PipelineState, batch: Batch | None) -> None:
-        """All micro-batches through this stage, and their gradients back."""
         self.before_forward(worker, state)
         worker.gradients.clear()
         if batch is not None:

@@ -115,7 +115,6 @@ def _seconds(measured: Mapping[str, Mapping[str, Any]]) -> Seconds:
 
 
 def _good_on(seconds: Seconds, strategy: str) -> list[str]:
-    """Find the places where `strategy` was good."""
     good = []
     for place, measured in seconds.items():
         own, reached = measured.get(strategy), [s for s in measured.values() if s is not None]

@@ -47,7 +47,6 @@ class Flow:
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, function: Callable[..., Any]) -> Flow:
-        """The flow that is to run `function`."""
         label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
         return Flow(f"{self.name}.{next(self.numbers)}", label)
 
@@ -83,7 +82,6 @@ class Operation:
 
     @property
     def source(self) -> int:
-        """Who has sent what was received."""
         source: int = self.begun.source  # type: ignore[union-attr]
         return source
 
@@ -110,7 +108,6 @@ class Interceptor:
         waited for other ranks until `moving`. The operation is none that was begun."""
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
-        """`flow` computes."""
         return proceed()
 
     def ask(
@@ -147,12 +144,10 @@ class Chain:
 
     @property
     def flow(self) -> Flow:
-        """The flow of this thread."""
         flow: Flow = getattr(self._of_thread, "flow", self.main)
         return flow
 
     def enter(self, flow: Flow) -> None:
-        """This thread is that of `flow`."""
         self._of_thread.flow = flow
 
 

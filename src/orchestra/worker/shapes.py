@@ -47,7 +47,6 @@ class Shape(Tensor):
 
     @staticmethod
     def flat(elements: int, dtype: torch.dtype = torch.float32) -> Shape:
-        """One dimension of so many elements."""
         return _shape(torch.empty(elements, dtype=dtype, device="meta"))
 
     @classmethod
@@ -194,7 +193,6 @@ class SharedShapes:
 
     @cached_property
     def views(self) -> list[Tensor]:
-        """The gradient of each parameter."""
         return self.layout.views(self.storage)
 
     @cached_property
