@@ -186,7 +186,9 @@ class SharedShapes:
         for _, owner, attribute in buffer_places(module):
             buffer = getattr(owner, attribute)
             elements[buffer.dtype] = elements.get(buffer.dtype, 0) + buffer.numel()
-        self.buffers = [(str(dtype), Shape.flat(count, dtype)) for dtype, count in elements.items()]
+        self.buffers: list[tuple[str, Tensor]] = [
+            (str(dtype), Shape.flat(count, dtype)) for dtype, count in elements.items()
+        ]
         self.stop_at: int | None = None
         self.newest_step = 0
         self.spec = spec
