@@ -46,8 +46,8 @@ class Client:
         self.slices = slices
         self.clock = 0  # the step that this worker has behind it
         self.work = None if queue is None else WorkInHand(queue, transport.rank)
-        self._has_to_wait = False
         self._waits = 0  # answers that held no work
+        self._has_to_wait = False
         self._transport = transport
         self._parameters = parameters
         self._points = 0  # quiet points behind this worker
@@ -99,21 +99,19 @@ class Client:
             self.work.item = answers[0].work
         return answers
 
-    def pause(self, step: int) -> bool:
+    def pause(self, step: int = 0, *, values: bool = False) -> bool:
         """Push no more until every worker has paused too; whether none has left."""
-        return self._pause(self._request(Kind.PAUSE, step=step, points=self._points))
+        request = self._request(Kind.PAUSE, step=step, points=self._points, values=values)
+        waits = [self._ask(place, request) for place in range(len(self.slices))]
+        pauses = [decode_pause(wait()) for wait in waits]
+        self._points += 1
+        return all(pause.complete for pause in pauses)
 
     def agree(self) -> None:
         """With replicas, at a quiet point: all workers take the same values, unless they did so on
         leaving."""
         if not self._has_left:
-            self._pause(self._request(Kind.PAUSE, points=self._points, values=True))
-
-    def _pause(self, request: Request) -> bool:
-        waits = [self._ask(place, request) for place in range(len(self.slices))]
-        pauses = [decode_pause(wait()) for wait in waits]
-        self._points += 1
-        return all(pause.complete for pause in pauses)
+            self.pause(values=True)
 
     def leave(self) -> None:
         """Push no more; with replicas, take the values that are there when all have left."""
