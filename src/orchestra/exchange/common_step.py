@@ -158,8 +158,9 @@ class _Control:
                 raise
             self._end(lost.rank)
         else:
-            self._take(_Word(int(word)), handle.source, values)
-            return word != _Word.BYE
+            heard = _Word(int(word))
+            self._take(heard, handle.source, values)
+            return heard is not _Word.BYE
         return True
 
     def _take(self, word: _Word, source: int, values: list[float]) -> None:
