@@ -118,27 +118,24 @@ class Client:
         places = range(len(self.slices))
         if self._parameters is None:
             for place in places:
-                self._tell(place, self._request(Kind.LEAVE, step=self.clock))
+                self._send(self._request(Kind.LEAVE, step=self.clock), place).wait()
             return
         request = self._request(Kind.LEAVE, values=True)
         for wait in [self._ask(place, request) for place in places]:
             wait()
         for place in places:
             with contextlib.suppress(PeerLost):
-                self._tell(place, self._request(Kind.DONE))
+                self._send(self._request(Kind.DONE), place).wait()
         self._has_left = True
 
     def _request(self, kind: Kind, push: Push | None = None, **more: Any) -> Request:
         return Request(self._transport.rank, kind, push, **more)
 
-    def _tell(self, place: int, request: Request) -> None:
-        """Send a request without an answer to the owner of the slice at `place`."""
-        self._transport.send(
-            self._encoded(place, request), self.slices[place].rank, Tag.REQUEST
-        ).wait()
-
-    def _encoded(self, place: int, request: Request) -> Tensor:
-        return encode_request(request, None if self._parameters is None else place)
+    def _send(self, request: Request, place: int, to: int | None = None) -> Handle:
+        """Begin to send a request about the slice at `place`, to its owner or another rank."""
+        message = encode_request(request, None if self._parameters is None else place)
+        rank = self.slices[place].rank if to is None else to
+        return self._transport.send(message, rank, Tag.REQUEST)
 
     def _ask(
         self,
@@ -173,19 +170,19 @@ class Client:
     ) -> tuple[list[Handle], list[Handle]]:
         """Begin the receives and sends of a request."""
         transport, rank = self._transport, self._server_of(place)
-        failed_over = place in self._failed_over
+        answer, values = Tag.ANSWER, Tag.VALUES
+        if place in self._failed_over:
+            answer, values = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
         arriving, sending = [], []
         if request.kind is not Kind.LEAVE:
-            tag = Tag.BACKUP_ANSWER if failed_over else Tag.ANSWER
-            arriving.append(transport.receive(rank, tag))
+            arriving.append(transport.receive(rank, answer))
         if into is not None:
-            tag = Tag.BACKUP_VALUES if failed_over else Tag.VALUES
-            arriving.append(transport.receive(rank, tag, into))
+            arriving.append(transport.receive(rank, values, into))
         # The request comes last: a server that reads it has the whole gradient, and never waits
         # for the rest of one whose worker was suspended in mid-message.
         if gradient is not None:
             sending.append(transport.send(gradient, rank, Tag.GRADIENT))
-        sending.append(transport.send(self._encoded(place, request), rank, Tag.REQUEST))
+        sending.append(self._send(request, place, rank))
         return arriving, sending
 
     def _server_of(self, place: int) -> int:
