@@ -61,15 +61,13 @@ class OwnLoop:
         )  # fmt: skip
         self.worker, self._passes = self.batches.worker, self.batches.passes
         self._gradients = self.worker.gradients
-        self._left: list[
-            tuple[Tensor | None, int]
-        ] = []  # each `.grad` as the last backward left it
+        self._left: list[tuple[Tensor | None, int]] = []  # each `.grad` after the last backward
         self._audit = Audit(self.worker)
         self._model_hooks = [
             model.register_forward_pre_hook(Hook(self.enter, FORWARD)),
             model.register_state_dict_pre_hook(Hook(self._may_be_saved, STATE_DICT)),
         ]
-        self._gradients.when_in_backward(self._backward_begins)
+        self._gradients.on_backward = self._backward_begins
         self._take_over_step()
 
     @property

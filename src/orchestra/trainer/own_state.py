@@ -136,7 +136,7 @@ class OwnRank:
     @property
     def synchronous(self) -> bool:
         """Whether the workers step together now, on the average of their gradients."""
-        return self.strategy.currently_synchronous(self.state)
+        return self.strategy.under_way(self.state).synchronous
 
     def source(self) -> WorkSource | None:
         """Where workers now take batches from, and so unlike numbers of them; None: dealt out."""

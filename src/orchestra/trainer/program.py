@@ -127,7 +127,7 @@ class Session(Loop):
         reporter.phase("training")
         start_together(worker, self.roles.leader)
         worker.agrees = False
-        worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
+        worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
         self.recorder.resume()
         self.trace.start()
@@ -136,7 +136,7 @@ class Session(Loop):
         reporter.phase("leaving")
         strategy.stop(worker, self.state)
         self._stop_looking()
-        if not strategy.currently_synchronous(self.state):
+        if not strategy.under_way(self.state).synchronous:
             leader = strategy.current_roles(worker, self.state).leader
             curve.agree_on_buffers(worker, self.totals.samples, leader)
         self.recorder.pause()
@@ -144,7 +144,7 @@ class Session(Loop):
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""
         worker, roles = self.worker, self.strategy.current_roles(self.worker, self.state)
-        tolerant = roles.replicas > 0 or not self.strategy.currently_synchronous(self.state)
+        tolerant = roles.replicas > 0 or not self.strategy.under_way(self.state).synchronous
         self._add_final_parts()
         report = self._report(roles)
         if self.scalars is not None:
