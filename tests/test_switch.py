@@ -226,6 +226,12 @@ APART: list[Any] = [
 ]
 
 
+def test_a_server_learns_at_the_switch_how_many_steps_the_workers_took(tmp_path: Path) -> None:
+    strategy = Switch(ASYNCHRONOUS, AllReduce(), when=AfterSteps(5), moments="reset")
+    task = "scripted(samples=403)"
+    assert switched_at(train_threads(strategy, 4, tmp_path, task, work="equal")) == {5}
+
+
 @pytest.mark.parametrize("then", [AllReduce(), ParameterServer(), *APART[:6]], ids=repr)
 @pytest.mark.parametrize("first", APART, ids=repr)
 def test_phases_whose_workers_go_apart_may_come_first(
