@@ -25,7 +25,7 @@ from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.strategies.switch import Switch, SwitchState
+from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import (
     AfterDecay,
     AfterFraction,
@@ -34,6 +34,7 @@ from orchestra.strategies.switch_rules import (
     NoiseScale,
     NoiseState,
     Straggler,
+    SwitchState,
 )
 from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
