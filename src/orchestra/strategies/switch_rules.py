@@ -326,9 +326,10 @@ class LossStable(Rule):
 class SwitchState:
     """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
 
-    The end of the first phase is that of the phase number `level` of nested ones. A switch inside the second phase of another one begins after the `before` steps of its first.
-    `leaving` finds the step to switch at where workers do not decide alike; their steps so far
-    have cost `seconds` of this worker's computation and communication.
+    The first phase ends as the phase number `level` of those inside one another. A switch inside
+    the second phase of another one begins after the `before` steps of its first. `leaving` finds
+    the step to switch at where workers do not decide alike; their steps so far have cost `seconds`
+    of this worker's computation and communication.
 
     Where the workers take batches from a queue in place of steps, `rule` and `steps` are those of
     the sample number `begun`, at which that began. On the rank that holds the queue a rule that
