@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -58,8 +58,12 @@ class Stream:
         self.backlog: deque[Send] = deque()
         self.incoming: Incoming | None = None
         self.farewell = False
-        self.encrypted = isinstance(connection, ssl.SSLSocket)
+        self.encrypted = False
         self.read_wants_write = False
+        # Decrypted bytes lie where no selector sees them.
+        self._decrypted: Callable[[], int] = lambda: 0
+        if isinstance(connection, ssl.SSLSocket):
+            self.encrypted, self._decrypted = True, connection.pending
         self._mailbox = mailbox
         self._position = 0  # bytes of `incoming` that are in place
         self._inbox = memoryview(bytearray(INBOX_BYTES))
@@ -101,7 +105,7 @@ class Stream:
         """
         moved = 0
         self.read_wants_write = False
-        while moved < CALL_BYTES or self._pending():
+        while moved < CALL_BYTES or self._decrypted():
             message = self.incoming
             if message is None:
                 place = self._inbox[self._filled :]
@@ -124,10 +128,6 @@ class Stream:
             if count < len(place) and not self.encrypted:
                 break
         return moved
-
-    def _pending(self) -> bool:
-        """Decrypted bytes lie where no selector sees them."""
-        return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
 
     def _parse(self) -> None:
         """Turn the bytes of the inbox into messages; the rest moves to its front."""
@@ -168,6 +168,7 @@ class ProgressEngine:
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self.rank = rank
         self.size = len(connections) + 1
+        self.flows: list[Flow] = []
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -283,7 +284,7 @@ class ProgressEngine:
                 self._advance(None)
             for stream in self._streams.values():
                 stream.close()
-            self._release()
+            self.release()
 
     def acknowledged_bytes(self) -> int:
         """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
@@ -297,16 +298,10 @@ class ProgressEngine:
             ]
         return sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
 
-    def release_after_fork(self) -> None:
-        """In a child process: close the copies of the sockets.
-
-        Otherwise a data loader's worker would keep the streams of its dead rank open.
-        """
+    def release(self) -> None:
+        """Close this process's copies of the sockets."""
         for stream in self._streams.values():
             stream.connection.close()
-        self._release()
-
-    def _release(self) -> None:
         self._streams = {}
         self._selector.close()
         self._wake_in.close()
@@ -417,8 +412,9 @@ _engines: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()
 
 
 def _release_after_fork() -> None:
+    """A data loader's worker would keep the streams of its dead rank open."""
     for engine in list(_engines):
-        engine.release_after_fork()
+        engine.release()
 
 
 os.register_at_fork(after_in_child=_release_after_fork)
