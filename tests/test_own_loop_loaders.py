@@ -256,7 +256,7 @@ def linear_samples(count: int) -> TensorDataset:
     return TensorDataset(features, targets, data.tensors[2])
 
 
-LOADERS: dict[str, tuple[Any, str]] = {
+PACED: dict[str, tuple[Any, str]] = {
     "shared": (lambda n: DataLoader(linear_samples(n), BATCH, shuffle=True), "shared"),
     "equal": (lambda n: DataLoader(linear_samples(n), BATCH, shuffle=True), "equal"),
     "stream": (lambda n: DataLoader(Stream(linear_samples(n)), BATCH), "shared"),
@@ -264,7 +264,7 @@ LOADERS: dict[str, tuple[Any, str]] = {
 PACED_LOADERS = [
     pytest.param(strategy, kind, marks=() if place % 3 == number else pytest.mark.matrix)
     for place, strategy in enumerate(SELF_PACED)
-    for number, kind in enumerate(LOADERS)
+    for number, kind in enumerate(PACED)
 ]
 
 
@@ -272,7 +272,7 @@ PACED_LOADERS = [
 def test_at_their_own_pace_workers_come_to_the_optimum(strategy: str, kind: str) -> None:
     """Every sample is read once an epoch, whether work is shared or dealt out."""
     count, epochs = 30, 40
-    loader, work = LOADERS[kind]
+    loader, work = PACED[kind]
     vectors, workers = run(strategy, loader, count, epochs=epochs, work=work)
     for epoch in random.Random(0).sample(range(epochs), 5):
         read = [n for taken in workers for batch in taken[epoch] for n in batch]

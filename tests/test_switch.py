@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +340,7 @@ class Slowed(Switch):
     slow: tuple[int, ...] = ()
 
     def start(self, worker: Worker) -> SwitchState:
-        worker.runtime = replace(worker.runtime, compute=FreeCompute())
+        worker.compute = FreeCompute()
         return super().start(worker)
 
     def update(self, worker: Worker, state: SwitchState) -> None:

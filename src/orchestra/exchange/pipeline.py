@@ -61,7 +61,6 @@ class PipelineSlot:
 
     @property
     def stage(self) -> int:
-        """This rank's stage, from 0."""
         return self.rank % self.stages
 
     @property

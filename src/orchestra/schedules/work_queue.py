@@ -33,12 +33,10 @@ class WorkItem(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many samples the batch has."""
         return self.stop - self.start
 
 
 def item_of(numbers: Sequence[float]) -> WorkItem:
-    """The item that four numbers stand for."""
     kind, start, stop, level = numbers
     return WorkItem(Kind(int(kind)), int(start), int(stop), int(level))
 
@@ -155,11 +153,9 @@ class WorkQueue:
                 self._stop, self._level = self._next, level
 
     def watch(self, rounds: Rounds) -> None:
-        """Let `rounds` know of what is reported."""
         self._rounds.append(rounds)
 
     def report(self, report: Report) -> None:
-        """A batch is done, by a worker that reports."""
         for rounds in self._rounds:
             rounds.report(report)
 
@@ -226,7 +222,6 @@ class Applied:
         self._later: dict[int, int] = {}
 
     def add(self, start: int, stop: int) -> None:
-        """[start, stop) are applied."""
         self._later[start] = stop
         while self.before in self._later:
             self.before = self._later.pop(self.before)
@@ -255,7 +250,6 @@ class Rounds:
         self._seconds: dict[int, float] = {}
 
     def report(self, report: Report) -> None:
-        """A batch is done."""
         self._reports[report.start] = report
         self._applied.add(report.start, report.stop)
         while self._applied.before >= self._end:
@@ -269,5 +263,4 @@ class Rounds:
             self._observe(reports, tuple(self._seconds[rank] for rank in sorted(self._seconds)))
 
     def lose(self, worker: int) -> None:
-        """`worker` is gone."""
         self._seconds.pop(worker, None)

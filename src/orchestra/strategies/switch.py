@@ -138,18 +138,9 @@ class Switch(Strategy[SwitchState]):
                 f"optimizer's moments, so they cannot be {self.moments}: set moments='reset'"
             )
 
-    def current_roles(self, worker: Worker, state: SwitchState) -> Roles:
-        return self._phase(state).current_roles(worker, state.inner)
-
     @property
     def steps_together(self) -> bool:
         return self.first.steps_together or self.then.steps_together
-
-    def currently_together(self, state: SwitchState) -> bool:
-        return self._phase(state).currently_together(state.inner)
-
-    def currently_synchronous(self, state: SwitchState) -> bool:
-        return self._phase(state).currently_synchronous(state.inner)
 
     def currently_lockstep(self, state: SwitchState) -> bool:
         """As the phase under way is; until the switch workers count the steps alike."""
@@ -178,19 +169,18 @@ class Switch(Strategy[SwitchState]):
 
     def _takes(self, worker: Worker, state: SwitchState) -> bool:
         """Workers take batches from a queue in the phase under way."""
-        return worker.queue_of is not None and self._innermost(state).self_paced
+        return worker.queue_of is not None and self.under_way(state).self_paced
 
-    def _innermost(self, state: SwitchState) -> Strategy[Any]:
+    def under_way(self, state: SwitchState) -> Strategy[Any]:
         """The phase under way, of however many switches inside one another."""
-        phase = self._phase(state)
-        return phase._innermost(state.inner) if isinstance(phase, Switch) else phase
+        return self._phase(state).under_way(state.inner)
 
     def end_phase(self, worker: Worker, state: SwitchState, level: int) -> None:
         """The switch, or one inside the phase under way."""
         if not state.switched and level == self.nesting:
             self._switch(worker, state)
             return
-        before = self._innermost(state)
+        before = self.under_way(state)
         self._phase(state).end_phase(worker, state.inner, level)
         self._follow(worker, state, before)
 
@@ -214,7 +204,7 @@ class Switch(Strategy[SwitchState]):
 
     def _follow(self, worker: Worker, state: SwitchState, before: Strategy[Any]) -> None:
         """Where the first phase has gone on from the phase `before` inside it, go on from there."""
-        if state.switched or self._innermost(state) is before:
+        if state.switched or self.under_way(state) is before:
             return
         state.end_watch()
         if worker.queue_of is not None and before.self_paced:
@@ -283,9 +273,9 @@ class Switch(Strategy[SwitchState]):
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
         if self.when.counts:
             state.fired = state.observe(worker.step)
-        before = self._innermost(state)
+        before = self.under_way(state)
         self.first.update(worker, state.inner)
-        if self._innermost(state) is not before:
+        if self.under_way(state) is not before:
             self._follow(worker, state, before)
             return
         if not self.when.counts:
@@ -356,7 +346,7 @@ class Switch(Strategy[SwitchState]):
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
         """As the phase under way does; where its workers switch, this rank switches with them."""
-        before, switched = self._innermost(state), state.switched
+        before, switched = self.under_way(state), state.switched
         paused = self._phase(state).serve(worker, state.inner)
         if switched or paused is None:
             return paused
