@@ -49,11 +49,13 @@ def broadcast_buffers(worker: Worker, group: Group) -> None:
         vector.unpack()
 
 
-def wait_for_everyone(worker: Worker) -> None:
-    """Collective over all ranks: nobody returns before everybody has called."""
-    everyone = worker.everyone
+def wait_for_everyone(worker: Worker, number: int = 0) -> int:
+    """Collective over all ranks: nobody returns before everybody has called. The sum of what they
+    call with, up to 2^24."""
+    everyone, total = worker.everyone, torch.tensor([float(number)])
     if len(everyone) > 1:
-        all_reduce(worker.transport, torch.zeros(1), "butterfly", everyone, Tag.AGREE)
+        all_reduce(worker.transport, total, "butterfly", everyone, Tag.AGREE)
+    return int(total)
 
 
 def wait_for_workers(worker: Worker) -> None:
@@ -72,13 +74,6 @@ def start_together(worker: Worker, leader: int) -> None:
     gather_objects(worker.transport, None, worker.everyone, leader)
     broadcast(worker.transport, torch.zeros(1), leader, worker.everyone, Tag.READY)
     wait_for_everyone(worker)
-
-
-def agree_on_position(worker: Worker, position: int, first: int) -> int:
-    """Collective over all ranks: the samples consumed, as the rank `first` knows them."""
-    samples = torch.tensor([position])
-    broadcast(worker.transport, samples, first, worker.everyone, Tag.AGREE)
-    return int(samples)
 
 
 def agree_on_data(worker: Worker, data: Any, first: int) -> Any:
