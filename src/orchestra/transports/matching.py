@@ -269,11 +269,12 @@ class Mailbox:
 
     def _claim(self, source: int, tag: int) -> Receive | None:
         """The receive that was posted first for a message, no longer posted."""
-        named = self._posted.get((source, tag))
-        receives = [queue[0] for queue in (named, self._posted.get((None, tag))) if queue]
-        if not receives:
+        queue, open_to_any = self._posted.get((source, tag)), self._posted.get((None, tag))
+        if open_to_any and not (queue and queue[0].sequence < open_to_any[0].sequence):
+            queue = open_to_any
+        if not queue:
             return None
-        receive = min(receives, key=lambda receive: receive.sequence)
+        receive = queue[0]
         self._remove_posted(receive)
         return receive
 
