@@ -167,7 +167,7 @@ def test_a_task_takes_the_place_of_its_older_figures() -> None:
         ("[" * 100_000, "recursion"),
         ('{"schema": 7}', "its schema is 7, not 2"),
         ('{"schema": 2}', "Calibration has measured_at"),
-        (CALIBRATION.to_json().replace("0.4", '"long"'), "'long' is no float"),
+        (CALIBRATION.to_json().replace("0.4", '"long"'), "expected number, got 'long'"),
         (CALIBRATION.to_json().replace("0.4", "0.0"), "above 0"),
         (CALIBRATION.to_json().replace('"task"', '"tusk"'), "TaskCosts has task"),
     ],

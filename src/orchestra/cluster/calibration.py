@@ -18,7 +18,7 @@ from orchestra.cluster.costs import Overhead, Quality, Sharing, marked, together
 from orchestra.cluster.nodes import Jitter, LogNormal
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
-from orchestra.settings.plain import from_plain
+from orchestra.settings.base import from_plain
 
 SCHEMA = 2
 NORMAL_QUARTILE = 0.6745
