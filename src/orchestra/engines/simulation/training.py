@@ -138,5 +138,5 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     )
     if outcome.failure is None and outcome.bad_input is None:
         keep_links(assignment.folder, cluster, outcome, overhead.wire)
-    named = cluster.node_of(0, 1).name if ranks == 1 < len(cluster.nodes) else None
+    named = cluster.nodes_of(1)[0].name if ranks == 1 < len(cluster.nodes) else None
     return replace(outcome, sent=(), node=named)
