@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,23 +11,9 @@ from torch import Tensor
 
 from orchestra.schedules import ALL_REDUCE, Schedule
 from orchestra.schedules import broadcast as broadcast_schedule
-from orchestra.transports.protocol import CollectiveCall, Group, Transport
+from orchestra.transports.protocol import CollectiveCall, Transport
+from orchestra.transports.protocol import Group as Group
 from orchestra.transports.tags import Tag
-
-__all__ = [
-    "Group",
-    "all_reduce",
-    "broadcast",
-    "execute",
-    "gather_objects",
-    "receive_object",
-    "send_object",
-]
-
-
-@functools.cache
-def _broadcast_schedule(ranks: int, root: int) -> Schedule:
-    return broadcast_schedule(ranks, root)
 
 
 def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Group, tag: int) -> int:
@@ -41,7 +26,7 @@ def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Grou
 
 def broadcast(transport: Transport, vector: Tensor, root: int, group: Group, tag: int) -> None:
     """Replace `vector` (flat, contiguous) by that of rank `root`, on every rank of `group`."""
-    execute(transport, vector, _broadcast_schedule(len(group), group.index(root)), group, tag)
+    execute(transport, vector, broadcast_schedule(len(group), group.index(root)), group, tag)
 
 
 def execute(

@@ -177,20 +177,16 @@ class Strategy(Settings, ABC, Generic[S]):
         """Workers wait for one another, so that the slowest sets the pace of all."""
         return self.synchronous or not self.depends_on_speed
 
-    def currently_together(self, state: S) -> bool:
-        """`steps_together`, of the phase under way."""
-        return self.steps_together
-
-    def currently_synchronous(self, state: S) -> bool:
-        """`synchronous`, of the phase under way."""
-        return self.synchronous
+    def under_way(self, state: S) -> Strategy[Any]:
+        """The strategy of the phase under way: itself, where there are no phases."""
+        return self
 
     def currently_lockstep(self, state: S) -> bool:
         """In the phase under way, a worker takes part in steps in which it has no samples.
 
         Synchronous strategies need that, and others that exchange in every step.
         """
-        return self.currently_synchronous(state)
+        return self.synchronous
 
     @property
     def self_paced(self) -> bool:
@@ -219,7 +215,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def native(self) -> bool:
-        """Whether torch.distributed's own collectives (gloo, NCCL) are used."""
+        """torch.distributed's own collectives (gloo, NCCL) are used."""
         return False
 
     def part_of(
@@ -242,7 +238,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
         """The roles now: they change where a strategy calls `worker.begin_phase` on all ranks."""
-        return roles_of(self, worker.budget_ranks)
+        return roles_of(self.under_way(state), worker.budget_ranks)
 
     @abstractmethod
     def start(self, worker: Worker) -> S:
@@ -255,7 +251,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_values(self) -> bool:
-        """Whether the timing of its communication depends on losses, gradients or parameters."""
+        """The timing of its communication depends on losses, gradients or parameters."""
         return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:

@@ -37,25 +37,17 @@ class Rule(Settings, ABC):
 
     memory: ClassVar[type[RuleState]] = RuleState
 
-    @property
-    def reads_loss(self) -> bool:
-        """It depends on the training loss."""
-        return False
+    reads_loss: ClassVar[bool] = False
+    """It depends on the training loss."""
 
-    @property
-    def counts(self) -> bool:
-        """It depends on the number of the step alone, or on what is planned."""
-        return False
+    counts: ClassVar[bool] = False
+    """It depends on the number of the step alone, or on what is planned."""
 
-    @property
-    def compares_workers(self) -> bool:
-        """It needs what each worker measures by itself."""
-        return False
+    compares_workers: ClassVar[bool] = False
+    """It needs what each worker measures by itself."""
 
-    @property
-    def reads_gradients(self) -> bool:
-        """It compares workers by their gradients, which are then averaged."""
-        return False
+    reads_gradients: ClassVar[bool] = False
+    """It compares workers by their gradients, which are then averaged."""
 
     def begin(self) -> RuleState:
         """The memory at the beginning."""
@@ -226,6 +218,11 @@ class PairState(RuleState):
     second: RuleState = field(default_factory=RuleState)
 
 
+def _of_either(name: str) -> Any:
+    """Return a property that two rules have if one of them has it."""
+    return property(lambda rule: getattr(rule.first, name) or getattr(rule.second, name))
+
+
 @dataclass(frozen=True, repr=False)
 class Combined(Rule):
     """Two rules, both of which observe every step."""
@@ -233,21 +230,13 @@ class Combined(Rule):
     first: Rule = setting(REQUIRED, "a rule")
     second: Rule = setting(REQUIRED, "another rule")
 
-    @property
-    def reads_loss(self) -> bool:
-        return self.first.reads_loss or self.second.reads_loss
+    reads_loss = _of_either("reads_loss")
+    compares_workers = _of_either("compares_workers")
+    reads_gradients = _of_either("reads_gradients")
 
     @property
-    def counts(self) -> bool:
+    def counts(self) -> bool:  # type: ignore[override]
         return self.first.counts and self.second.counts
-
-    @property
-    def compares_workers(self) -> bool:
-        return self.first.compares_workers or self.second.compares_workers
-
-    @property
-    def reads_gradients(self) -> bool:
-        return self.first.reads_gradients or self.second.reads_gradients
 
     def begin(self) -> PairState:
         return PairState(first=self.first.begin(), second=self.second.begin())

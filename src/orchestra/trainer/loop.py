@@ -99,7 +99,7 @@ class Loop:
         strategy, rank = self.strategy, self.worker.rank
         self._phase = self.worker.phase
         self._roles = roles = strategy.current_roles(self.worker, self.state)
-        together = strategy.currently_together(self.state)
+        together = strategy.under_way(self.state).steps_together
         plan = plan_of_roles(
             self.training,
             self.position.plan_start,
@@ -218,7 +218,7 @@ class Loop:
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
         """Do a step on `batch`, after `done` samples of the whole cluster."""
         worker, strategy, state = self.worker, self.strategy, self.state
-        synchronous = strategy.currently_synchronous(state)
+        synchronous = strategy.under_way(state).synchronous
         factor = self.training.schedule.factor(done / self.budget)
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self.epoch_samples

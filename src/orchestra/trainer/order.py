@@ -79,7 +79,7 @@ class Order:
 
 @dataclass(eq=False)
 class Recording(Interceptor):
-    """Writes into `order` what the rank is told."""
+    """Writes the answers that the rank gets into `order`."""
 
     order: Order
 
@@ -99,7 +99,7 @@ class Recording(Interceptor):
             self.order.flow(flow.name).sources[place] = operation.source
         return result
 
-    def told(
+    def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
         answer = proceed()
@@ -124,7 +124,7 @@ class Repeating(Interceptor):
             operation.tag = operation.tag if taken >= 0 else NOBODY
         return proceed()
 
-    def told(
+    def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
         """What was done then has to be, before the flow goes on."""

@@ -291,4 +291,4 @@ class Batches(Epochs):
     def averages_gradients(self) -> bool:
         """Whether the workers step together now, on the average of their gradients."""
         loops = [each._loop for each in self._together]
-        return any(loop.strategy.currently_synchronous(loop.state) for loop in loops)
+        return any(loop.strategy.under_way(loop.state).synchronous for loop in loops)

@@ -102,7 +102,7 @@ class OwnLoop:
                 own_model.Hook(self._may_be_saved, own_model.STATE_DICT)
             ),
         ]
-        self.worker.gradients.when_in_backward(self._backward_begins)
+        self.worker.gradients.on_backward = self._backward_begins
         self._take_over_step()
 
     def optimizer_spec(self) -> OptimizerSpec:
@@ -129,7 +129,7 @@ class OwnLoop:
 
     @property
     def _synchronous(self) -> bool:
-        return self.strategy.currently_synchronous(self.state)
+        return self.strategy.under_way(self.state).synchronous
 
     def trains(self, parameters: set[nn.Parameter]) -> bool:
         """Whether one of `parameters` is trained here."""

@@ -134,7 +134,7 @@ class OwnState:
             return
         if moments:
             self._worker.optimizer = loop.optimizer_spec()
-        whole, synchronous = self._whole, loop.strategy.currently_synchronous(loop.state)
+        whole, synchronous = self._whole, loop.strategy.under_way(loop.state).synchronous
         if not (moments and not whole) and not (model and not (whole and synchronous)):
             return
         if loop.batches.taken and loop.strategy.work(loop.state) is not None:

@@ -135,7 +135,7 @@ class Session:
         reporter.phase("training")
         start_together(worker, self.roles.leader)
         worker.agrees = False
-        worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
+        worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
         self.recorder.resume()
         self.trace.start()
@@ -145,7 +145,7 @@ class Session:
         reporter.phase("leaving")
         strategy.stop(worker, self.state)
         loop.close()
-        if not strategy.currently_synchronous(self.state):
+        if not strategy.under_way(self.state).synchronous:
             leader = strategy.current_roles(worker, self.state).leader
             evaluation.agree_on_buffers(worker, self.totals.samples, leader)
         self.recorder.pause()
@@ -153,7 +153,7 @@ class Session:
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""
         worker, roles = self.worker, self.strategy.current_roles(self.worker, self.state)
-        tolerant = roles.replicas > 0 or not self.strategy.currently_synchronous(self.state)
+        tolerant = roles.replicas > 0 or not self.strategy.under_way(self.state).synchronous
         self._conclude()
         report = self._report()
         if self.scalars is not None:
