@@ -85,32 +85,26 @@ def table(study: Study) -> Table:
     all_done = all(row.completed == row.runs for row in study.rows)
     alike = runs.pop() if all_done and len(runs) == 1 else 0
     steps = len({row.record.steps for row in study.completed}) > 1
+
+    def completed(row: Row) -> Cell:
+        done = len(row.completed)
+        return Cell(NONE) if alike else Cell(f"{done} of {len(row.runs)}", value=done)
+
     columns: list[tuple[Column, Callable[[Row], Cell]]] = [
         (Column("ranks", "ranks"), _ranks),
         (Column("global_batch", "global batch", "samples"), lambda row: _batch(row, steps)),
+        (Column("completed", "seeds completed", rising=True), completed),
     ]
-    if not alike:
-
-        def completed(row: Row) -> Cell:
-            done = len(row.completed)
-            return Cell(f"{done} of {len(row.runs)}", value=done)
-
-        columns.append((Column("completed", "seeds completed", rising=True), completed))
     for m in study.measures:
         if m is not STALEST:
             title = "staleness" if m is STALENESS else m.title
             cell = partial(_measured, study, m, _decimals(study.rows, m), pairs)
             columns.append((Column(m.key, title, m.unit, bool(m.rising)), cell))
     columns.append((Column("switched_at_step", "switched", "step"), _switched))
-    cells = [[cell(row) for row in study.ranked] for _, cell in columns]
-    kept = [place for place, those in enumerate(cells) if any(cell.text != NONE for cell in those)]
-    return Table(
-        [columns[place][0] for place in kept],
-        [(row, [cells[place][n] for place in kept]) for n, row in enumerate(study.ranked)],
-        _beside(study),
-        pairs,
-        alike,
-    )
+    found = [(column, [cell(row) for row in study.ranked]) for column, cell in columns]
+    filled = [(column, cells) for column, cells in found if any(c.text != NONE for c in cells)]
+    lines = zip(study.ranked, zip(*(cells for _, cells in filled), strict=True), strict=True)
+    return Table([column for column, _ in filled], list(lines), _beside(study), pairs, alike)
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:

@@ -292,11 +292,9 @@ def _about(knees: Mapping[str, int | None], most: int) -> list[str]:
 def knee(speeds: Mapping[int, float]) -> int | None:
     """The number of ranks with the most benefit for its cost; None where more may be better still.
 
-    `speeds` are samples a second by number of ranks. The knee of the profile of execution time
-    against efficiency (Eager, Zahorjan and Lazowska, "Speedup Versus Efficiency in Parallel
-    Systems", IEEE Transactions on Computers 38(3), 1989) is where efficiency over time is largest,
-    that is speed^2 / ranks. Twice as many ranks are past it where they are less than sqrt(2) times
-    as fast; under Amdahl's law it lies where about half of each rank is used.
+    `speeds` are samples a second by number of ranks. At the knee of execution time against
+    efficiency (Eager, Zahorjan and Lazowska, "Speedup Versus Efficiency in Parallel Systems", IEEE
+    Transactions on Computers 38(3), 1989) efficiency over time, speed^2 / ranks, is largest.
     """
     if len(speeds) < 2:
         return None
