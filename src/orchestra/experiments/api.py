@@ -22,7 +22,7 @@ from orchestra.records.record import RunRecord, read_summary
 from orchestra.settings import Settings, write
 from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 
 if TYPE_CHECKING:
     from orchestra.strategies.base import Strategy

@@ -28,7 +28,7 @@ from orchestra.settings.reading import (
 )
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.registry import replace_task_setting, task_name, task_text
+from orchestra.tasks.settings import replace_task_setting, task_name, task_text
 from orchestra.trainer.settings import Training
 
 _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")

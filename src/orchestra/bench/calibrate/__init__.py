@@ -136,17 +136,12 @@ def _costs(steps: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
     """Return a task's figures, from what was kept of its steps, and of those on all cores."""
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
-    spreads = [
-        spread
-        for gradient in (costs.one.gradient, costs.all.gradient)
-        for (amount, _), spread in zip(gradient.points, gradient.spread, strict=True)
-        if amount == costs.batch_size
-    ]
+    spread = max(t.gradient.spread_at(costs.batch_size) for t in (costs.one, costs.all))
     return replace(
         costs,
         shared_speed=shared,
         refill=turns * time_slice,
-        quality=_quality([steps, speeds], max(spreads)),
+        quality=_quality([steps, speeds], spread),
     )
 
 

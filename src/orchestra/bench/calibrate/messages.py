@@ -198,7 +198,7 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     """Time a message from a flow to another of the same rank, and half of the answer."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
-    task = transport.spawn(lambda inner: _echo(inner, there, back))
+    task = transport.spawn(lambda inner: _send_back(inner, there, back))
 
     count = 0
 
@@ -216,7 +216,7 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     return [spent]
 
 
-def _echo(transport: Transport, there: int, back: int) -> None:
+def _send_back(transport: Transport, there: int, back: int) -> None:
     while (message := transport.receive(transport.rank, there).wait()).numel():
         transport.send(message, transport.rank, back)
 

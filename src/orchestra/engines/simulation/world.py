@@ -52,7 +52,7 @@ class World:
         self._sharing = sharing
         self.kernel = kernel
         self.fluid = Fluid(kernel)
-        self.nodes = [cluster.node_of(rank, ranks) for rank in range(ranks)]
+        self.nodes = cluster.nodes_of(ranks)
         self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
         self.net = Net(kernel, self.fluid, overhead, self._way, delay)
