@@ -108,8 +108,10 @@ class HeldSlice:
         self.log = RequestLog(self.state)
         self.place = 0
         self._tags = Tag.ANSWER, Tag.VALUES
-        begin = self.values.storage_offset()
-        self._parts = [(each, each.storage_offset() - begin) for each, _ in self.tensors.values()]
+        begin = int(self.values.storage_offset())
+        self._parts = [
+            (each, int(each.storage_offset()) - begin) for each, _ in self.tensors.values()
+        ]
         self._total = torch.zeros_like(self.values)
         self._buffers: dict[int, Tensor] = {}  # the gradient of each worker's last push
         self._given: dict[int, Tensor] | None = None
@@ -221,8 +223,8 @@ class HeldSlice:
             return
         set_rates(self.optimizer, self._allow_for_staleness(update, gradient))
         used = map(any, zip(*(push.used for push in pushes), strict=True))
-        for (tensor, first), is_used in zip(self._parts, used, strict=True):
-            own = gradient[first : first + tensor.numel()]
+        for (tensor, start), is_used in zip(self._parts, used, strict=True):
+            own = gradient[start : start + tensor.numel()]
             tensor.grad = own.view(tensor.shape) if is_used else None
         self.optimizer.step()
 
