@@ -25,7 +25,7 @@ from orchestra.strategies.pairwise_averaging import PairwiseAveraging
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import StochasticGradientPush
-from orchestra.strategies.switch import Switch, SwitchState
+from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import (
     AfterDecay,
     AfterFraction,
@@ -34,6 +34,7 @@ from orchestra.strategies.switch_rules import (
     NoiseScale,
     NoiseState,
     Straggler,
+    SwitchState,
 )
 from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
@@ -224,6 +225,12 @@ APART: list[Any] = [
     LocalSGD(3),
     Switch(AllReduce(), Gossip(), when=AfterSteps(3)),
 ]
+
+
+def test_a_server_learns_at_the_switch_how_many_steps_the_workers_took(tmp_path: Path) -> None:
+    strategy = Switch(ASYNCHRONOUS, AllReduce(), when=AfterSteps(5), moments="reset")
+    task = "scripted(samples=403)"
+    assert switched_at(train_threads(strategy, 4, tmp_path, task, work="equal")) == {5}
 
 
 @pytest.mark.parametrize("then", [AllReduce(), ParameterServer(), *APART[:6]], ids=repr)

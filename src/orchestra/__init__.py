@@ -15,10 +15,10 @@ from orchestra.settings.registry import lazy_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from orchestra.engines.processes.distribute import distribute as distribute
     from orchestra.engines.processes.environment import is_first as is_first
     from orchestra.engines.processes.environment import rank as rank
     from orchestra.engines.processes.environment import world_size as world_size
-    from orchestra.engines.processes.own_loop import distribute as distribute
     from orchestra.errors import InputError as InputError
     from orchestra.errors import OrchestraError as OrchestraError
     from orchestra.errors import RunFailed as RunFailed
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 else:
     _MODULES = {
         "engines.processes.environment": ("is_first", "rank", "world_size"),
-        "engines.processes.own_loop": ("distribute",),
+        "engines.processes.distribute": ("distribute",),
         "errors": ("InputError", "OrchestraError", "RunFailed"),
         "experiments.api": ("compare", "replay", "train"),
         "strategies.all_reduce": ("AllReduce",),

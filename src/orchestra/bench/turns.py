@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from orchestra.engines.events import Beat, Event, Notice
+from orchestra.engines.events import Event, Heartbeat, Notice
 from orchestra.engines.processes import Outcome
 from orchestra.worker.runtime import Runtime
 
@@ -90,8 +90,8 @@ def teller(
         return None
 
     def tell(event: Event | Notice) -> None:
-        if isinstance(event, Beat) and event.rank == 0:
-            on_progress(what, event.pulse.step / total)
+        if isinstance(event, Heartbeat) and event.rank == 0:
+            on_progress(what, event.step / total)
 
     return tell
 

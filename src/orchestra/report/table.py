@@ -21,7 +21,6 @@ from orchestra.report.numbers import (
     pairs_of,
     places_of,
     uncertain,
-    with_unit,
 )
 from orchestra.report.rows import (
     SENT,
@@ -91,7 +90,12 @@ def table(study: Study) -> Table:
         (Column("global_batch", "global batch", "samples"), lambda row: _batch(row, steps)),
     ]
     if not alike:
-        columns.append((Column("completed", "seeds completed", rising=True), _completed))
+
+        def completed(row: Row) -> Cell:
+            done = len(row.completed)
+            return Cell(f"{done} of {len(row.runs)}", value=done)
+
+        columns.append((Column("completed", "seeds completed", rising=True), completed))
     for m in study.measures:
         if m is not STALEST:
             title = "staleness" if m is STALENESS else m.title
@@ -127,8 +131,8 @@ def plain_figures(study: Study, row: Row) -> dict[str, Any]:
 
 def _ranks(row: Row) -> Cell:
     workers, servers = row.record.workers, row.record.servers
-    details = [with_unit(str(workers), f"worker{'s' * (workers != 1)}")]
-    details += [with_unit(str(servers), f"server{'s' * (servers != 1)}")] if servers else []
+    details = [count("worker", workers).replace(" ", THIN)]
+    details += [count("server", servers).replace(" ", THIN)] if servers else []
     return Cell(str(row.ranks), details, row.ranks)
 
 
@@ -137,11 +141,6 @@ def _batch(row: Row, steps: bool) -> Cell:
     details = [worker_batch(row.record.worker_batches)]
     details += [count("step", row.record.steps)] if steps else []
     return Cell(str(row.global_batch), list(filter(None, details)), row.global_batch)
-
-
-def _completed(row: Row) -> Cell:
-    done = len(row.completed)
-    return Cell(f"{done} of {len(row.runs)}", value=done)
 
 
 def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row) -> Cell:
@@ -176,11 +175,10 @@ def _compared(study: Study) -> list[Measure]:
 
 
 def _difference(difference: Difference, places: int, pairs: int) -> Iterator[str]:
-    mean = fixed(difference.mean, places, sign=True)
+    mean, *ends = difference.texts(places)
     yield mean if difference.n == pairs else f"{mean}, {pairs_of(difference.n)}"
-    if difference.low is not None and difference.high is not None:
-        low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
-        yield f"[{low}, {high}]"
+    if ends:
+        yield f"[{', '.join(ends)}]"
 
 
 def _pairs(study: Study) -> int:

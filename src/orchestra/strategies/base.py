@@ -73,26 +73,26 @@ class Roles:
 
 def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
     """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
-    if placement == "beside":
-        if servers > ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside workers need as many ranks, "
-                f"not {ranks}: lower servers or raise ranks"
-            )
-        if replicas and servers == ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside {ranks} workers leave none "
-                "that could evaluate after any server's death: lower servers or raise ranks"
-            )
-        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
-    workers = ranks - servers
+    beside = placement == "beside"
+    if beside and servers > ranks:
+        raise InputError(
+            f"{name}: {servers} servers beside workers need as many ranks, "
+            f"not {ranks}: lower servers or raise ranks"
+        )
+    if beside and replicas and servers == ranks:
+        raise InputError(
+            f"{name}: {servers} servers beside {ranks} workers leave none "
+            "that could evaluate after any server's death: lower servers or raise ranks"
+        )
+    workers = ranks if beside else ranks - servers
     if workers < 1:
         raise InputError(
             f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
             "worker: raise ranks, lower servers, or set placement='beside'"
         )
-    shares = (1.0,) * workers + (0.0,) * servers
-    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
+    owners = range(servers) if beside else range(workers, ranks)
+    shares = (1.0,) * workers + (0.0,) * (ranks - workers)
+    return Roles(shares, tuple(owners), replicas=replicas)
 
 
 class WorkSource(Protocol):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.parameter_server import Client, Consistency, Pause, Server
     from orchestra.parameter_server.placement import Slice
-    from orchestra.schedules.work_queue import WorkQueue
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -274,7 +273,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             state.server = self._make_server(worker, roles, state.slices)
         if worker.rank in roles.workers:
             parameters = worker.parameters if self.replicas else None
-            queue = self._queue(worker, roles)
+            queue = worker.make_queue(roles.shares) if self.self_paced else None
             state.client = parameter_server.Client(
                 worker.transport, state.slices, queue, parameters
             )
@@ -284,10 +283,6 @@ class ParameterServer(Strategy[ParameterServerState]):
         replaceable = bool(self.replicas) if is_server else not self.synchronous
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
-
-    def _queue(self, worker: Worker, roles: Roles) -> WorkQueue | None:
-        """Make a copy of the queue that self-paced workers share; None where work is dealt out."""
-        return worker.make_queue(roles.shares) if self.self_paced else None
 
     def _make_server(self, worker: Worker, roles: Roles, slices: list[Slice]) -> Server:
         updates, workers = self.returns == "parameters", len(roles.workers)
@@ -302,7 +297,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             clips=updates and self.averages,
             rate_divisor=lambda staleness: max(staleness, 1) if by_staleness else divisor,
             compensate=self._compensate(),
-            make_queue=lambda: self._queue(worker, roles),
+            queue_shares=roles.shares if self.self_paced else None,
             replicas=bool(self.replicas),
         )
 
@@ -319,13 +314,10 @@ class ParameterServer(Strategy[ParameterServerState]):
         """Makes the compensation of a slice, with the paper's strengths for CIFAR-10 by default."""
         if self.delay_compensation == "none":
             return None
-        adaptive = self.delay_compensation == "adaptive"
-        lambda0, mean_square = self.lambda0, self.mean_square
-        return functools.partial(
-            parameter_server.DelayCompensation,
-            (2.0 if adaptive else 0.04) if lambda0 is None else lambda0,
-            (0.95 if mean_square is None else mean_square) if adaptive else None,
-        )
+        strength, keeps = (2.0, 0.95) if self.delay_compensation == "adaptive" else (0.04, None)
+        lambda0 = strength if self.lambda0 is None else self.lambda0
+        mean_square = keeps if self.mean_square is None else self.mean_square
+        return functools.partial(parameter_server.DelayCompensation, lambda0, mean_square)
 
     def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
         """Under synchronous servers everyone takes the first worker's buffers."""

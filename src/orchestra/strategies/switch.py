@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange, optimizers
@@ -14,50 +13,15 @@ from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy, WorkSource
-from orchestra.strategies.switch_rules import LossStable, Rule, RuleState
+from orchestra.strategies.switch_rules import LossStable, Rule, SwitchState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.exchange import CommonStep
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.parameter_server.state import Pause
-    from orchestra.schedules.work_queue import Report, WorkQueue
     from orchestra.worker.batches import Batch
-    from orchestra.worker.worker import QueueOf, Worker
-
-
-@dataclass
-class SwitchState:
-    """The state of the phase under way; `rule` is what `when` remembers, after `steps` steps.
-
-    A switch inside the second phase of another one begins after the `before` steps of its first.
-    `leaving` finds the step to switch at where workers do not decide alike; their steps so far
-    have cost `seconds` of this worker's computation and communication.
-
-    Where the workers take batches from a queue in place of steps, `rule` and `steps` are those of
-    the sample number `begun`, at which that began. On the rank that holds the queue a rule that
-    observes goes on meanwhile, and has `fired` where the queue is to end. `queue` is a copy of it;
-    `queue_of` makes queues that end with the budget alone.
-    """
-
-    rule: RuleState
-    inner: Any = None
-    switched: bool = False
-    steps: int = 0
-    before: int = 0
-    begun: int | None = None
-    fired: bool = False
-    queue: WorkQueue | None = field(default=None, metadata=optimizers.TRANSIENT)
-    seconds: float = field(default=0.0, metadata=optimizers.TRANSIENT)
-    leaving: CommonStep | None = field(default=None, metadata=optimizers.TRANSIENT)
-    queue_of: QueueOf | None = field(default=None, metadata=optimizers.TRANSIENT)
-
-    def end_watch(self) -> None:
-        """Collective over the workers, where they report: report no more."""
-        if self.leaving is not None:
-            self.leaving.close()
-            self.leaving = None
+    from orchestra.worker.worker import Worker
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,14 +147,16 @@ class Switch(Strategy[SwitchState]):
         return self._phase(state).work(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
-        state = SwitchState(self.when.begin(), before=worker.measures.switched_at_step or 0)
+        state = SwitchState(
+            self.when, self.nesting, self.when.begin(), before=worker.measures.switched_at_step or 0
+        )
         self._begin_first(worker, state, lambda: self.first.start(worker))
         return state
 
     def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
         """Resume in the phase that the checkpoint was taken in."""
         steps, before = saved["steps"], saved.get("before", 0)
-        state = SwitchState(self.when.begin(), steps=steps, before=before)
+        state = SwitchState(self.when, self.nesting, self.when.begin(), steps=steps, before=before)
         optimizers.restore(state.rule, saved["rule"])
         if saved["switched"]:
             state.queue_of = worker.queue_of
@@ -207,7 +173,7 @@ class Switch(Strategy[SwitchState]):
         if worker.own_loop:  # whose epochs have ends of their own
             worker.queue_of = None
         elif worker.queue_of is not None:
-            worker.queue_of = functools.partial(self._queue, state)
+            worker.queue_of = state.make_queue
         state.inner = start()
         if isinstance(self.first, Switch):
             worker.before_phase.append(functools.partial(self._share_count, worker, state))
@@ -251,7 +217,7 @@ class Switch(Strategy[SwitchState]):
             return
         workers = worker.workers.ranks
         if worker.rank in workers and not self.when.counts:
-            state.fired = self._is_over(worker, state, square=0.0)
+            state.fired = state.is_over(worker, square=0.0)
             if state.leaving is not None:
                 state.leaving.settle()
         counted = (state.steps, state.fired, optimizers.capture(state.rule))
@@ -265,7 +231,7 @@ class Switch(Strategy[SwitchState]):
             return
         state.end_watch()
         if worker.queue_of is not None and before.self_paced:
-            self._count_rounds(state, worker.step.consumed)
+            state.count_rounds(worker.step.consumed)
         if not self._takes(worker, state):
             state.begun = None
         if state.fired:
@@ -287,25 +253,10 @@ class Switch(Strategy[SwitchState]):
                 worker,
                 steps=state.steps,
                 level=self.nesting + 1,
-                observe=functools.partial(self.when.observe, state.rule),
+                observe=state.observe,
             )
             state.seconds = exchange.own_seconds(worker)
             worker.gradients.measures_square = self.when.reads_gradients
-
-    def _report(self, worker: Worker, state: SwitchState) -> tuple[float, ...]:
-        """Return the fields of a `Report` of the step, from its loss on."""
-        step, before = worker.step, state.seconds
-        state.seconds = exchange.own_seconds(worker)
-        rate = step.rates[0] if step.rates else 0.0
-        return (step.loss, state.seconds - before, rate, step.epoch, step.fraction)
-
-    def _is_over(self, worker: Worker, state: SwitchState, square: float) -> bool:
-        """After a step: whether all are to switch; `square` is |g|^2 of the average."""
-        if state.leaving is None:
-            return self.when.observe(state.rule, worker.step)
-        values = (*self._report(worker, state), worker.gradients.square, square)
-        state.leaving.report(state.steps, worker.step.samples, *values)
-        return state.leaving.reached(state.steps, wish=False)
 
     @property
     def nesting(self) -> int:
@@ -342,7 +293,7 @@ class Switch(Strategy[SwitchState]):
             return
         if self._takes(worker, state):
             if self._announced:
-                worker.step.report = self._report(worker, state)
+                worker.step.report = state.report(worker)
             self.first.update(worker, state.inner)
             return
         square = 0.0
@@ -351,14 +302,14 @@ class Switch(Strategy[SwitchState]):
         state.steps += 1
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
         if self.when.counts:
-            state.fired = self.when.observe(state.rule, worker.step)
+            state.fired = state.observe(worker.step)
         before = self.under_way(state)
         self.first.update(worker, state.inner)
         if self.under_way(state) is not before:
             self._follow(worker, state, before)
             return
         if not self.when.counts:
-            state.fired = self._is_over(worker, state, square)
+            state.fired = state.is_over(worker, square)
         if state.fired:
             self._switch(worker, state)
 
@@ -394,59 +345,10 @@ class Switch(Strategy[SwitchState]):
         if not roles.servers:
             exchange.exact_mean_of_buffers(worker)
         if self._takes(worker, state):
-            self._count_rounds(state, position)
+            state.count_rounds(position)
         worker.step.consumed, state.steps = exchange.agree_on_data(
             worker, [position, state.steps], there
         )
-
-    # Where they take batches from a queue
-
-    def _queue(self, state: SwitchState, start: int, shares: tuple[float, ...]) -> WorkQueue:
-        """Make one of the first phase, or of a phase inside it that begins at sample `start`."""
-        assert state.queue_of is not None
-        queue = state.queue_of(start, shares)
-        assert queue is not None
-        if state.inner is not None:
-            self._count_rounds(state, start)
-        if state.begun is None:
-            state.begun = start
-        state.queue = queue
-        if self.when.counts:
-            queue.end_at(self._end(state.rule, queue, state.begun), self.nesting)
-            return queue
-
-        def observe(reports: Sequence[Report], seconds: tuple[float, ...]) -> None:
-            """On the rank that holds the queue: all batches of a round are done."""
-            if not state.fired and self.when.observe(
-                state.rule, exchange.step_of_round(reports, seconds)
-            ):
-                state.fired = True
-                queue.end(self.nesting)
-
-        queue.watch(observe)
-        if state.fired:
-            queue.end(self.nesting)
-        return queue
-
-    def _end(self, rule: RuleState, queue: WorkQueue, position: int) -> int:
-        """Find the sample before which a phase ends by a rule that counts, from `position` on."""
-        assert queue.budget is not None
-        rule, over = copy.deepcopy(rule), False
-        while position < queue.budget and not over:
-            position = min(position + queue.round, queue.budget)
-            over = self.when.observe(rule, exchange.counted(position, queue.budget))
-        return position
-
-    def _count_rounds(self, state: SwitchState, position: int) -> None:
-        """The queue under way has come to its end at `position`: go on counting from there."""
-        if state.begun is None or state.queue is None:
-            return
-        while state.begun < position:
-            state.begun = min(state.begun + state.queue.round, position)
-            state.steps += 1
-            if self.when.counts:
-                self.when.observe(state.rule, exchange.counted(state.begun, state.queue.budget))
-        state.fired = False
 
     # In either phase
 

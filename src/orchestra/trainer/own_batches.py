@@ -5,22 +5,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
-from orchestra.data.own_loop import Loader, Part, QueuedLoader, ShardedLoader, shard_loader
+from orchestra import exchange
+from orchestra.data import loaders
+from orchestra.data.random_state import random_state, restore_random_state, undisturbed
 from orchestra.errors import InputError
+from orchestra.optimizers.spec import get_options
 from orchestra.schedules.work_queue import Kind, WorkItem
-from orchestra.strategies.base import WorkSource
-from orchestra.trainer.own_epochs import MID_EPOCH, SAVING, Epochs
-from orchestra.trainer.own_model import check_place
+from orchestra.strategies.base import Strategy, WorkSource
+from orchestra.trainer.own_model import BackwardPasses, check_fits, parameters_in
+from orchestra.trainer.own_state import OwnRank, Word
+from orchestra.worker.batches import digest
+from orchestra.worker.runtime import Runtime
 
-if TYPE_CHECKING:
-    from orchestra.trainer.own_loop import OwnLoop
+MID_EPOCH = -(1 << 20)
+"""In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
+SAVING = MID_EPOCH - 1
+"""The same, where the state of all ranks is collected."""
+
+ENDED = (
+    "this loop ended when another model was distributed; models that are trained by turns are all "
+    "distributed before the first step"
+)
 
 
-class Batches(Epochs):
+class Batches(OwnRank):
     """The user's loader, dealt out to the workers; iterate it as before, once an epoch.
 
     When an iteration ends, every worker's model holds the agreed parameters. A rank that has become
@@ -29,38 +42,61 @@ class Batches(Epochs):
     queue, which `queued` loads, they get unlike numbers of them.
 
     Attributes:
-        epoch: how many have ended; as `taken`, `ended`, `begun` and `left` in `Epochs`.
+        epoch: how many have ended.
+        begun: an epoch was begun, or served.
+        left: an iteration was left before its epoch's end, and nobody has agreed since.
         item: what this worker took from the queue and has not made a step with.
         loss: what was reported last.
         share: of the samples behind the gradient of the batch, or group, that was handed out last,
             this worker's; 1 where its gradient is not averaged.
-        accumulates: no backward pass exchanges, for now.
     """
 
     def __init__(
         self,
-        loop: OwnLoop,
-        loader: Loader,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy[Any],
+        loader: loaders.Loader | Batches,
+        *,
+        accumulation: int,
         seed: int,
-        queued: QueuedLoader | None,
-        source: Batches | None = None,
+        work: str,
+        **options: Any,
     ) -> None:
-        super().__init__(loop, loader, seed, follows=source is not None)
+        before = loader if isinstance(loader, Batches) else None
+        self.loader: loaders.Loader = loader.loader if isinstance(loader, Batches) else loader
+        # The batches of another loop, which see to the order.
+        self._source = source = None if before is None or before.ended else before
+        self._queued: loaders.QueuedLoader | None = None
+        if work == "shared" and accumulation == 1 and source is None:
+            self._queued = loaders.QueuedLoader.of(self.loader, seed)
+        queue_of = None if self._queued is None else self._queued.queue
+        super().__init__(runtime, model, optimizer, strategy, queue_of, **options)
+        self.passes = BackwardPasses(accumulation, copied=self.worker.layout.device.type != "cpu")
+        self.epoch = 0
+        self.begun = self.left = False
         self.item: WorkItem | None = None
         self.loss = float("nan")
         self.share = 1.0
-        self.accumulates = False
-        self._queued = queued
-        self._source = source
+        self._seed = seed
+        self._goes_on = self._in_epoch = False
+        self._resumed_at = self._passes_before = 0
+        self._order: dict[str, Any] = {}
         self._together = [self]  # this one and those that are iterated with it
         if source is not None:
-            source.add(self)
+            if source._uses_queue:
+                raise InputError(
+                    "models that are trained by turns need as many batches on every worker: set "
+                    "work='equal' in the first distribute"
+                )
+            source._together.append(self)
+        self._deal_out()
 
     def __len__(self) -> int:
-        sharded, workers = self._sharded, len(self._roles.workers)
-        if sharded is None:  # on a server: that of a worker
-            sharded = shard_loader(self.loader, workers, 0, self.seed)
-        return len(sharded)
+        if self._sharded is None:  # on a server: that of a worker
+            return len(loaders.shard_loader(self.loader, len(self._roles.workers), 0, self._seed))
+        return len(self._sharded)
 
     @property
     def length(self) -> int | None:
@@ -70,14 +106,10 @@ class Batches(Epochs):
         except TypeError:
             return None
 
-    def add(self, other: Batches) -> None:
-        """From now on an iteration counts for `other`, too."""
-        if self._queued is not None and self._loop.strategy.self_paced:
-            raise InputError(
-                "models that are trained by turns need as many batches on every worker: set "
-                "work='equal' in the first distribute"
-            )
-        self._together.append(other)
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the workers step together now, on the average of their gradients."""
+        return any(each.synchronous for each in self._together)
 
     # Iterating
 
@@ -94,9 +126,14 @@ class Batches(Epochs):
         Raises:
             InputError: batches lie in a queue, from which workers take one at a time.
         """
-        if self._queued is not None and self._loop.strategy.self_paced:
+        if self._uses_queue:
             raise InputError("batches.groups() needs as many on every worker: set work='equal'")
         return self._iterate(size)
+
+    @property
+    def _uses_queue(self) -> bool:
+        """Whether workers take the batches of some phase from a queue."""
+        return self._queued is not None and self.strategy.self_paced
 
     def _iterate(self, group: int | None) -> Generator[Any, None, None]:
         if self._source is not None:
@@ -105,7 +142,7 @@ class Batches(Epochs):
         if self._is_over():
             return
         for each in self._together:
-            each._loop.kept.take_over()
+            each.take_over()
         for each in self._together:
             each._begin_epoch()
         try:
@@ -118,28 +155,32 @@ class Batches(Epochs):
         for each in self._together:
             each._end_epoch()
 
-    def _work(self, sharded: ShardedLoader, group: int | None) -> Iterator[Any]:
-        loop = self._loop
-        if loop.strategy.work(loop.state) is None:
-            parts = self._begin_order(sharded)
+    def _work(self, sharded: loaders.ShardedLoader, group: int | None) -> Iterator[Any]:
+        if self.source() is None:
+            if not self.taken:
+                self._order = self._draws()
+                parts = sharded.begin(0)
+            else:
+                with undisturbed():
+                    restore_random_state(self._order["random"])
+                    parts = sharded.begin(self.taken)
             while some := list(islice(parts, group or 1)):
                 self._count(*some)
                 if group is not None:
                     for each in self._together:
-                        each._loop.begin_group(len(some))
+                        each.passes.begin_group(len(some))
                 batches = [part.batch for part in some]
                 yield batches[0] if group is None else batches
                 if not self.is_worker():
                     return
-                if loop.strategy.work(loop.state) is not None:
+                if self.source() is not None:
                     break
-        source = loop.strategy.work(loop.state)
-        if source is not None:
+        if (source := self.source()) is not None:
             yield from self._take(source)
 
     def _take(self, source: WorkSource) -> Iterator[Any]:
         """Give the batches of the queue, until all pause at the end of the epoch."""
-        worker = self._loop.worker
+        worker = self.worker
         assert self._queued is not None
         while True:
             if self.item is not None:
@@ -152,22 +193,75 @@ class Batches(Epochs):
             self._count(part)
             yield part.batch
 
-    def _count(self, *parts: Part) -> None:
+    def _count(self, *parts: loaders.Part) -> None:
         """Note which samples are behind the next gradient, here and on all workers."""
         samples = sum(part.samples for part in parts)
         totals = [part.total for part in parts if part.total is not None]
+        averaged = self.averages_gradients
         if len(totals) == len(parts):
             total = sum(totals)
-        elif self.averages_gradients:
+        elif averaged:
             total = int(self.sum_over_workers(torch.tensor([samples])))
         else:
             total = samples
-        self.share = samples / total if self.averages_gradients else 1.0
+        self.share = samples / total if averaged else 1.0
         for each in self._together:
             each.taken += len(parts)
-            each._loop.counts.take(samples, total, [part.batch for part in parts])
+            each.passes.take(samples, total, [part.batch for part in parts])
 
     # Epochs
+
+    def _is_over(self) -> bool:
+        """Return whether there is nothing to do any more, where that is no mistake."""
+        if not self.ended:
+            return False
+        if self.is_worker():
+            raise InputError(f"batches: {ENDED}")
+        if not self._goes_on:
+            raise SystemExit(0)
+        return True
+
+    def _begin_epoch(self) -> None:
+        self.begun = self._in_epoch = True
+        self.left = False
+        self.worker.reporter.phase("training")
+        self.taken, self._resumed_at = self._resumed_at, 0
+        self.passes.begin_epoch(self._passes_before)
+        self._passes_before = 0
+        if self.roles != self._roles:
+            self._deal_out()
+
+    def _deal_out(self) -> None:
+        """Deal the coming epochs out to those who have roles now."""
+        self._roles = self.roles
+        self._sharded: loaders.ShardedLoader | None = None
+        workers, rank = self._roles.workers, self.worker.rank
+        if rank in workers:
+            index, alike = workers.index(rank), self.alike
+            self._sharded = loaders.shard_loader(
+                self.loader, len(workers), index, self._seed, alike
+            )
+            self._sharded.epoch = self.epoch
+
+    def _end_epoch(self) -> None:
+        word = None
+        self.passes.end_epoch()
+        if self.is_worker():
+            self.strategy.quiesce(self.worker, self.state, self.epoch)
+        else:
+            word = self._serve()
+        self._take_part_in_agreement()
+        if word is not None:
+            self.end(word)
+        self._in_epoch = False
+        self.taken = 0
+        self.epoch += 1
+
+    def _take_part_in_agreement(self) -> None:
+        self.strategy.agree(self.worker, self.state)
+        if not self.ended:  # replicas that differ have averaged them; others take the first one's
+            exchange.broadcast_buffers(self.worker, self.worker.everyone)
+        self.left = False
 
     def agree(self) -> None:
         """In mid-epoch, let every worker's model hold the agreed parameters; training can go on.
@@ -178,10 +272,8 @@ class Batches(Epochs):
         Raises:
             InputError: workers take unlike numbers of batches.
         """
-        for each in self._in_mid_epoch():
-            each._loop.kept.take_over()
-            each._refuse_queue("agree")
-            each._loop.strategy.quiesce(each._loop.worker, each._loop.state, MID_EPOCH)
+        for each in self._in_mid_epoch("agree"):
+            each.strategy.quiesce(each.worker, each.state, MID_EPOCH)
             each._take_part_in_agreement()
 
     def end_epoch(self) -> None:
@@ -194,21 +286,64 @@ class Batches(Epochs):
         Raises:
             InputError: workers take unlike numbers of batches.
         """
-        for each in self._in_mid_epoch():
-            each._refuse_queue("end_epoch")
+        for each in self._in_mid_epoch("end_epoch"):
             each._end_epoch()
 
-    def _in_mid_epoch(self) -> list[Batches]:
-        """Return those that are iterated together, where this worker is within an epoch."""
-        together = (self._source or self)._together
-        return [each for each in together if each._in_epoch and not each.ended and each.is_worker()]
+    def _in_mid_epoch(self, method: str) -> Iterator[Batches]:
+        """Give those that are iterated together, where this worker is within an epoch."""
+        for each in (self._source or self)._together:
+            if each._in_epoch and not each.ended and each.is_worker():
+                if method == "agree":
+                    each.take_over()
+                if each.source() is not None:
+                    raise InputError(
+                        f"batches.{method}() in mid-epoch needs equally many batches on every "
+                        "worker: set work='equal' in distribute, or go on to the end of the epoch"
+                    )
+                yield each
 
-    def _refuse_queue(self, method: str) -> None:
-        if self._loop.strategy.work(self._loop.state) is not None:
-            raise InputError(
-                f"batches.{method}() in mid-epoch needs equally many batches on every worker: set "
-                "work='equal' in distribute, or go on to the end of the epoch"
-            )
+    # Ranks that serve
+
+    def serve_to_the_end(self) -> None:
+        """On a rank without data: serve until the workers have left this loop.
+
+        Raises SystemExit where their scripts are over.
+        """
+        while not self.is_worker() and not self.ended:
+            self._end_epoch()
+        if self.ended and not self._goes_on:
+            raise SystemExit(0)
+
+    def _serve(self, *, until_saved: bool = False) -> Word | None:
+        """Serve to the end of the workers' epoch; return what follows, if the loop ends there."""
+        self.worker.reporter.phase("serving")
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+        last = None
+        while not self.is_worker():
+            paused = self.strategy.serve(self.worker, self.state)
+            if paused is None:
+                word = self.hear()
+                if word not in (Word.RESTART, Word.RESUME):
+                    self.ended, last = True, word
+                    break
+            elif paused.step == SAVING:
+                self.collect(self._order_state())
+                if until_saved:
+                    break
+            elif paused.step == MID_EPOCH:
+                self._take_part_in_agreement()
+            elif paused.step >= 0:
+                break
+        self.worker.reporter.phase("training")
+        return last
+
+    def end(self, word: Word) -> None:
+        """The loop is over; `word` tells whether the script goes on with another one."""
+        self.begun = self.ended = True
+        self.left = False
+        self._goes_on = word is not Word.OVER
+        if word is Word.HANDS_OVER:
+            self.hand_over()
 
     # Saving and resuming
 
@@ -222,16 +357,29 @@ class Batches(Epochs):
         Raises:
             InputError: there is no such place here; the message says where one is.
         """
-        loop = self._loop
-        if self._is_over():
-            return loop.kept.saved({})
-        if not self.is_worker():
-            self._serve(until_saved=True)
-            return loop.kept.saved({})
-        check_place(loop)
-        loop.kept.take_over()
-        loop.strategy.quiesce(loop.worker, loop.state, SAVING)
-        return loop.kept.saved(loop.kept.collect())
+        ranks = {}
+        if not self._is_over():
+            if self.is_worker():
+                self._check_place()
+                self.take_over()
+                self.strategy.quiesce(self.worker, self.state, SAVING)
+                ranks = self.collect(self._order_state())
+            else:
+                self._serve(until_saved=True)
+        return {
+            "settings": self._settings(),
+            "position": {
+                "epoch": self.epoch,
+                "taken": self.taken - (self.passes.ahead or 0),
+                "length": self.length,
+                "order": self._order_number,
+                "backwards": self.passes.done if self.taken else 0,
+                "consumed": self.worker.step.consumed,
+                "steps": self.steps,
+            },
+            "groups": get_options(self.optimizer),
+            "ranks": ranks,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`: every worker calls it with what the first one's `state_dict()` was.
@@ -244,19 +392,90 @@ class Batches(Epochs):
         """
         if self._is_over():
             return
+        where = "batches.load_state_dict()"
         if self._in_epoch and not self.left:
             raise InputError(
-                "batches.load_state_dict(): an iteration over the batches is under way: call it "
-                "before the loop over them, or leave that with break"
+                f"{where}: an iteration over the batches is under way: call it before the loop "
+                "over them, or leave that with break"
             )
-        self._loop.kept.load(state)
+        check_fits(where, state, self._settings(), self.worker, self.length, self._generators())
+        if self.roles != self.strategy.roles(self.worker.runtime.ranks):
+            raise InputError(
+                f"{where}: ranks have changed their roles since the beginning: load before training"
+            )
+        position, ranks = state["position"], state["ranks"]
+        if not self.alike(digest([position, parameters_in(ranks)])):
+            raise InputError(f"{where}: workers load unlike states: give all the same one")
+        self.load(state)
+        self._go_on_from(position, ranks[str(self.worker.rank)]["order"])
 
     def start_at(self, batch: int) -> None:
         """Begin the next epoch at its batch number `batch`, from 0."""
-        position = {"epoch": self.epoch, "taken": batch, "backwards": 0, "order": self.order}
-        self.go_on_from(position, self.order_state())
+        position = {
+            "epoch": self.epoch, "taken": batch, "backwards": 0, "order": self._order_number
+        }  # fmt: skip
+        self._go_on_from(position, self._order_state())
 
-    # What else a loop tells, or asks
+    def _go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
+        """Let the next iteration begin at `position`, as `state_dict` gave it."""
+        self.epoch = position["epoch"]
+        self.taken = self._resumed_at = position["taken"]
+        self._passes_before = position["backwards"]
+        self._deal_out()
+        if self._sharded is not None:
+            self._sharded.epoch = position["order"]
+        self.begun = self._in_epoch = self.left = False
+        self._order = order
+        for generator, state in zip(self._generators(), order["generators"], strict=True):
+            generator.set_state(state)
+
+    @property
+    def _order_number(self) -> int:
+        """The number from which the order of the epoch under way, or of the next one, follows."""
+        begun = self.taken > 0 and not self._resumed_at
+        return 0 if self._sharded is None else self._sharded.epoch - begun
+
+    def _order_state(self) -> dict[str, Any]:
+        """Return the generators that the order of the epoch under way, or the next one, follows
+        from: at its beginning, that is. What was drawn since is drawn again."""
+        return self._order if self.taken and self._source is None else self._draws()
+
+    def _draws(self) -> dict[str, Any]:
+        own = [generator.get_state() for generator in self._generators()]
+        return {"random": random_state(), "generators": own}
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the loader's own, unless another loop's batches see to them."""
+        return loaders.generators_of(self.loader) if self._source is None else []
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what has to be the same where a state is loaded."""
+        return {
+            "strategy": repr(self.strategy),
+            "ranks": self.worker.runtime.ranks,
+            "optimizer": type(self.optimizer).__name__,
+            "accumulation": self.passes.accumulation,
+            "seed": self._seed,
+            "work": "shared" if self._uses_queue else "equal",
+        }
+
+    def _check_place(self) -> None:
+        """Refuse to save where there is no state that could be gone on from."""
+        where = "batches.state_dict()"
+        if self.passes.under_way or self.passes.complete:
+            raise InputError(f"{where}: gradients wait for their step: call it after that")
+        if self.taken and self.source() is not None:
+            raise InputError(
+                f"{where} in mid-epoch needs equally many batches on every worker: set "
+                "work='equal' in distribute, or save when the epoch has ended"
+            )
+        if self.taken and self.workers != self._roles.workers:
+            raise InputError(
+                f"{where}: a rank has become a server in this epoch, so that nobody takes its part "
+                "of it: save when the epoch has ended"
+            )
+
+    # What else a loop tells
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -265,7 +484,7 @@ class Batches(Epochs):
         For what takes longer than `patience` without a forward pass of the model. Under
         `AllReduce("native")` the collectives of the others give up after four times `patience`.
         """
-        reporter = self._loop.worker.reporter
+        reporter = self.worker.reporter
         reporter.phase("paused")
         try:
             yield
@@ -277,18 +496,12 @@ class Batches(Epochs):
         """While inside, `backward()` exchanges nothing; the next one outside does so for all of
         them. As `no_sync` of DistributedDataParallel, where a loop knows which one is the last.
         """
-        self.accumulates = True
+        self.passes.paused = True
         try:
             yield
         finally:
-            self.accumulates = False
+            self.passes.paused = False
 
     def report(self, loss: float) -> None:
         """Tell this step's loss, before `loss.backward()`: for rules that watch it."""
         self.loss = float(loss)
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether the workers step together now, on the average of their gradients."""
-        loops = [each._loop for each in self._together]
-        return any(loop.strategy.under_way(loop.state).synchronous for loop in loops)

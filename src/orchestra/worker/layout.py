@@ -96,6 +96,19 @@ class FlatModel:
         """The module's persistent buffers, by name."""
         return [(name, getattr(owner, attribute)) for name, owner, attribute in self._buffers]
 
+    def keep(self) -> Callable[[], None]:
+        """Copy parameters and buffers; return what puts them back."""
+        kept = [self.parameters.clone(), *(buffer.clone() for _, buffer in self.buffers)]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for tensor, values in zip(
+                    [self.parameters, *(buffer for _, buffer in self.buffers)], kept, strict=True
+                ):
+                    tensor.copy_(values)
+
+        return put_back
+
 
 def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Name, owner and attribute of each buffer (BatchNorm statistics and the like) in its state."""

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.cluster.nodes import DEFAULT
-from orchestra.engines.events import Failed, Finished, Pulse, describe, failed_text
+from orchestra.engines.events import Failed, Finished, Heartbeat, describe, failed_text
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.compute import ChargedCompute, SimulatedCompute
@@ -164,7 +164,7 @@ class Simulation:
         self._faults: Faults | None = None
         if cluster.faults:
             self._faults = Faults(
-                cluster, ranks, self._world, self._pulse, patience, notice=self.notice
+                cluster, ranks, self._world, self._heartbeat, patience, notice=self.notice
             )
 
     def run(self, program: Program) -> Outcome:
@@ -235,13 +235,14 @@ class Simulation:
         elif flow.error is not None:
             self._kernel.fail(_RankFailed(flow.rank, flow.error))
 
-    def _pulse(self, rank: int) -> Pulse:
-        """What a beat of `rank` would say; `activity` changes as long as anything goes on."""
+    def _heartbeat(self, rank: int) -> Heartbeat:
+        """The heartbeat of `rank`; `activity` changes as long as anything goes on."""
         reporter, wait = self._reporters[rank], self._kernel.wait_of(rank)
         for_ranks, what = wait or ((), "")
         self._beats += wait is None
         moved = self._beats if wait is None else int(self._world.moved(rank))
-        return Pulse(
+        return Heartbeat(
+            rank,
             step=reporter.current_step,
             phase=reporter.current_phase,
             activity=self._kernel.turns_of[rank] + moved,

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, cast
 
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.run import record_of, roles_of, write_environment
+from orchestra.engines.run import record_of, write_environment
 from orchestra.engines.simulation.figures import Figures, figures_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
+from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
 
@@ -38,7 +39,7 @@ def train_run(
             calibration.
         RunFailed: names the first cause; what was recorded until then stays in `folder`.
     """
-    roles = roles_of(run)
+    roles = roles_of(run.strategy, run.training.ranks)
     figures = figures_of(run)
     write_environment(folder)
     alone = Single().roles(1)
@@ -56,10 +57,9 @@ def train_run(
         raise InputError(outcome.bad_input)
     if outcome.failure is not None:
         raise RunFailed(outcome.failure)
-    reports = [cast("RankReport", report) for report in outcome.results if report is not None]
     return record_of(
         run,
-        reports,
+        cast("tuple[RankReport | None, ...]", outcome.results),
         folder,
         {},
         left_out=outcome.left_out,
