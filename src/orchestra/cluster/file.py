@@ -111,12 +111,14 @@ def read_cluster(path: Path) -> Cluster:
         if key in document:
             values[name] = READER.read_setting(Cluster, name, document[key], key)
     if "overhead" in document:
-        inside = mapping(document["overhead"], "overhead", f"{{send: {LINE}, receive: {LINE}}}")
+        entry = document["overhead"]
+        inside = mapping(entry, "overhead", f"{{send: {LINE}, receive: {LINE}}}")
+        for end in LINES:
+            if end in inside:
+                mapping(inside[end], f"overhead.{end}", LINE)
+        values["overhead"] = READER.read_setting(Cluster, "overhead", entry, "overhead")
         # In a file, no default would be true everywhere.
-        require(inside, {"local": LINE}, document["overhead"].at("overhead"))
-        values["overhead"] = READER.read_setting(
-            Cluster, "overhead", document["overhead"], "overhead"
-        )
+        require(inside, {"local": LINE}, entry.at("overhead"))
     try:
         return Cluster(**values)
     except Unfit as unfit:
