@@ -231,6 +231,14 @@ class Strategy(Settings, ABC, Generic[S]):
         """The roles at the start; raises `InputError` for an impossible number of ranks."""
         return Roles((1.0,) * ranks)
 
+    def refusal(self, ranks: int) -> str | None:
+        """Why it cannot run on that many ranks; None if it can."""
+        try:
+            self.roles(ranks)
+        except InputError as error:
+            return str(error)
+        return None
+
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """The memory of `rank`, with a budget of `ranks`: by default a model and its optimizer."""
         roles = roles_of(self, ranks)
