@@ -387,6 +387,11 @@ class Sending(matching.Operation):
         self.tensor = tensor
         self.to = to
 
+    @property
+    def source(self) -> int:
+        """The sending rank."""
+        return self.flow.rank
+
     def finish(self) -> None:
         """The tensor is free."""
         self.finished = True
