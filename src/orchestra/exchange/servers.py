@@ -103,7 +103,14 @@ def make_server(
     own = hold(slices[place])
     if not replicas:
         return Server(own)
-    mirror = hold(slices[place - 1])
+    return _with_replica(worker, own, hold(slices[place - 1]), ranks)
+
+
+def _with_replica(
+    worker: Worker, own: HeldSlice, mirror: HeldSlice, ranks: tuple[int, ...]
+) -> Server:
+    """Return the server of both slices, once their moments are with those who hold them."""
+    place, lost = ranks.index(worker.rank), worker.transport.lost()
     before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
     if after not in lost:
         _hand_on_moments(worker.transport, own.optimizer, after)
