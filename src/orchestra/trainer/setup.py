@@ -181,6 +181,12 @@ def measured_speeds(
     everyone = Group(tuple(range(runtime.ranks)))
     speeds = torch.zeros(runtime.ranks, dtype=torch.float64)
     all_reduce(runtime.transport, speeds, "butterfly", everyone, Tag.AGREE)  # all are there
+    speeds[runtime.rank] = 1 / median(_seconds(runtime, worker, read))
+    all_reduce(runtime.transport, speeds, "butterfly", everyone, Tag.AGREE)
+    return tuple(speeds.tolist())
+
+
+def _seconds(runtime: Runtime, worker: Worker, read: Callable[[], Batch]) -> list[float]:
     now, device, seconds = runtime.transport.now, worker.layout.device, []
     with undisturbed():
         module, batch = copy.deepcopy(worker.module), to_device(read(), device)
@@ -196,9 +202,7 @@ def measured_speeds(
             began = now()
             runtime.compute.run(work, gradient)
             seconds.append(now() - began)
-    speeds[runtime.rank] = 1 / median(seconds)
-    all_reduce(runtime.transport, speeds, "butterfly", everyone, Tag.AGREE)
-    return tuple(speeds.tolist())
+    return seconds
 
 
 def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
