@@ -1,8 +1,8 @@
 """Who is dead, stopped or hung, and what follows from it.
 
 Pure decisions: events with their time go in, instructions come out; there is no clock, no
-process and no socket here. `orchestra.engines.processes.watcher` feeds it and carries out what
-it says.
+process and no socket here. `orchestra.engines.processes.watcher` feeds it and carries out what it
+says; in virtual time `orchestra.engines.simulation.faults` does so.
 
 The rules:
 
