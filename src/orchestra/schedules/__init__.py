@@ -2,10 +2,19 @@
 
 All-reduce algorithms: every rank ends with the sum over the ranks, bit for bit the same.
 
-N ranks, n elements, p the largest power of two up to N. A rank sends: ring 2(N-1)/N n;
-halving_doubling 2(p-1)/p n; butterfly log2(p) n; both n more where it stands in for one of the
-N - p others, which send n; tree at most 3 n; ring_gather and parallel (N-1) n; reduce_to_one n,
-its root (N-1) n.
+What a rank sends, with N ranks, n elements, and p the largest power of two up to N:
+
+    algorithm           elements
+    ring                2(N-1)/N n
+    halving_doubling    2(p-1)/p n
+    butterfly           log2(p) n
+    tree                at most 3 n
+    ring_gather         (N-1) n
+    parallel            (N-1) n
+    reduce_to_one       n; rank 0: (N-1) n
+
+In halving_doubling and butterfly each of the N - p extra ranks sends its n elements to one of the
+first ranks, which sends n elements more than the table says, to return the sum.
 """
 
 from __future__ import annotations
@@ -43,9 +52,9 @@ class Schedule:
     rank keeps a buffer of `pieces` whole vectors, slot r holding the vector of rank r; when the
     last round is over they are added in the order of the ranks.
 
-    With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same; so
-    no rank is through before all have begun. With `joint` true that holds for another schedule,
-    too, if no piece is empty.
+    With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same. In
+    an all-reduce no rank can finish before every rank has begun. `joint` says that this also holds
+    for another schedule, provided that no piece is empty.
     """
 
     name: str
@@ -143,9 +152,10 @@ def butterfly(ranks: int) -> Schedule:
 
 
 def tree(ranks: int) -> Schedule:
-    """Sums go up a binary tree to rank 0, and the result comes down; rank i is over 2i+1 and 2i+2.
+    """Sums go up a binary tree to rank 0, and the result comes down.
 
-    Twice as many rounds as the tree has levels; each vector travels whole.
+    Rank i is the parent of ranks 2i+1 and 2i+2. There are two rounds for each level below the root,
+    and each vector travels whole.
     """
     child = np.arange(1, ranks)
     level = np.frexp(child + 1)[1] - 1  # the whole logarithm: 1 is right under the root

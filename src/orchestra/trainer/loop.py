@@ -207,7 +207,7 @@ class Loop(ABC):
         step = Step(samples, deal.samples, consumed, planned=deal.stop)
         self._train(batch, step, done=position.consumed)
         if self.worker.phase != self._phase:
-            return  # what is due now is due for all ranks, also for those that do not count steps
+            return  # `_follow_phase` takes a checkpoint with all ranks; some count no steps
         self.stopped = self._all_stop()
         every = self.training.checkpoint_every
         if self.stopped or (every is not None and position.plan_step % every == 0):

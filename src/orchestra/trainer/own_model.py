@@ -51,9 +51,10 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
 
 
 class Hook:
-    """Calls `function`, as a hook of a module; in copies of the module, and its file, `harmless`.
+    """A hook of a module that calls `function`, and may be copied and pickled with the module.
 
-    That is a method of a builtin object: such a file loads where Orchestra is missing, too.
+    In the copy or the file it is replaced by `harmless`, a builtin object and the name of one of
+    its methods, which as a hook has no effect. So the file loads without Orchestra, too.
     """
 
     def __init__(self, function: Callable[..., None], harmless: tuple[object, str]) -> None:

@@ -97,8 +97,10 @@ class CollectiveCall:
         edges: where the pieces begin, and the number of elements, the same on all ranks; None:
             pieces as equal as can be.
         background: whether it goes on while this flow does something else.
-        visible: whether each message has to be sent, even by a simulation that could do without,
-            since an interceptor records them.
+        visible: whether the engine has to send each message of the collective. Otherwise a
+            simulation may compute the result and the times for all ranks at once, without sending
+            any. Interceptors that record messages set it, by `Operation.visible`; strategies leave
+            it false. Real processes send all messages anyway.
     """
 
     schedule: Schedule | None

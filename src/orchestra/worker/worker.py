@@ -24,17 +24,27 @@ from orchestra.worker.snapshots import Snapshots
 class Step:
     """The step under way, as far as this rank knows it.
 
-    `weight` is this rank's share of the samples of the step over all workers (its samples over
-    `total_samples`); `consumed` counts the samples of the whole cluster with this step included.
-    `loss` and `stop` begin as this rank's own and become the cluster's where a strategy agrees
-    on them; `agreed` tells which. `losses` then holds the loss of each rank (0 without data).
-    `epoch` counts passes over the data set, as a fraction. `planned` are the samples consumed
-    once every worker has done this step, and `fraction` is what that is of the budget (0 where
-    there is none). `seconds` are those that each worker needed for this step, without waiting,
-    where somebody gathers them; so are `counts`, each worker's samples, `squares`, |g|^2 of each
-    one's gradient, and `square`, that of their mean. `staleness`: of this step's push at each
-    server, in updates. `position`: where the samples begin in the global order, if they came from a
-    queue. `report`: what is told of them to who holds the queue, for a rule that ends the phase.
+    Attributes:
+        samples: of this rank in this step.
+        total_samples: of all workers in this step.
+        consumed: samples of the whole cluster so far, this step included.
+        epoch: passes over the data set so far, as a fraction.
+        rates: the learning rate of each parameter group.
+        loss: this rank's own; the mean over the workers once they agree (`agreed`).
+        losses: the loss of each rank once they agree, 0 for a rank without data.
+        stop: whether the user asked this rank to stop; any rank, once they agree.
+        agreed: whether `loss`, `losses` and `stop` are those of the whole cluster.
+        staleness: of this step's push at each server, in updates.
+        planned: samples consumed once every worker has done this step.
+        fraction: `planned` over the budget, 0 where there is no budget.
+        seconds: what each worker needed for this step, without waiting; empty unless a rule of
+            `Switch` gathers it, like the next three.
+        counts: the samples of each worker in this step.
+        squares: |g|^2 of each worker's gradient.
+        square: |g|^2 of the mean gradient.
+        position: where this rank's samples begin in the global order; None if they did not come
+            from a queue.
+        report: what this rank reports to the holder of the queue, for a rule that ends the phase.
     """
 
     samples: int = 0

@@ -87,7 +87,7 @@ class Processor(Protocol):
 
     @property
     def rate(self) -> float:
-        """Seconds of a core of speed 1 that pass here in a second, where no other thread runs."""
+        """Its speed while no other thread runs on it, where a core of speed 1 has the rate 1."""
         ...
 
     def undisturbed(self) -> bool:
@@ -169,10 +169,15 @@ class Deadlock(Exception):
 class Kernel(Events):
     """The clock, what is due when, and whose turn it is.
 
-    `on_turn` is called on the context of each flow whose turn begins. Besides the main flows,
-    `outstanding` things have to be over before `run` ends. `current` is the flow whose turn it is,
-    once there is one. `contexts` are of a kind that suits
-    what the flows do; the launching one makes the kernel, and runs it.
+    The context that makes the kernel also calls `run`.
+
+    Args:
+        on_turn: called on the context of each flow whose turn begins.
+        contexts: the kind of context that each flow runs on.
+
+    Attributes:
+        current: the flow whose turn it is; not set before the first turn.
+        outstanding: how many things besides the main flows have to end before `run` returns.
     """
 
     current: Flow

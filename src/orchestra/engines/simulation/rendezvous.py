@@ -123,7 +123,8 @@ class Collective:
         self._ahead = ahead
         self._before = before  # of the same ranks, not quite over
         if before is not None:
-            before._before = None  # it is over: all were through before they came to `before`
+            # That one is over: each rank was through with it before it joined `before`.
+            before._before = None
         self._over = inf
         self._members: dict[int, Member] = {}
         self._vectors: dict[int, Tensor] = {}
