@@ -30,7 +30,7 @@ class Step:
         consumed: samples of the whole cluster so far, this step included.
         epoch: passes over the data set so far, as a fraction.
         rates: the learning rate of each parameter group.
-        loss: this rank's own; the mean over the workers once they agree (`agreed`).
+        loss: this rank's own; the sample-weighted mean over the workers once they agree.
         losses: the loss of each rank once they agree, 0 for a rank without data.
         stop: whether the user asked this rank to stop; any rank, once they agree.
         agreed: whether `loss`, `losses` and `stop` are those of the whole cluster.
