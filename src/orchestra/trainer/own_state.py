@@ -260,7 +260,7 @@ class OwnRank:
         """
         worker = self.worker
         parameters = worker.named_parameters() if self.is_worker() else {}
-        own = capture(checkpoints.held(worker, self.state, parameters))
+        own = capture(checkpoints.rank_state(worker, self.state, parameters))
         own |= {"moments": self._own_moments(), "order": order}
         if not self.is_worker():
             own["buffers"] = {}
@@ -274,13 +274,13 @@ class OwnRank:
         """Collective over all ranks: the plain data of each on the rank `first`; else nothing."""
         worker = self.worker
         if worker.rank != first:
-            checkpoints.give(worker.transport, own, first)
+            checkpoints.send_state(worker.transport, own, first)
             return {}
         known: checkpoints.Tensors = {}
         return {
             rank: checkpoints.unpack(checkpoints.by_content(own, known), known)
             if rank == first
-            else checkpoints.take(worker.transport, rank, known)
+            else checkpoints.receive_state(worker.transport, rank, known)
             for rank in worker.everyone.ranks
         }
 
@@ -361,10 +361,10 @@ class OwnRank:
         """Let the first worker give each rank that serves its part; a worker has its `own`."""
         transport, (first, serving) = self.worker.transport, self._places()
         if self.worker.rank in serving:
-            return checkpoints.take(transport, first, {})
+            return checkpoints.receive_state(transport, first, {})
         if self.worker.rank == first:
             for rank in serving:
-                checkpoints.give(transport, part_of(rank), rank)
+                checkpoints.send_state(transport, part_of(rank), rank)
         return own
 
     # The end
@@ -390,9 +390,9 @@ class OwnRank:
             joined = self._joined(gathered.values())
             for rank in gathered:
                 if rank != first:
-                    checkpoints.give(worker.transport, joined, rank)
+                    checkpoints.send_state(worker.transport, joined, rank)
         else:
-            joined = checkpoints.take(worker.transport, first, {})
+            joined = checkpoints.receive_state(worker.transport, first, {})
         self._install(joined)
 
 

@@ -338,12 +338,12 @@ class Session(Loop):
     def _write_checkpoint(self) -> None:  # a run of shapes has nothing to write
         if self.shared is None:
             leader = self.strategy.current_roles(self.worker, self.state).leader
-            self.checkpoints.take(self.held(), leader)
+            self.checkpoints.take(self.checkpoint_state(), leader)
 
-    def held(self) -> dict[str, Any]:
+    def checkpoint_state(self) -> dict[str, Any]:
         """All that a run resumes from, but its settings."""
         worker = self.worker
-        return checkpoints.held(worker, self.state, worker.parameters) | {
+        return checkpoints.rank_state(worker, self.state, worker.parameters) | {
             "position": self.position,
             "totals": self.totals,
             "measures": worker.measures,
