@@ -44,8 +44,8 @@ class Schedule:
     last round is over they are added in the order of the ranks.
 
     With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same; so
-    no rank is through before all have begun. With `joint` true that holds for another schedule,
-    too, if no piece is empty.
+    no rank can finish before every rank has begun. With `synchronizing` true that holds for another
+    schedule, too, if no piece is empty.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Schedule:
     rounds: Callable[[], Iterator[Round]]
     slots: bool = False
     all_reduce: bool = False
-    joint: bool = False
+    synchronizing: bool = False
 
     def edges(self, length: int) -> tuple[int, ...]:
         """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""
@@ -81,7 +81,7 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
     """
 
     rounds = functools.partial(_passed_on, ranks, 0, REDUCE)
-    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, joint=True)
+    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, synchronizing=True)
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def ring_all_gather(ranks: int) -> Schedule:
     """The second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
 
     rounds = functools.partial(_passed_on, ranks, 1, COPY)
-    return Schedule("ring_all_gather", ranks, ranks, rounds, joint=True)
+    return Schedule("ring_all_gather", ranks, ranks, rounds, synchronizing=True)
 
 
 def _passed_on(ranks: int, own: int, operation: int) -> Iterator[Round]:

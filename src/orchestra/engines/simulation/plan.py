@@ -49,7 +49,7 @@ class Plan:
         cuts: where its pieces begin, and the end.
         segment: elements of the longest message.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
-        is_joint: whether no rank is through before all have begun.
+        is_synchronizing: no rank can finish before every rank has begun.
         added_slots_bytes: what each rank adds up at the end, beside what it added before.
     """
 
@@ -76,7 +76,9 @@ class Plan:
         self.messages_sent, self.bytes_sent = self._by(source, messages, wire)
         self.messages_received, self.bytes_received = self._by(target, messages, wire)
         self.buffer_bytes = self._buffers()
-        self.is_joint = schedule.all_reduce or (schedule.joint and bool(np.diff(cuts).all()))
+        self.is_synchronizing = schedule.all_reduce or (
+            schedule.synchronizing and bool(np.diff(cuts).all())
+        )
         self._parts: dict[int, dict[int, Part]] = {}
 
     @cached_property

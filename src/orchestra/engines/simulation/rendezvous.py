@@ -37,11 +37,11 @@ class Contribution(NamedTuple):
     placed: PlacedPlan
 
     @property
-    def needs_no_values(self) -> bool:
+    def result_known_without_messages(self) -> bool:
         """Whether what each rank gets is known without messages, once all have begun."""
         schedule = self.placed.plan.schedule
-        summed = schedule.all_reduce or (schedule.joint and self.call.vector.is_meta)
-        return summed and self.placed.plan.is_joint
+        summed = schedule.all_reduce or (schedule.synchronizing and self.call.vector.is_meta)
+        return summed and self.placed.plan.is_synchronizing
 
 
 class Member:
@@ -313,7 +313,7 @@ class Rendezvous:
         through, and come again, before all have begun.
         """
         placed = given.placed
-        if not placed.plan.is_joint:
+        if not placed.plan.is_synchronizing:
             return None
         key = placed.group, given.call.tag
         if key not in self._open:

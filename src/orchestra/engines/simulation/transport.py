@@ -118,7 +118,7 @@ class SimulatedTransport(CollectiveMixin):
         no_flow = self._background is None and not self._rendezvous.faults
         if call.background and call.schedule is not None and no_flow and not call.visible:
             given = self._rendezvous.contribution(self._port.net, call)
-            if given.needs_no_values:
+            if given.result_known_without_messages:
                 return self._begin_queued(given)
         return super().collective(call)
 
@@ -148,7 +148,7 @@ class SimulatedTransport(CollectiveMixin):
         """Without messages where all ranks meet; with a vector of no elements there are none."""
         schedule, vector = call.schedule, call.vector
         assert schedule is not None
-        together = schedule.all_reduce or schedule.joint
+        together = schedule.all_reduce or schedule.synchronizing
         if not together or len(call.group) == 1 or not vector.numel():
             return super().execute(call, over)
         port, kernel, current = self._port, self._kernel, self._kernel.current
