@@ -206,10 +206,10 @@ class ThreadHandOver:
     def __init__(self) -> None:
         self._changed = threading.Condition()
 
-    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
+    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(so)
+            self._changed.wait_for(condition)
         traffic.seconds_waiting += time.perf_counter() - started
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:

@@ -97,8 +97,8 @@ class CollectiveCall:
         edges: where the pieces begin, and the number of elements, the same on all ranks; None:
             pieces as equal as can be.
         background: whether it goes on while this flow does something else.
-        visible: whether each message has to be sent, even by a simulation that could do without,
-            since an interceptor records them.
+        message_by_message: whether each message has to be sent, even by a simulation that could do
+            without, since an interceptor records them.
     """
 
     schedule: Schedule | None
@@ -107,14 +107,14 @@ class CollectiveCall:
     tag: int
     edges: Sequence[int] | None = None
     background: bool = False
-    visible: bool = False
+    message_by_message: bool = False
 
 
 class HandOver(Protocol):
     """How two flows of a rank tell each other of what has changed; the engine's."""
 
-    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
-        """Block until `so`, which counts as waiting in `traffic`."""
+    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
+        """Block until `condition`, which counts as waiting in `traffic`."""
         ...
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:

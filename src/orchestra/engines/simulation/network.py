@@ -351,18 +351,18 @@ class Port:
             kernel.current.processor.spend(seconds)
             traffic.seconds_communicating += kernel.here() - started
 
-    def sleep_until(self, so: Callable[[], bool], waits: Callable[[], Wait]) -> float:
-        """Park the present flow until `so` is true after a `wake`; the seconds that pass.
+    def sleep_until(self, condition: Callable[[], bool], waits: Callable[[], Wait]) -> float:
+        """Park the present flow until `condition` is true after a `wake`; the seconds that pass.
 
         Meanwhile `waits` tells whom it waits for.
         """
         kernel = self.net.kernel
         started = kernel.here()
-        if not so():
+        if not condition():
             flow = kernel.current
             flow.waits = waits
-            self._asleep[flow] = so
-            while not so():
+            self._asleep[flow] = condition
+            while not condition():
                 kernel.park()
             self._asleep.pop(flow, None)
             flow.waits = None
@@ -370,8 +370,8 @@ class Port:
 
     def wake(self) -> None:
         """Resume whoever waited for what is so now."""
-        for flow, so in list(self._asleep.items()):
-            if so():
+        for flow, condition in list(self._asleep.items()):
+            if condition():
                 del self._asleep[flow]
                 self.net.kernel.resume(flow)
 
