@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_STEPS, setting
+from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState
 from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
 
@@ -116,11 +116,11 @@ class LocalSGD(Replicas[LocalSGDState]):
     )
 
     every: int | None = setting(
-        8, "H: local steps of a round; None: one average, at the very end", low=1, high=MOST_STEPS
+        8, "H: local steps of a round; None: one average, at the very end", low=1, high=MAX_STEPS
     )
     _: KW_ONLY
     every_epochs: int | None = setting(
-        None, "passes over the data of a round, in place of `every`", low=1, high=MOST_STEPS
+        None, "passes over the data of a round, in place of `every`", low=1, high=MAX_STEPS
     )
     outer: Outer = setting(
         Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
@@ -132,7 +132,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         1, "parts of the parameters that are averaged in turn", low=1, high=10_000
     )
     overlap: int = setting(
-        0, "tau: steps that go on while a fragment is averaged", low=0, high=MOST_STEPS
+        0, "tau: steps that go on while a fragment is averaged", low=0, high=MAX_STEPS
     )
     mix: float = setting(
         0.5, "share of the worker's own values when a late average arrives", low=0, high=1

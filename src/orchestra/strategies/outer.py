@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from orchestra.settings import MOST_STEPS, Settings, setting
+from orchestra.settings import MAX_STEPS, Settings, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ class SlowMo(Outer):
     rate: float = setting(1.0, "alpha: the slow learning rate", above=0.0, high=1e9)
     every: int | None = setting(
         None, "tau: steps from one slow update to the next, a multiple of LocalSGD's; none: those",
-        low=1, high=MOST_STEPS)  # fmt: skip
+        low=1, high=MAX_STEPS)  # fmt: skip
     buffers: Literal["maintain", "reset", "average"] = setting(
         "maintain", "what becomes of the local optimizers' moments at a slow update"
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_SEED, setting
+from orchestra.settings import MAX_SEED, setting
 from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
 from orchestra.topologies import Complete, Graph, Topology, connect
@@ -61,7 +61,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         Complete(), "whom a worker may average with; links between two even or two odd are not used"
     )
     _: KW_ONLY
-    seed: int = setting(0, "of the choice of partners", low=0, high=MOST_SEED)
+    seed: int = setting(0, "of the choice of partners", low=0, high=MAX_SEED)
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
+from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     _: KW_ONLY
     servers: int = setting(
-        1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MOST_RANKS
+        1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MAX_RANKS
     )
     consistency: Literal["synchronous", "asynchronous", "bounded"] = setting(
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
     staleness: int | None = setting(
-        None, "with bounded: steps a worker may be ahead of the slowest", low=0, high=MOST_STEPS
+        None, "with bounded: steps a worker may be ahead of the slowest", low=0, high=MAX_STEPS
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -137,7 +137,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
     backup: int = setting(
-        0, "workers not waited for: the first N - backup make the average", low=0, high=MOST_RANKS
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
     )
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
         "kept",

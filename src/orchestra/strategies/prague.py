@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange
 from orchestra.errors import PeerLost
-from orchestra.settings import MOST_RANKS, MOST_SEED, MOST_STEPS, setting
+from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
 from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Replicas, ReplicaState
 from orchestra.transports.tags import Tag
@@ -70,15 +70,15 @@ class Prague(Replicas[PragueState]):
     use = "for some slow workers among many, without a server: groups average by all-reduce"
     variants = (("Prague(3)", use),)
 
-    group_size: int = setting(3, "workers in a group, at most", low=2, high=MOST_RANKS)
+    group_size: int = setting(3, "workers in a group, at most", low=2, high=MAX_RANKS)
     _: KW_ONLY
     generator: Literal["smart", "random"] = setting(
         "smart", "smart: divides all idle workers at once; random: a group for each request"
     )
     threshold: int | None = setting(
-        8, "requests a worker in a group may be behind; none: any", low=1, high=MOST_STEPS
+        8, "requests a worker in a group may be behind; none: any", low=1, high=MAX_STEPS
     )
-    seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
+    seed: int = setting(0, "of the choice of groups", low=0, high=MAX_SEED)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)

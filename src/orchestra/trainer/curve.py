@@ -37,7 +37,7 @@ from orchestra.worker.worker import Worker
 T = TypeVar("T")
 Buffers = Sequence[tuple[str, Tensor]]
 EVALUATION_BATCH = 512
-MOST_JUDGED = 16
+MAX_EVALUATED_REPLICAS = 16
 """Replicas that are evaluated at each snapshot; the average is of all."""
 
 Figures = dict[int, dict[str, float]]
@@ -121,12 +121,12 @@ class Gathered:
         """What replicas that differ are worth at each snapshot, by rank; all evaluate at once.
 
         Args:
-            seed: draws `MOST_JUDGED` of the ranks where there are more.
+            seed: draws `MAX_EVALUATED_REPLICAS` of the ranks where there are more.
             figures: those of this rank's own snapshots.
         """
         ranks: Collection[int] = {rank for i in self.indices for rank in self.replicas(i)}
-        if len(ranks) > MOST_JUDGED:
-            ranks = random.Random(seed).sample(sorted(ranks), MOST_JUDGED)
+        if len(ranks) > MAX_EVALUATED_REPLICAS:
+            ranks = random.Random(seed).sample(sorted(ranks), MAX_EVALUATED_REPLICAS)
         own = self._worker.rank
         others = [rank for rank in sorted(ranks) if rank != own]
         for rank in others:
@@ -174,14 +174,14 @@ def _kind_of_own(parts: Iterable[Part]) -> str:
     return "replica" if any(part.kind == "replica" for part in parts) else "parameters"
 
 
-def judging_data(task: Task) -> Dataset[Any] | None:
+def evaluation_data(task: Task) -> Dataset[Any] | None:
     """What snapshots are evaluated on: validation data where the task has some, else test data."""
     return task.validation if task.validation is not None else task.test
 
 
 def own_figures(model: FlatModel, task: Task, parts: Sequence[Part]) -> Figures:
     """What a rank's own replica was worth at each of its snapshots, with its own buffers."""
-    dataset = judging_data(task)
+    dataset = evaluation_data(task)
     found: Figures = {}
     if dataset is None:
         return found
@@ -209,7 +209,7 @@ def points_of(
         nodes: by rank, the figures of replicas; their mean is what a point's `metrics` are, and
             the figures of the average stand beside it.
     """
-    dataset, points = judging_data(task), []
+    dataset, points = evaluation_data(task), []
     if dataset is None:
         return []
     with ExitStack() as stack:

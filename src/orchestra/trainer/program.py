@@ -265,7 +265,7 @@ class Session(Loop):
         target, task = self.training.target, self.task
         if target is None or self.runtime.rank != self.roles.leader:
             return
-        dataset = curve.judging_data(task)
+        dataset = curve.evaluation_data(task)
         if dataset is None:
             raise InputError("target: the task has neither validation nor test data to measure it")
         with undisturbed():

@@ -26,7 +26,7 @@ from orchestra.engines.simulation.plan import Plan, add_up
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
-MOST_KNOWN = 100_000
+MAX_KNOWN = 100_000
 """Collectives that are known by identity: a thousand ranks with a hundred buckets each."""
 
 
@@ -279,7 +279,7 @@ class Rendezvous:
         asked = net, call.schedule, call.group.ranks, call.vector, call.edges
         identity = tuple(map(id, asked))
         if identity not in self._asked:
-            if len(self._asked) > MOST_KNOWN:
+            if len(self._asked) > MAX_KNOWN:
                 self._asked.clear()
             # what was asked with lives as long as its identity counts
             self._asked[identity] = self._place(net, call), asked

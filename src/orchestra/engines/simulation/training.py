@@ -20,7 +20,7 @@ from orchestra.engines.simulation.figures import Figures, figures_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.layout import CLUSTER
 from orchestra.records.record import (
-    MOST_LINKS,
+    MAX_LINKS,
     TENTHS,
     Link,
     Links,
@@ -187,7 +187,7 @@ def links_of(
         tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
     busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
     unused = sum(not link.bytes for link in links)
-    return Links(seconds, len(links), unused, tenths, busiest[:MOST_LINKS])
+    return Links(seconds, len(links), unused, tenths, busiest[:MAX_LINKS])
 
 
 def _within_reach(cluster: Cluster, ranks: int) -> list[Channel]:
