@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from orchestra.cluster.costs import Overhead
-from orchestra.engines.simulation.fluid import Activity, Fluid, Resource, Way
+from orchestra.engines.simulation.fluid import Activity, Fluid, Resource, Route
 from orchestra.engines.simulation.kernel import Events, Flow, Kernel, Processor, Wait
 from orchestra.transports import matching
 from orchestra.transports.framing import Header
@@ -106,7 +106,7 @@ class Stream:
     """
 
     def __init__(
-        self, net: Net, route: Way, target: int, delay: Callable[[float], float] | None
+        self, net: Net, route: Route, target: int, delay: Callable[[float], float] | None
     ) -> None:
         self.resources = route.resources
         self.latency = route.latency
@@ -269,7 +269,7 @@ class Net:
         kernel: Kernel,
         fluid: Fluid,
         overhead: Overhead,
-        route: Callable[[int, int], Way],
+        route: Callable[[int, int], Route],
         delay: Callable[[int, int, float], float] | None = None,
     ) -> None:
         self.kernel = kernel
