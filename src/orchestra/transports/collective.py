@@ -30,7 +30,7 @@ SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above 
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundPart:
     """What one rank does in one round; pieces go from the first to before the end."""
 
     sends: Sequence[tuple[int, int, int]]  # (target, first, end)
@@ -38,7 +38,7 @@ class Part:
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
+def _parts(schedule: Schedule, index: int) -> tuple[RoundPart, ...]:
     """The rounds of `schedule` as one rank sees them."""
     parts = []
     for transfers in schedule.rounds():
@@ -46,7 +46,7 @@ def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
         receives = transfers[transfers[:, 1] == index][:, [0, 2, 3, 4]]
         if len(sends) or len(receives):
             parts.append(
-                Part(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
+                RoundPart(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
             )
     return tuple(parts)
 
@@ -81,7 +81,7 @@ class Step(NamedTuple):
 Span = tuple[int, int]
 
 
-def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator[Step]:
+def steps(parts: Iterable[RoundPart], edges: Sequence[int], segment: int) -> Iterator[Step]:
     """What a rank does in its `parts` of the rounds, with messages of at most `segment` elements.
 
     All that a round receives is posted, at most two messages a run of pieces, then all is sent,
@@ -97,7 +97,11 @@ def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator
 
 
 def _round(
-    part: Part, edges: Sequence[int], segment: int, sent: Iterator[int], received: Iterator[int]
+    part: RoundPart,
+    edges: Sequence[int],
+    segment: int,
+    sent: Iterator[int],
+    received: Iterator[int],
 ) -> Iterator[Step]:
     arriving = []
     for run, (source, first, end, operation) in enumerate(part.receives):

@@ -253,7 +253,7 @@ class Meter:
                 self.sent[target] += size
 
 
-AllReduce = Callable[[Tensor], Task[int]]
+BeginNativeAllReduce = Callable[[Tensor], Task[int]]
 """Begins to replace a tensor by its sum over all ranks."""
 
 
@@ -297,7 +297,7 @@ class Port:
     `native` gives what stands for torch.distributed.
     """
 
-    native: Callable[[], AllReduce]
+    native: Callable[[], BeginNativeAllReduce]
 
     def __init__(
         self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter

@@ -11,7 +11,7 @@ from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.engines.simulation.fluid import Fluid, Resource, Route
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.network import (
-    AllReduce,
+    BeginNativeAllReduce,
     Load,
     Message,
     Meter,
@@ -144,7 +144,7 @@ class World:
         flows += sum(self.kernel.flows_of[rank] for rank in self._ranks_of[node.name])
         return flows * self._speed(node) <= self._cores[node.name].capacity * ROUNDING
 
-    def native(self, rank: int) -> AllReduce:
+    def native(self, rank: int) -> BeginNativeAllReduce:
         """What stands for torch.distributed's own all-reduce on `rank`, on a thread of its own."""
         self._native_threads[self.nodes[rank].name] += 1
         self.kernel.changes += 1
