@@ -345,13 +345,19 @@ class Rendezvous:
         placed = given.placed
         ahead = placed.contention_free and not self.faults and not self._crowded(placed.ranks)
         ahead = ahead and not any(map(attrgetter("activities"), placed.links))
-        before = None
-        for claim in set(map(self._claims.get, placed.links)) if ahead else ():
-            if claim is not None and claim.is_ahead:
-                before = claim
-                ahead = ahead and placed.may_follow(claim.placed)
-        before = before if ahead else None
+        follows, before = self._predecessor(placed) if ahead else (False, None)
+        ahead = ahead and follows
         collective = Collective(self._kernel, given, ahead=ahead, before=before)
         if ahead:
             self._claims.update(dict.fromkeys(placed.links, collective))
         return collective
+
+    def _predecessor(self, placed: PlacedPlan) -> tuple[bool, Collective | None]:
+        """Whether `placed` may follow what has claimed its links; if so, the last of these."""
+        before = None
+        for claim in dict.fromkeys(map(self._claims.get, placed.links)):
+            if claim is not None and claim.is_ahead:
+                if not placed.may_follow(claim.placed):
+                    return False, None
+                before = claim
+        return True, before
