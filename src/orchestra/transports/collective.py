@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from orchestra.errors import InputError
 from orchestra.schedules import REDUCE, Schedule
 from orchestra.transports.protocol import CollectiveCall, Handle, HandOver, Task, Traffic, Transport
 
+F = TypeVar("F", bound=Callable[..., Any])
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
 
 
@@ -257,6 +258,16 @@ class Begun:
             self.error = error
 
 
+def labelled(label: str) -> Callable[[F], F]:
+    """What a flow that runs the function is called in a timeline, in place of its name."""
+
+    def label_it(function: F) -> F:
+        vars(function)["flow_label"] = label
+        return function
+
+    return label_it
+
+
 class Background:
     """Collectives that a flow behind `owner` executes, one after the other."""
 
@@ -272,7 +283,7 @@ class Background:
         """One more, behind the others; the first of them makes the flow."""
         if self._flow is None:
             self._ended = False
-            self._flow = self._owner.spawn(self.sum_in_background)
+            self._flow = self._owner.spawn(self.execute_in_background)
         begun = Begun(call, self._finish, self._flow)
         self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
         return begun
@@ -292,7 +303,8 @@ class Background:
         if not begun.finished:
             begun.error = self._error
 
-    def sum_in_background(self, transport: Transport) -> None:
+    @labelled("sum in background")
+    def execute_in_background(self, transport: Transport) -> None:
         """The flow, on its `transport`."""
         traffic = transport.traffic
         while self._error is None:

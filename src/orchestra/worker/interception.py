@@ -47,7 +47,8 @@ class Flow:
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, function: Callable[..., Any]) -> Flow:
-        label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
+        name = getattr(function, "__name__", "background").strip("_").replace("_", " ")
+        label = getattr(function, "flow_label", name)
         return Flow(f"{self.name}.{next(self.numbers)}", label)
 
 
