@@ -258,7 +258,7 @@ BeginNativeAllReduce = Callable[[Tensor], Task[int]]
 
 
 class Net:
-    """All ranks' ports, and the ways between them.
+    """All ranks' ports, and the routes between them.
 
     `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
     a time; None: never. `before_arrival` is called before a message begins to cross these links.
