@@ -12,8 +12,8 @@ from unittest.mock import patch
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.engines.run import train_run
+from orchestra.engines.simulation.cost_source import CostSource
 from orchestra.engines.simulation.costs import Costs
-from orchestra.engines.simulation.figures import Figures
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.engines.simulation.training import Assignment, program
 from orchestra.records.record import RunRecord
@@ -48,7 +48,7 @@ def simulated_here(run: Run, folder: Path) -> Outcome:
     """The same in this process: what the ranks told of a `run` whose engine is the simulation."""
     ranks = len(run.strategy.roles(run.training.ranks).shares)
     runtime = cast(Runtime, SimpleNamespace(reporter=SilentReporter()))
-    outcome = program(runtime, Assignment(run, folder, ranks, Figures("assumed")))
+    outcome = program(runtime, Assignment(run, folder, ranks, CostSource("assumed")))
     assert (outcome.failure, outcome.bad_input) == (None, None)
     return outcome
 

@@ -29,8 +29,8 @@ from orchestra.cluster.calibration import (
     read_calibration,
 )
 from orchestra.cluster.costs import Line, Overhead, Sharing
+from orchestra.engines.simulation.cost_source import cost_source_of, key_of
 from orchestra.engines.simulation.costs import CalibratedCosts
-from orchestra.engines.simulation.figures import figures_of, key_of
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer
 from orchestra.strategies.all_reduce import AllReduce
@@ -340,7 +340,7 @@ def test_every_family_is_simulated_by_them(strategy: Strategy[Any], tmp_path: Pa
     path = kept(with_parameters_of(TASK), tmp_path)
     run = run_of(strategy, 2, steps=2, batch_size=4, calibration=str(path))
     record = simulated(run, tmp_path / "run")
-    assert record.costs == figures_of(run).text
+    assert record.costs == cost_source_of(run).text
     assert record.train_seconds is not None
     assert record.train_seconds > 1.0
 
@@ -361,13 +361,13 @@ def test_without_a_calibration_the_record_says_what_is_assumed(
     monkeypatch.setenv("ORCHESTRA_CACHE", str(tmp_path))
     run = run_of(AllReduce(), 2, steps=1)
     assumed = "assumed: 20 GFLOP/s a core, 5% of a gradient on one thread"
-    assert figures_of(run).text == f"{assumed}; this machine is not calibrated"
+    assert cost_source_of(run).text == f"{assumed}; this machine is not calibrated"
     (tmp_path / "calibration.json").write_text(CALIBRATION.to_json())
-    assert figures_of(run).calibration == CALIBRATION
+    assert cost_source_of(run).calibration == CALIBRATION
     other = run_of(AllReduce(), 2, "digits28()", steps=1)
-    assert figures_of(other).text.endswith("calibration does not hold the task")
+    assert cost_source_of(other).text.endswith("calibration does not hold the task")
     none = run_of(AllReduce(), 2, steps=1, calibration="none")
-    assert figures_of(none).text == assumed
+    assert cost_source_of(none).text == assumed
 
 
 def test_a_file_without_the_task_is_refused_with_the_command_that_adds_it(tmp_path: Path) -> None:
@@ -528,7 +528,7 @@ def test_bad_input_is_one_line_and_status_2(
 def test_help_and_what_is_pure_need_no_torch() -> None:
     code = (
         "import sys; import orchestra.cluster.calibration; "
-        "import orchestra.engines.simulation.figures; from orchestra.cli.main import main; "
+        "import orchestra.engines.simulation.cost_source; from orchestra.cli.main import main; "
         "main(['calibrate', '--help']); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -38,7 +38,7 @@ from orchestra.cluster.costs import Quality, together
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.display import LINE_SECONDS, Lines
 from orchestra.engines.processes.system import UsageMeter
-from orchestra.engines.simulation.figures import figures_of
+from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import RunFailed
 from orchestra.strategies.all_reduce import AllReduce
 
@@ -347,7 +347,7 @@ def test_a_run_by_a_calibration_that_is_not_to_be_trusted_says_so(tmp_path: Path
         run = run_of(AllReduce(), 2, steps=1, batch_size=4, calibration=str(path))
         record = simulated(run, tmp_path / f"{quality.waited}", on="lan_1gbit(nodes=2)")
         assert tuple(record.costs_doubts) == expected
-        assert record.costs == figures_of(run).text
+        assert record.costs == cost_source_of(run).text
         assert ("kept anyway" in record.costs) == bool(expected)
 
 
@@ -356,7 +356,7 @@ def test_that_of_the_machine_itself_is_no_exception(
 ) -> None:
     monkeypatch.setenv("ORCHESTRA_CACHE", str(tmp_path))
     (tmp_path / "calibration.json").write_text(with_quality(BAD).to_json())
-    assert figures_of(run_of(AllReduce(), 2, steps=1)).doubts == BAD.doubts
+    assert cost_source_of(run_of(AllReduce(), 2, steps=1)).doubts == BAD.doubts
 
 
 # Progress

@@ -310,7 +310,7 @@ def unequal(compute: list[float], **changes: Any) -> list[str]:
     ]
     told_by = {"by_rank": by_rank, "worker_batches": [10] * 4, "global_batch": 40}
     runs = timed({"ring": [1.0]}, **{"steps_together": True, **told_by, **changes})
-    return [text for text in told(source(runs)).mind if "shares" in text]
+    return [text for text in told(source(runs)).caveats if "shares" in text]
 
 
 def test_on_unlike_workers_a_report_says_what_parts_by_speed_would_bring() -> None:

@@ -27,7 +27,7 @@ from orchestra.bench.fidelity import (
 )
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, Parameter, Timing
-from orchestra.engines.simulation.figures import key_of
+from orchestra.engines.simulation.cost_source import key_of
 from orchestra.errors import InputError
 
 CNN = TASKS["cnn"]

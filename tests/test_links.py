@@ -20,7 +20,7 @@ from orchestra.engines.simulation.network import Meter
 from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.engines.simulation.training import links_of
 from orchestra.errors import InputError
-from orchestra.records.record import MOST_LINKS, Link, RunRecord, combine, read_links
+from orchestra.records.record import MAX_LINKS, Link, RunRecord, combine, read_links
 from orchestra.records.trace import write_trace
 from orchestra.report.figures.timeline import exchanges, read_trace
 from orchestra.settings import parse
@@ -239,7 +239,7 @@ def test_of_many_links_the_busiest_are_listed_and_all_are_counted() -> None:
     on, ranks = cluster("lan_1gbit(nodes=100)"), 100
     sent = [{(rank + 1) % ranks: 1000 * rank} for rank in range(ranks - 1)] + [{}]
     links = links_of(on, sent, seconds=1e-3, wire=2.0)
-    assert len(links.busiest) == MOST_LINKS
+    assert len(links.busiest) == MAX_LINKS
     assert (links.count, links.unused) == (200, 4)  # rank 0 sent nothing, and rank 99
     first = links.busiest[0]
     assert (first.name, first.bytes) == ("worker-98 up", 98_000)

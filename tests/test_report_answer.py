@@ -153,7 +153,7 @@ def test_one_seed_says_that_no_spread_is_known() -> None:
     said = told(source(timed({"one process": [3.0], "ring": [4.0]})))
     assert said.headline.endswith(": in these runs, one of each, distributing did not pay.")
     assert "mean of" not in said.headline
-    assert "Each row is one run: the spread over seeds is not known." in said.mind
+    assert "Each row is one run: the spread over seeds is not known." in said.caveats
 
 
 def test_who_reached_it_less_often_is_not_called_first() -> None:
@@ -229,7 +229,7 @@ def test_no_completed_run_has_no_answer() -> None:
 def test_failures_are_said_beside_the_answer() -> None:
     runs = timed({"one process": [1.0, 1.1], "ring": [2.0, 2.1]})
     runs += [record("server", status="failed", failure="x"), record("switch", status="stopped")]
-    assert {"1 of 6 runs failed.", "1 of 6 runs was stopped."} <= {*told(source(runs)).mind}
+    assert {"1 of 6 runs failed.", "1 of 6 runs was stopped."} <= {*told(source(runs)).caveats}
 
 
 def test_why_names_where_the_time_went_and_who_shared_the_cores() -> None:

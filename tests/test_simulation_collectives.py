@@ -63,7 +63,7 @@ class MessageByMessage:
         return getattr(self.inner, name)
 
     def collective(self, call: CollectiveCall) -> Task[int]:
-        return self.inner.collective(replace(call, visible=True))
+        return self.inner.collective(replace(call, message_by_message=True))
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def test_in_the_background_the_first_to_come_decides_for_all() -> None:
                     Group((0, 1, 2)),
                     TAG,
                     background=True,
-                    visible=rank == tracing,
+                    message_by_message=rank == tracing,
                 )
             )
             for vector in vectors

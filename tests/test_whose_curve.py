@@ -25,7 +25,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks import load_task
 from orchestra.tasks.task import evaluate
 from orchestra.topologies import Ring, Star
-from orchestra.trainer.curve import MOST_JUDGED
+from orchestra.trainer.curve import MAX_EVALUATED_REPLICAS
 from orchestra.trainer.settings import Target, Training, target_times
 
 RANKS = 3
@@ -121,7 +121,7 @@ def test_nothing_of_nodes_where_all_have_the_same(strategy: str, tmp_path: Path)
 
 def many(seed: int, folder: Path) -> RunRecord:
     """More replicas than are judged."""
-    ranks, steps = MOST_JUDGED + 2, 6
+    ranks, steps = MAX_EVALUATED_REPLICAS + 2, 6
     task = f"tests.decentralized:quadratic({ranks * steps * BATCH})"
     run = settings(
         Gossip(Ring()), ranks, task, steps=steps, batch_size=BATCH, snapshots=3, seed=seed
@@ -134,7 +134,10 @@ def test_of_many_nodes_some_are_judged_and_the_average_is_of_all(tmp_path: Path)
     for seed in (0, 1):
         record = many(seed, tmp_path / str(seed))
         point = last_point(record)
-        assert (len(point.nodes), point.replicas) == (MOST_JUDGED, MOST_JUDGED + 2)
+        assert (len(point.nodes), point.replicas) == (
+            MAX_EVALUATED_REPLICAS,
+            MAX_EVALUATED_REPLICAS + 2,
+        )
         assert record.nodes is not None
         assert (record.nodes["judged"], record.nodes["replicas"]) == (16, 18)
         assert point.average == {"loss": record.final_loss}

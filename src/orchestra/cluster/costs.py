@@ -94,9 +94,9 @@ class MessageCost(NamedTuple):
     wire_bytes: float
 
 
-MOST_WAITED = 0.1
+MAX_WAITED = 0.1
 """The part of the processor time that others may take from a measurement."""
-MOST_SPREAD = 0.3
+MAX_SPREAD = 0.3
 """The spread up to which repeats can be taken for the same: half of their interquartile range over
 the median. A simulation would draw jitter with a standard deviation of 0.44 from it."""
 
@@ -128,9 +128,9 @@ class Quality:
     def doubts(self) -> tuple[str, ...]:
         """Why the figures are not to be trusted; none where they are."""
         found = []
-        if self.waited > MOST_WAITED:
+        if self.waited > MAX_WAITED:
             found.append(f"other programs took {self.waited:.0%} of the processor time")
-        if self.spread > MOST_SPREAD:
+        if self.spread > MAX_SPREAD:
             found.append(f"repeats differ by ±{self.spread:.0%}")
         return tuple(found)
 

@@ -14,7 +14,7 @@ from orchestra.cluster.faults import FAULTS, Fault
 from orchestra.cluster.nodes import Drift, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, Settings, parse, write
+from orchestra.settings import MAX_RANKS, Settings, parse, write
 from orchestra.settings.base import default_of, settings_of
 from orchestra.settings.reading import (
     Entry,
@@ -146,9 +146,9 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
 
 def _copies(node: Node, entry: Entry, key: str) -> list[Node]:
     count = entry.value
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_RANKS:
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_RANKS:
         where = entry.at(f"{key}.count")
-        raise InputError(f"{where}: {count!r} is no number of nodes; write 1 to {MOST_RANKS}")
+        raise InputError(f"{where}: {count!r} is no number of nodes; write 1 to {MAX_RANKS}")
     return [replace(node, name=f"{node.name}-{index}") for index in range(count)]
 
 

@@ -17,13 +17,13 @@ from orchestra.settings import REQUIRED, Settings, setting
 if TYPE_CHECKING:
     from numpy.random import Generator
 
-MOST_CORES = 4096
+MAX_CORES = 4096
 """Of a node, and devices: several times those of the largest machine."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _NORMAL = NormalDist()
 _LEAST_UNIFORM = 2.0**-54  # `Generator.random` gives multiples of 2^-53, zero among them
-_MOST_UNIFORM = 1 - 2.0**-53
+_MAX_UNIFORM = 1 - 2.0**-53
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +52,7 @@ class Normal(Jitter):
         """The quantile of the truncated distribution, from the whole one's inverse."""
         low, high = 0.1, 1.9
         first = _NORMAL.cdf((low - 1) / self.sigma)
-        inside = min(first + uniform * (1 - 2 * first), _MOST_UNIFORM)
+        inside = min(first + uniform * (1 - 2 * first), _MAX_UNIFORM)
         return min(max(1 + self.sigma * _NORMAL.inv_cdf(inside), low), high)
 
 
@@ -169,7 +169,7 @@ class Node(Settings):
     """A machine, which holds ranks."""
 
     name: str = setting(REQUIRED, "a word")
-    cores: int = setting(REQUIRED, "processor cores", low=1, high=MOST_CORES)
+    cores: int = setting(REQUIRED, "processor cores", low=1, high=MAX_CORES)
     _: KW_ONLY
     speed: float | None = setting(
         None,
@@ -184,7 +184,7 @@ class Node(Settings):
         BYTES, None, "of the node, or of each device if it has any; none: not known", above=0
     )
     devices: int = setting(
-        0, "accelerators; with any, ranks compute on them", low=0, high=MOST_CORES
+        0, "accelerators; with any, ranks compute on them", low=0, high=MAX_CORES
     )
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
     drift: Drift | None = setting(None, "how its speed changes slowly; none: not at all")

@@ -15,7 +15,7 @@ from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.nodes import (
     DEFAULT,
     JITTER_MEANS,
-    MOST_CORES,
+    MAX_CORES,
     JitterSetting,
     Link,
     LogNormal,
@@ -24,7 +24,7 @@ from orchestra.cluster.nodes import (
 )
 from orchestra.cluster.units import BANDWIDTH, SECONDS, Unit
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, Registry, Settings, setting, write
+from orchestra.settings import MAX_RANKS, Registry, Settings, setting, write
 
 CLUSTERS = Registry(
     "cluster",
@@ -78,7 +78,7 @@ class OneHost(Preset):
     Python (100 MB one way in 33 ms; 4 KB and its answer in 50 us, processor time included).
     """
 
-    cores: int = setting(8, "processor cores", low=1, high=MOST_CORES)
+    cores: int = setting(8, "processor cores", low=1, high=MAX_CORES)
     _: KW_ONLY
     speed: float = setting(
         1.0, "of a core; the machine that was calibrated has 1", above=0, high=1e9
@@ -98,9 +98,9 @@ class OneHost(Preset):
 class Lan(Preset):
     """Equal nodes at one switch that is never the bottleneck. Base of the presets below."""
 
-    nodes: int = setting(8, "how many", low=1, high=MOST_RANKS)
+    nodes: int = setting(8, "how many", low=1, high=MAX_RANKS)
     _: KW_ONLY
-    cores: int = setting(4, "processor cores of each node", low=1, high=MOST_CORES)
+    cores: int = setting(4, "processor cores of each node", low=1, high=MAX_CORES)
     speed: float = setting(
         1.0, "of a core; the machine that was calibrated has 1", above=0, high=1e9
     )
@@ -198,7 +198,7 @@ class Containers10Mbit(Lan):
     """
 
     _: KW_ONLY
-    cores: int = setting(1, "processors of each container", low=1, high=MOST_CORES)
+    cores: int = setting(1, "processors of each container", low=1, high=MAX_CORES)
     bandwidth: str = setting("10 Mbit/s", "of what a container sends")
     down: str = setting("3.1 Gbit/s", "of what a container receives")
     latency: str = setting("15 us", LATENCY_MEANS)
@@ -218,7 +218,7 @@ class Stragglers(Lan1Gbit):
 
     _: KW_ONLY
     slow: int | None = setting(
-        None, "nodes that are slow; none: a quarter, at least one", low=0, high=MOST_RANKS
+        None, "nodes that are slow; none: a quarter, at least one", low=0, high=MAX_RANKS
     )
     factor: float = setting(3.0, "how many times as long these take", above=1, high=1e9)
     jitter: JitterSetting = setting(LogNormal(0.2), JITTER_MEANS)

@@ -130,7 +130,7 @@ def note_buffer(worker: Worker, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Collective:
+class ScheduledGroup:
     """A schedule, and the ranks in the order in which it numbers them."""
 
     schedule: Schedule
@@ -162,14 +162,14 @@ def make_collective(
     algorithm: str,
     order: Sequence[int] | None = None,
     ranks_per_node: int | None = None,
-) -> Collective:
+) -> ScheduledGroup:
     """Collective: the all-reduce `algorithm` over the workers, in their own order or in `order`."""
     group = worker.workers
     if order is not None:
         group = Group(tuple(rank for rank in order if rank in group.ranks))
     if algorithm == "hierarchical":
-        return Collective(hierarchical(_sizes_of_nodes(worker, group, ranks_per_node)), group)
-    return Collective(ALL_REDUCE[algorithm](len(group)), group)
+        return ScheduledGroup(hierarchical(_sizes_of_nodes(worker, group, ranks_per_node)), group)
+    return ScheduledGroup(ALL_REDUCE[algorithm](len(group)), group)
 
 
 def _sizes_of_nodes(worker: Worker, group: Group, ranks_per_node: int | None) -> tuple[int, ...]:
@@ -250,9 +250,9 @@ class Shards:
 
     def __init__(self, worker: Worker, ring: Group) -> None:
         self._worker = worker
-        self._reduce_scatter = Collective(ring_reduce_scatter(len(ring)), ring)
-        self._all_gather = Collective(ring_all_gather(len(ring)), ring)
-        self._tail = Collective(ALL_REDUCE["butterfly"](len(ring)), ring)
+        self._reduce_scatter = ScheduledGroup(ring_reduce_scatter(len(ring)), ring)
+        self._all_gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
+        self._tail = ScheduledGroup(ALL_REDUCE["butterfly"](len(ring)), ring)
         self._buckets = cut_into_buckets(worker)
         self._edges: dict[int, tuple[int, ...]] = {}  # of the slices of a bucket, by its beginning
         self._parts: list[Part] = []

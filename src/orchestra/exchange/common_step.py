@@ -24,8 +24,8 @@ Observe = Callable[[Step], bool]
 """Take note of a step as all workers know it together; True to wish for a common step now."""
 
 
-class _Word(enum.IntEnum):
-    """What a message of the control flows says; most carry a number of a step."""
+class _MessageKind(enum.IntEnum):
+    """The kinds of messages of the control flows; most carry a number of a step."""
 
     RENEW = 0  # my main flow has done that many steps, and asks for more
     GRANT = 1  # it may go up to that step
@@ -83,38 +83,38 @@ class CommonStep:
             return self._wished
         if wish and not self._wished:
             self._wished = True
-            self._tell(self._leader, _Word.WISH)
+            self._tell(self._leader, _MessageKind.WISH)
         if steps >= self._lease and not self._final:
             own = self._transport.rank
-            self._tell(own, _Word.RENEW, steps)
-            word, number = self._transport.receive(own, self._tag + 1).wait().tolist()
-            if word == _Word.END:
+            self._tell(own, _MessageKind.RENEW, steps)
+            kind, number = self._transport.receive(own, self._tag + 1).wait().tolist()
+            if kind == _MessageKind.END:
                 self._flow.wait()  # raises what the control flow raised
-            self._lease, self._final = int(number), word == _Word.ANNOUNCE
+            self._lease, self._final = int(number), kind == _MessageKind.ANNOUNCE
         return self._final and steps >= self._lease
 
     def report(self, steps: int, *values: float) -> None:
         """Tell the leader what this worker saw in its step: the fields that `Step` is made of."""
         if self._flow is not None:
-            self._tell(self._leader, _Word.REPORT, steps, *values)
+            self._tell(self._leader, _MessageKind.REPORT, steps, *values)
         elif self._reports.add(steps, self._transport.rank, list(values)):
             self._wished = True
 
     def settle(self) -> None:
         """Collective over the workers, after a step of all: every report has been observed."""
         if self._flow is not None:
-            self._tell(self._leader, _Word.SETTLE)
+            self._tell(self._leader, _MessageKind.SETTLE)
             self._transport.receive(self._leader, self._tag + 1).wait()
 
     def close(self) -> None:
         """Collective over the workers: end the control flow."""
         if self._flow is not None:
-            self._tell(self._leader, _Word.END, self._steps)
+            self._tell(self._leader, _MessageKind.END, self._steps)
             self._flow.wait()
             self._flow = None
 
-    def _tell(self, rank: int, word: _Word, *values: float) -> None:
-        _send(self._transport, rank, self._tag, word, *values)
+    def _tell(self, rank: int, kind: _MessageKind, *values: float) -> None:
+        _send(self._transport, rank, self._tag, kind, *values)
 
 
 def _send(transport: Transport, rank: int, tag: int, *values: float) -> None:
@@ -145,79 +145,79 @@ class _Control:
             while self._answer_next():
                 pass
         except BaseException:
-            self._tell_main(_Word.END, 0)
+            self._tell_main(_MessageKind.END, 0)
             raise
 
     def _answer_next(self) -> bool:
         """Answer a message, or note a loss; False once all have finished."""
         handle = self._transport.receive(None, self._tag)
         try:
-            word, *values = handle.wait().tolist()
+            kind, *values = handle.wait().tolist()
         except PeerLost as lost:
             if lost.rank == self._leader:
                 raise
             self._end(lost.rank)
         else:
-            heard = _Word(int(word))
-            self._take(heard, handle.source, values)
-            return heard is not _Word.BYE
+            known = _MessageKind(int(kind))
+            self._take(known, handle.source, values)
+            return known is not _MessageKind.BYE
         return True
 
-    def _take(self, word: _Word, source: int, values: list[float]) -> None:
+    def _take(self, kind: _MessageKind, source: int, values: list[float]) -> None:
         number = int(values[0]) if values else 0
-        match word:
-            case _Word.RENEW if self._promised:
+        match kind:
+            case _MessageKind.RENEW if self._promised:
                 self._asked = True
                 self._grant()
-            case _Word.RENEW:
+            case _MessageKind.RENEW:
                 self._lease = number + LEASE
-                self._tell_main(_Word.GRANT, self._lease)
-            case _Word.REQUEST:
+                self._tell_main(_MessageKind.GRANT, self._lease)
+            case _MessageKind.REQUEST:
                 self._promised = True
-                self._tell(self._leader, _Word.PROMISE, self._lease)
-            case _Word.ANNOUNCE:
+                self._tell(self._leader, _MessageKind.PROMISE, self._lease)
+            case _MessageKind.ANNOUNCE:
                 self._common = number
                 self._grant()
-            case _Word.WISH:
+            case _MessageKind.WISH:
                 self._request()
-            case _Word.REPORT:
+            case _MessageKind.REPORT:
                 if self._reports.add(number, source, values[1:]):
                     self._request()
-            case _Word.PROMISE:
+            case _MessageKind.PROMISE:
                 self._promises[source] = number
                 self._announce()
-            case _Word.SETTLE:
+            case _MessageKind.SETTLE:
                 self._settled.add(source)
                 self._settle()
-            case _Word.END:
+            case _MessageKind.END:
                 self._promises[source] = number
                 self._end(source)
 
     def _grant(self) -> None:
         if self._asked and self._common is not None:
-            self._tell_main(_Word.ANNOUNCE, self._common)
+            self._tell_main(_MessageKind.ANNOUNCE, self._common)
 
-    def _tell_main(self, word: _Word, number: int) -> None:
-        _send(self._transport, self._transport.rank, self._tag + 1, word, number)
+    def _tell_main(self, kind: _MessageKind, number: int) -> None:
+        _send(self._transport, self._transport.rank, self._tag + 1, kind, number)
 
     # The leader's part
 
     def _request(self) -> None:
         if not self._requested:
             self._requested = True
-            self._tell_all(_Word.REQUEST)
+            self._tell_all(_MessageKind.REQUEST)
 
     def _announce(self) -> None:
         everyone = self._promises.keys() | self._ended >= self._ranks
         if self._promises and everyone and not self._announced:
             self._announced = True
-            self._tell_all(_Word.ANNOUNCE, max(self._promises.values()))
+            self._tell_all(_MessageKind.ANNOUNCE, max(self._promises.values()))
 
     def _settle(self) -> None:
         if self._settled and self._settled | self._ended >= self._ranks:
             for rank in sorted(self._settled):
                 with contextlib.suppress(PeerLost):
-                    _send(self._transport, rank, self._tag + 1, _Word.SETTLE)
+                    _send(self._transport, rank, self._tag + 1, _MessageKind.SETTLE)
             self._settled.clear()
 
     def _end(self, rank: int) -> None:
@@ -227,15 +227,15 @@ class _Control:
         self._announce()
         self._settle()
         if self._ended >= self._ranks:
-            self._tell_all(_Word.BYE)
+            self._tell_all(_MessageKind.BYE)
 
-    def _tell_all(self, word: _Word, *values: float) -> None:
+    def _tell_all(self, kind: _MessageKind, *values: float) -> None:
         for rank in sorted(self._ranks):
-            self._tell(rank, word, *values)
+            self._tell(rank, kind, *values)
 
-    def _tell(self, rank: int, word: _Word, *values: float) -> None:
+    def _tell(self, rank: int, kind: _MessageKind, *values: float) -> None:
         with contextlib.suppress(PeerLost):
-            _send(self._transport, rank, self._tag, word, *values)
+            _send(self._transport, rank, self._tag, kind, *values)
 
 
 class _Reports:

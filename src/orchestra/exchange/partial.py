@@ -7,7 +7,7 @@ import enum
 import torch
 from torch import Tensor
 
-from orchestra.exchange.average import Collective, note_buffer
+from orchestra.exchange.average import ScheduledGroup, note_buffer
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
@@ -38,7 +38,7 @@ class PartialAverage:
     The order in which the workers are heard of is all that depends on chance.
     """
 
-    def __init__(self, worker: Worker, collective: Collective, needed: int) -> None:
+    def __init__(self, worker: Worker, collective: ScheduledGroup, needed: int) -> None:
         self._worker = worker
         self._collective = collective
         self._needed = needed

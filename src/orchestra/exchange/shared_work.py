@@ -15,7 +15,7 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
 
-class _Word(enum.IntEnum):
+class _Request(enum.IntEnum):
     """What a worker asks of the flow that holds the queue."""
 
     NEXT = 0  # give me the item after the one that I begin now
@@ -83,13 +83,13 @@ class SharedWork:
         self._begun = item.kind is Kind.BATCH
         if self._begun:
             stop = self._worker.reporter.stop_requested()
-            self._tell(_Word.STOP if stop else _Word.NEXT, report)
+            self._tell(_Request.STOP if stop else _Request.NEXT, report)
             self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
         elif item.kind is Kind.WAIT:
-            self._tell(_Word.WAIT, report)
+            self._tell(_Request.WAIT, report)
             self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
         elif report:
-            self._tell(_Word.DONE, report)
+            self._tell(_Request.DONE, report)
             self._worker.transport.receive(self._holder, Tag.WORK).wait()
         return item
 
@@ -107,13 +107,13 @@ class SharedWork:
     def close(self) -> None:
         """Collective over the workers and the holder: nobody takes anything more."""
         if self._works:
-            self._tell(_Word.CLOSE)
+            self._tell(_Request.CLOSE)
         if self._flow is not None:
             self._flow.wait()
 
-    def _tell(self, word: _Word, report: tuple[float, ...] = ()) -> None:
-        message = torch.tensor([word, *report], dtype=torch.float64)
-        self._worker.transport.send(message, self._holder, Tag.WORK_REQUEST).wait()
+    def _tell(self, request: _Request, report: tuple[float, ...] = ()) -> None:
+        values = torch.tensor([request, *report], dtype=torch.float64)
+        self._worker.transport.send(values, self._holder, Tag.WORK_REQUEST).wait()
 
 
 class _Holder:
@@ -131,31 +131,31 @@ class _Holder:
             queue.lose(rank)
         self._open -= gone
         while self._open:
-            request = transport.receive(None, Tag.WORK_REQUEST)
+            message = transport.receive(None, Tag.WORK_REQUEST)
             try:
-                word, *report = request.wait().tolist()
+                request, *report = message.wait().tolist()
             except PeerLost as lost:
                 self._open.discard(lost.rank)
                 queue.lose(lost.rank)
             else:
                 if report:
                     start, stop, *seen = report
-                    queue.report(Report(request.source, int(start), int(stop), *seen))
-                self._heed(transport, request.source, _Word(int(word)))
+                    queue.report(Report(message.source, int(start), int(stop), *seen))
+                self._heed(transport, message.source, _Request(int(request)))
             for worker, item in queue.woken():
                 _answer(transport, worker, item)
 
-    def _heed(self, transport: Transport, worker: int, word: _Word) -> None:
-        if word is _Word.CLOSE:
+    def _heed(self, transport: Transport, worker: int, request: _Request) -> None:
+        if request is _Request.CLOSE:
             self._open.discard(worker)
             self._queue.finish(worker)
-        elif word is _Word.WAIT:
+        elif request is _Request.WAIT:
             self._queue.wait(worker)
-        elif word is _Word.DONE:
+        elif request is _Request.DONE:
             _answer(transport, worker, WorkItem(Kind.WAIT, 0, 0))
         else:
             self._queue.resume(worker)
-            if word is _Word.STOP:
+            if request is _Request.STOP:
                 self._queue.close()
             _answer(transport, worker, self._queue.take(worker, ahead=True))
 

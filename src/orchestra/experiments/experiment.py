@@ -12,8 +12,8 @@ from typing import Any, Literal
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
 from orchestra.settings import (
-    MOST_RANKS,
-    MOST_SEED,
+    MAX_RANKS,
+    MAX_SEED,
     REQUIRED,
     Settings,
     replace_setting,
@@ -26,7 +26,7 @@ from orchestra.trainer.settings import Device, Run, Training
 
 RATE = "optimizer.lr"
 _STRATEGY = "strategy."
-MOST_TRIALS = 10_000
+MAX_TRIALS = 10_000
 _TUNABLE = ("optimizer", "schedule", "clip_norm", "strategy")
 
 
@@ -45,9 +45,7 @@ class Tune(Settings):
     by: Literal["target", "loss"] | None = setting(
         None, "the target's metric or the lowest loss; the metric where there is a target"
     )
-    seed: int = setting(
-        1000, "of the trials; none of the experiment's seeds", low=0, high=MOST_SEED
-    )
+    seed: int = setting(1000, "of the trials; none of the experiment's seeds", low=0, high=MAX_SEED)
 
     def check(self) -> None:
         if RATE not in self.settings:
@@ -65,8 +63,8 @@ class Tune(Settings):
             if any(value in values[:place] for place, value in enumerate(values)):
                 raise InputError(f"tune.settings.{key}: {list(values)} holds a value twice")
         trials = math.prod(len(values) for values in self.settings.values())
-        if trials > MOST_TRIALS:
-            raise InputError(f"tune.settings: {trials} trials are more than {MOST_TRIALS}")
+        if trials > MAX_TRIALS:
+            raise InputError(f"tune.settings: {trials} trials are more than {MAX_TRIALS}")
         for value in self.settings[RATE]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"tune.settings.{RATE}: {value!r} is not a number")
@@ -124,9 +122,9 @@ class Experiment(Settings):
         (4,),
         "processes, servers included: the budget of a run; one number or several",
         low=1,
-        high=MOST_RANKS,
+        high=MAX_RANKS,
     )
-    seeds: tuple[int, ...] = setting((0,), "one run a strategy for each", low=0, high=MOST_SEED)
+    seeds: tuple[int, ...] = setting((0,), "one run a strategy for each", low=0, high=MAX_SEED)
     devices: Mapping[str, Device] = setting(
         {}, "cpu, cuda or auto for some labels, in place of device; not run where there is none"
     )

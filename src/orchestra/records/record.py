@@ -208,7 +208,7 @@ def write_curve(folder: Path, points: Sequence[Point]) -> None:
 
 
 LINKS = "links.json"
-MOST_LINKS = 32
+MAX_LINKS = 32
 """Links that are listed; of the others only `tenths` tell."""
 TENTHS = 10
 
@@ -233,7 +233,7 @@ class Links:
 
     `tenths` counts those that carried less than a tenth of what they could have, from one to two
     tenths, and so on. The last includes a share of 1, and more: what was sent before the stopwatch
-    stopped may have crossed later. `busiest` are at most `MOST_LINKS`.
+    stopped may have crossed later. `busiest` are at most `MAX_LINKS`.
     """
 
     seconds: float

@@ -32,12 +32,12 @@ from orchestra.report.study import Study
 
 @dataclass(frozen=True)
 class Conclusion:
-    """`headline` is the answer; the rest adds to it, says why it is so, and what to mind."""
+    """`headline` is the answer; the rest adds to it, says why it is so, and its caveats."""
 
     headline: str
     detail: Sequence[str] = ()
     why: Sequence[str] = ()
-    mind: Sequence[str] = ()
+    caveats: Sequence[str] = ()
 
 
 def answer(study: Study) -> Conclusion:
@@ -55,7 +55,7 @@ def answer(study: Study) -> Conclusion:
         headline = (
             f"this is not one fair comparison, for the runs differ in {differing}: {headline}"
         )
-    parts = (detail, _why(study), _to_mind(study))
+    parts = (detail, _why(study), _caveats(study))
     return Conclusion(_sentence(headline), *([_sentence(text) for text in part] for part in parts))
 
 
@@ -208,7 +208,7 @@ def _fastest(study: Study) -> Iterator[str]:
     )
 
 
-# Why, and what to mind
+# Why, and with what caveats
 
 
 def _why(study: Study) -> Iterator[str]:
@@ -251,7 +251,7 @@ def _compute_beside(study: Study, row: Row) -> str:
     return f"; {', and '.join(parts)}" if parts else ""
 
 
-def _to_mind(study: Study) -> Iterator[str]:
+def _caveats(study: Study) -> Iterator[str]:
     if study.seeds == 1:
         yield "each row is one run: the spread over seeds is not known"
     yield from unequal_shares(study)

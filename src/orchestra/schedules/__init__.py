@@ -48,13 +48,19 @@ COPY = 1
 class Schedule:
     """A collective over `ranks` ranks.
 
-    With `slots` false the vector is cut into `pieces` contiguous parts. With `slots` true every
-    rank keeps a buffer of `pieces` whole vectors, slot r holding the vector of rank r; when the
-    last round is over they are added in the order of the ranks.
+        With `slots` false the vector is cut into `pieces` contiguous parts. With `slots` true every
+        rank keeps a buffer of `pieces` whole vectors, slot r holding the vector of rank r; when the
+        last round is over they are added in the order of the ranks.
 
-    With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same. In
-    an all-reduce no rank can finish before every rank has begun. `joint` says that this also holds
-    for another schedule, provided that no piece is empty.
+    <<<<<<< HEAD
+        With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same. In
+        an all-reduce no rank can finish before every rank has begun. `joint` says that this also holds
+        for another schedule, provided that no piece is empty.
+    =======
+        With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same; so
+        no rank can finish before every rank has begun. With `synchronizing` true that holds for another
+        schedule, too, if no piece is empty.
+    >>>>>>> words-code
     """
 
     name: str
@@ -63,7 +69,7 @@ class Schedule:
     rounds: Callable[[], Iterator[Round]]
     slots: bool = False
     all_reduce: bool = False
-    joint: bool = False
+    synchronizing: bool = False
 
     def edges(self, length: int) -> tuple[int, ...]:
         """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""
@@ -90,7 +96,7 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
     """
 
     rounds = functools.partial(_passed_on, ranks, 0, REDUCE)
-    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, joint=True)
+    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, synchronizing=True)
 
 
 @functools.cache
@@ -98,7 +104,7 @@ def ring_all_gather(ranks: int) -> Schedule:
     """The second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
 
     rounds = functools.partial(_passed_on, ranks, 1, COPY)
-    return Schedule("ring_all_gather", ranks, ranks, rounds, joint=True)
+    return Schedule("ring_all_gather", ranks, ranks, rounds, synchronizing=True)
 
 
 def _passed_on(ranks: int, own: int, operation: int) -> Iterator[Round]:

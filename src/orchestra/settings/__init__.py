@@ -1,8 +1,8 @@
 """Settings: frozen dataclasses that check themselves, and their one notation."""
 
-from orchestra.settings.base import MOST_RANKS as MOST_RANKS
-from orchestra.settings.base import MOST_SEED as MOST_SEED
-from orchestra.settings.base import MOST_STEPS as MOST_STEPS
+from orchestra.settings.base import MAX_RANKS as MAX_RANKS
+from orchestra.settings.base import MAX_SEED as MAX_SEED
+from orchestra.settings.base import MAX_STEPS as MAX_STEPS
 from orchestra.settings.base import REQUIRED as REQUIRED
 from orchestra.settings.base import Described as Described
 from orchestra.settings.base import Settings as Settings

@@ -32,9 +32,9 @@ from typing import (
 
 from orchestra.errors import InputError, nearest
 
-MOST_NESTED = 40
+MAX_NESTED = 40
 """Levels of a text that is read, as notation or as YAML."""
-MOST_DIGITS = 100
+MAX_DIGITS = 100
 """Of a whole number in such a text."""
 
 _NAMES: dict[Any, str] = {
@@ -221,11 +221,11 @@ _HINTS: dict[type, dict[str, Any]] = {}
 REQUIRED: Final[Any] = dataclasses.MISSING
 
 #: Of a run, servers included, and of nodes: 16 times as many as were ever simulated here.
-MOST_RANKS: Final = 2**14
+MAX_RANKS: Final = 2**14
 #: Of a run, and of what is counted in steps or epochs: 30 years of one a second.
-MOST_STEPS: Final = 10**9
+MAX_STEPS: Final = 10**9
 #: What torch and NumPy seed a generator with.
-MOST_SEED: Final = 2**63 - 1
+MAX_SEED: Final = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)

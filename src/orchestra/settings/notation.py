@@ -20,8 +20,8 @@ from typing import Any
 
 from orchestra.errors import InputError, nearest
 from orchestra.settings.base import (
-    MOST_DIGITS,
-    MOST_NESTED,
+    MAX_DIGITS,
+    MAX_NESTED,
     Settings,
     call_text,
     require_setting,
@@ -30,7 +30,7 @@ from orchestra.settings.base import (
 )
 from orchestra.settings.registry import Registry
 
-MOST_CHARACTERS = 400_000
+MAX_CHARACTERS = 400_000
 _PARSING = threading.RLock()
 
 
@@ -40,8 +40,8 @@ def expression(text: str) -> ast.expr:
     Raises:
         ValueError: it is none, or too long, too deep, or has a number with too many digits.
     """
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it has more than {MAX_CHARACTERS:,} characters")
     try:
         # CPython 3.11 counts the depth of the tree for all threads together (its issue 106905).
         with _PARSING, warnings.catch_warnings():
@@ -50,21 +50,21 @@ def expression(text: str) -> ast.expr:
     except SyntaxError as error:
         raise ValueError(error.msg) from None
     except (RecursionError, MemoryError):
-        raise ValueError(f"it is nested more than {MOST_NESTED} deep") from None
+        raise ValueError(f"it is nested more than {MAX_NESTED} deep") from None
     _check(tree)
     return tree
 
 
 def _check(tree: ast.expr) -> None:
     level: list[ast.AST] = [tree]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTED):
         for node in level:
             number = node.value if isinstance(node, ast.Constant) else None
-            if isinstance(number, int) and abs(number) >= 10**MOST_DIGITS:
-                raise ValueError(f"a number of more than {MOST_DIGITS} digits is beyond any use")
+            if isinstance(number, int) and abs(number) >= 10**MAX_DIGITS:
+                raise ValueError(f"a number of more than {MAX_DIGITS} digits is beyond any use")
         level = [child for node in level for child in ast.iter_child_nodes(node)]
     if level:
-        raise ValueError(f"it is nested more than {MOST_NESTED} deep")
+        raise ValueError(f"it is nested more than {MAX_NESTED} deep")
 
 
 # A quoted text (kept as it is), or `package.module:Name` (which Python's grammar does not have).

@@ -13,8 +13,8 @@ import yaml
 
 from orchestra.errors import REPEATED, InputError, nearest
 from orchestra.settings.base import (
-    MOST_DIGITS,
-    MOST_NESTED,
+    MAX_DIGITS,
+    MAX_NESTED,
     REQUIRED,
     Settings,
     checked,
@@ -23,8 +23,8 @@ from orchestra.settings.base import (
     type_hints,
 )
 
-MOST_CHARACTERS = 4_000_000
-MOST_VALUES = 500_000
+MAX_CHARACTERS = 4_000_000
+MAX_VALUES = 500_000
 """Where each alias stands for all that it repeats."""
 
 
@@ -39,16 +39,16 @@ class Loader(yaml.SafeLoader):
     """YAML's core schema (1.2), where PyYAML follows 1.1; constructs plain data only."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > MOST_CHARACTERS:
-            raise yaml.YAMLError(f"it has more than {MOST_CHARACTERS:,} characters")
+        if len(text) > MAX_CHARACTERS:
+            raise yaml.YAMLError(f"it has more than {MAX_CHARACTERS:,} characters")
         super().__init__(text)
         self._nested = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """PyYAML's, but not nested without end."""
-        if self._nested == MOST_NESTED:
+        if self._nested == MAX_NESTED:
             at = self.peek_event()  # type: ignore[no-untyped-call]
-            raise Refused(f"is nested more than {MOST_NESTED} deep", at)
+            raise Refused(f"is nested more than {MAX_NESTED} deep", at)
         self._nested += 1
         node = super().compose_node(parent, index)
         self._nested -= 1
@@ -75,8 +75,8 @@ class Loader(yaml.SafeLoader):
             count += sum(self._check(item, values) for _, item in node.value)
         elif isinstance(node, yaml.SequenceNode):
             count += sum(self._check(item, values) for item in node.value)
-        if count > MOST_VALUES:
-            raise Refused(f"with its aliases it has more than {MOST_VALUES:,} values", node)
+        if count > MAX_VALUES:
+            raise Refused(f"with its aliases it has more than {MAX_VALUES:,} values", node)
         values[id(node)] = count
         return count
 
@@ -121,7 +121,7 @@ for _kind, _pattern, _first in (
 
 def _integer(loader: Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    if len(text) > MOST_DIGITS:
+    if len(text) > MAX_DIGITS:
         raise Refused(f"a number of {len(text)} digits is beyond any use", node)
     return int(text, 16 if "x" in text else 10)  # 010 is ten, not PyYAML's octal eight
 
@@ -186,7 +186,7 @@ def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(MOST_CHARACTERS + 1)
+            text = file.read(MAX_CHARACTERS + 1)
         return _entries(text, str(path), needs, example)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, setting
+from orchestra.settings import MAX_RANKS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy
 
 if TYPE_CHECKING:
@@ -80,19 +80,19 @@ class AllReduce(Strategy[AllReduceState]):
     ] = setting("ring", "how the average is made; see above")  # fmt: skip
     _: KW_ONLY
     order: tuple[int, ...] | None = setting(
-        None, "the ranks in their order in the ring; None: by number", low=0, high=MOST_RANKS
+        None, "the ranks in their order in the ring; None: by number", low=0, high=MAX_RANKS
     )
     ranks_per_node: int | None = setting(
         None,
         "hierarchical: ranks close to each other; None: those of a host",
         low=1,
-        high=MOST_RANKS,
+        high=MAX_RANKS,
     )
     shard: Literal["nothing", "optimizer"] = setting(
         "nothing", "optimizer: each worker keeps its state for 1/N of the parameters (ZeRO-1)"
     )
     backup: int = setting(
-        0, "workers not waited for: the first N - backup make the average", low=0, high=MOST_RANKS
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
     )
 
     def check(self) -> None:

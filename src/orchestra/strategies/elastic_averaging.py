@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
-from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
+from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
 
@@ -64,7 +64,7 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     )
 
     every: int = setting(
-        10, "tau: steps of a worker from one exchange to the next", low=1, high=MOST_STEPS
+        10, "tau: steps of a worker from one exchange to the next", low=1, high=MAX_STEPS
     )
     _: KW_ONLY
     beta: float = setting(
@@ -72,7 +72,7 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
     )
     momentum: float = setting(0.0, "delta: of Nesterov's momentum on each worker", low=0, high=1)
     servers: int = setting(
-        1, "servers that the centre is cut over, balanced by bytes", low=1, high=MOST_RANKS
+        1, "servers that the centre is cut over, balanced by bytes", low=1, high=MAX_RANKS
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
+from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
 from orchestra.topologies import Ring, Topology, connected, doubly_stochastic, sources_of
@@ -141,17 +141,17 @@ class Hop(Replicas[HopState]):
     topology: Topology = setting(Ring(), "who mixes with whom; the same in every step")
     _: KW_ONLY
     max_gap: int = setting(
-        5, "max_ig: iterations a worker may be ahead of those it sends to", low=1, high=MOST_STEPS
+        5, "max_ig: iterations a worker may be ahead of those it sends to", low=1, high=MAX_STEPS
     )
     backup: int = setting(
-        0, "neighbours whose updates a worker does not wait for", low=0, high=MOST_RANKS
+        0, "neighbours whose updates a worker does not wait for", low=0, high=MAX_RANKS
     )
-    staleness: int = setting(0, "s: iterations that an update may be old", low=0, high=MOST_STEPS)
+    staleness: int = setting(0, "s: iterations that an update may be old", low=0, high=MAX_STEPS)
     skip: int = setting(
-        0, "iterations that a worker leaves out at most when it is behind", low=0, high=MOST_STEPS
+        0, "iterations that a worker leaves out at most when it is behind", low=0, high=MAX_STEPS
     )
     behind: int = setting(
-        2, "with skip: behind when a neighbour is more iterations ahead", low=1, high=MOST_STEPS
+        2, "with skip: behind when a neighbour is more iterations ahead", low=1, high=MAX_STEPS
     )
 
     def check(self) -> None:

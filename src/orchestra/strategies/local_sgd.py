@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_STEPS, setting
+from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState
-from orchestra.strategies.outer import Average, Outer, OuterState, Round, SlowMo
+from orchestra.strategies.outer import Average, Outer, OuterRound, OuterState, SlowMo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
-NOTHING = 2.0**-100
+NEGLIGIBLE_WEIGHT = 2.0**-100
 """The weight of a replica without samples, lest all weights be 0."""
 
 
@@ -45,7 +45,7 @@ class Fragment:
     @property
     def weight(self) -> float:
         """Of this replica in an exact mean: the samples behind it since the last average."""
-        return self.samples or NOTHING
+        return self.samples or NEGLIGIBLE_WEIGHT
 
     def replica(self, worker: Worker) -> Tensor:
         return worker.parameters[self.first : self.end]
@@ -116,11 +116,11 @@ class LocalSGD(Replicas[LocalSGDState]):
     )
 
     every: int | None = setting(
-        8, "H: local steps of a round; None: one average, at the very end", low=1, high=MOST_STEPS
+        8, "H: local steps of a round; None: one average, at the very end", low=1, high=MAX_STEPS
     )
     _: KW_ONLY
     every_epochs: int | None = setting(
-        None, "passes over the data of a round, in place of `every`", low=1, high=MOST_STEPS
+        None, "passes over the data of a round, in place of `every`", low=1, high=MAX_STEPS
     )
     outer: Outer = setting(
         Average(), "what the average becomes: Average, SlowMo, Nesterov, Elastic"
@@ -132,7 +132,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         1, "parts of the parameters that are averaged in turn", low=1, high=10_000
     )
     overlap: int = setting(
-        0, "tau: steps that go on while a fragment is averaged", low=0, high=MOST_STEPS
+        0, "tau: steps that go on while a fragment is averaged", low=0, high=MAX_STEPS
     )
     mix: float = setting(
         0.5, "share of the worker's own values when a late average arrives", low=0, high=1
@@ -210,20 +210,20 @@ class LocalSGD(Replicas[LocalSGDState]):
                 self._send(worker, state, state.fragments[index])
         consumed, offer = worker.step.consumed, worker.snapshots.offer
         for fragment in state.fragments:
-            worth, offset = self._worth(worker, fragment), fragment.first
-            offer(consumed, worth, offset=offset, weight=fragment.weight)
+            contribution, offset = self._contribution(worker, fragment), fragment.first
+            offer(consumed, contribution, offset=offset, weight=fragment.weight)
             if self.outer.beside_gradient:  # its centre is not what a worker has
                 offer(consumed, fragment.replica(worker), offset=offset, kind="replica")
 
-    def _worth(self, worker: Worker, fragment: Fragment) -> Tensor:
-        return self.outer.worth(fragment.outer, fragment.replica(worker))
+    def _contribution(self, worker: Worker, fragment: Fragment) -> Tensor:
+        return self.outer.contribution(fragment.outer, fragment.replica(worker))
 
     def _move_beside_gradient(self, worker: Worker, fragment: Fragment) -> Tensor:
         """Find what the outer rule adds to a fragment where the gradient was computed."""
         own = fragment.replica(worker)
         average, moved = exchange.copy_of(worker, own), own.clone()
         self._averaging(worker, fragment, average)(worker.transport)
-        round = Round(worker.step.rates[0], len(worker.workers))
+        round = OuterRound(worker.step.rates[0], len(worker.workers))
         self.outer.step(fragment.outer, moved, average, round)
         return moved.sub_(own)
 
@@ -274,7 +274,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         assert fragment.travelling is not None
         own = fragment.replica(worker)
         learnt = own.clone() if self.overlap else own
-        round = Round(worker.step.rates[0], len(worker.workers))
+        round = OuterRound(worker.step.rates[0], len(worker.workers))
         self._rule(fragment).step(fragment.outer, own, fragment.travelling, round)
         if self.overlap:
             own.lerp_(learnt, self.mix)
@@ -297,7 +297,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         """The exact mean of what the workers have learnt, and of their buffers."""
         self._apply(worker, state)
         self._average_exactly(worker, state)
-        exchange.exact_mean_of_buffers(worker, state.samples or NOTHING)
+        exchange.exact_mean_of_buffers(worker, state.samples or NEGLIGIBLE_WEIGHT)
         state.samples, state.ended = 0, []
         for fragment in state.fragments:
             fragment.samples = fragment.total = 0
@@ -305,9 +305,9 @@ class LocalSGD(Replicas[LocalSGDState]):
     def stop(self, worker: Worker, state: LocalSGDState) -> None:
         self._apply(worker, state)
         for fragment in state.fragments:
-            worth, weight = self._worth(worker, fragment), fragment.weight
+            contribution, weight = self._contribution(worker, fragment), fragment.weight
             worker.snapshots.renew(
-                worker.step.consumed, worth, offset=fragment.first, weight=weight
+                worker.step.consumed, contribution, offset=fragment.first, weight=weight
             )
         self._average_exactly(worker, state)
 
@@ -317,7 +317,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         for fragment in state.fragments:
             if fragment.travelling is not None:
                 self._arrive(worker, fragment)
-            fragment.replica(worker).copy_(self._worth(worker, fragment))
+            fragment.replica(worker).copy_(self._contribution(worker, fragment))
 
     def _average_exactly(self, worker: Worker, state: LocalSGDState) -> None:
         """Close a round that is cut short here."""

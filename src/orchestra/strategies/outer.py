@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from orchestra.settings import MOST_STEPS, Settings, setting
+from orchestra.settings import MAX_STEPS, Settings, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class OuterState:
 
 
 @dataclass(frozen=True)
-class Round:
+class OuterRound:
     """`rate` is gamma, the learning rate of the local steps; `workers` is p."""
 
     rate: float
@@ -50,10 +50,10 @@ class Outer(Settings, ABC):
         return OuterState(parameters.clone(), parameters.new_zeros(parameters.shape))
 
     @abstractmethod
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
         """`own` (this worker's replica), in place, becomes what the next round begins with."""
 
-    def worth(self, state: OuterState, own: Tensor) -> Tensor:
+    def contribution(self, state: OuterState, own: Tensor) -> Tensor:
         """The parameters that this worker contributes to a model: its replica `own`."""
         return own
 
@@ -67,7 +67,7 @@ class Average(Outer):
     def begin(self, parameters: Tensor) -> OuterState:
         return OuterState()
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
         own.copy_(average)
 
 
@@ -88,12 +88,12 @@ class SlowMo(Outer):
     rate: float = setting(1.0, "alpha: the slow learning rate", above=0.0, high=1e9)
     every: int | None = setting(
         None, "tau: steps from one slow update to the next, a multiple of LocalSGD's; none: those",
-        low=1, high=MOST_STEPS)  # fmt: skip
+        low=1, high=MAX_STEPS)  # fmt: skip
     buffers: Literal["maintain", "reset", "average"] = setting(
         "maintain", "what becomes of the local optimizers' moments at a slow update"
     )
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
         """As above; a local rate of 0 moves nothing, so it adds nothing to the momentum."""
         assert state.start is not None
         assert state.velocity is not None
@@ -116,7 +116,7 @@ class Nesterov(Outer):
     rate: float = setting(0.7, "eta: the outer learning rate", above=0.0, high=1e9)
     momentum: float = setting(0.9, "mu: of the outer momentum", low=0.0, high=1.0)
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
         assert state.start is not None
         assert state.velocity is not None
         delta = state.start - average
@@ -146,13 +146,13 @@ class Elastic(Outer):
         0.9, "pull of the workers on the centre; alpha is beta / p", above=0, high=1
     )
 
-    def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
+    def step(self, state: OuterState, own: Tensor, average: Tensor, round: OuterRound) -> None:
         """As above, without the gradient."""
         centre = state.start
         assert centre is not None
         own.lerp_(centre, self.beta / round.workers)
         centre.lerp_(average, self.beta)
 
-    def worth(self, state: OuterState, own: Tensor) -> Tensor:
+    def contribution(self, state: OuterState, own: Tensor) -> Tensor:
         assert state.start is not None
         return state.start

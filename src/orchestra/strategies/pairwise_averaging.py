@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_SEED, setting
+from orchestra.settings import MAX_SEED, setting
 from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
 from orchestra.topologies import Complete, Graph, Topology, connect
@@ -61,7 +61,7 @@ class PairwiseAveraging(Replicas[PairwiseState]):
         Complete(), "whom a worker may average with; links between two even or two odd are not used"
     )
     _: KW_ONLY
-    seed: int = setting(0, "of the choice of partners", low=0, high=MOST_SEED)
+    seed: int = setting(0, "of the choice of partners", low=0, high=MAX_SEED)
 
     def roles(self, ranks: int) -> Roles:
         """All ranks are workers; the links between even and odd ones have to connect them."""
@@ -131,8 +131,8 @@ def _partners(graph: Graph, rank: int) -> tuple[int, ...]:
 NOBODY = -1
 
 
-class _Word(enum.IntEnum):
-    """What a message to a flow says."""
+class _Command(enum.IntEnum):
+    """What a message tells a flow to do."""
 
     GIVE = 0  # from the main flow: x is yours, average it with that worker first
     TAKE = 1  # from the main flow: let me have x
@@ -167,13 +167,13 @@ class PairwiseAverage:
         self._held = False
         self._copy(self._worker.parameters, self._x)
         rank = NOBODY if partner is None else self._worker.workers.ranks[partner]
-        self._tell(Tag.HAND_OVER, _Word.GIVE, rank)
+        self._tell(Tag.HAND_OVER, _Command.GIVE, rank)
 
     def take(self) -> int:
         """Have the parameters back; how many averages were made of them meanwhile."""
         if self._flow is None or self._held:
             return 0
-        self._tell(Tag.PAIR, _Word.TAKE)
+        self._tell(Tag.PAIR, _Command.TAKE)
         averages = int(self._worker.transport.receive(self._worker.rank, Tag.TAKEN).wait())
         if averages < 0:
             self._flow.wait()  # raises what the flow raised
@@ -198,19 +198,19 @@ class PairwiseAverage:
     def close(self) -> None:
         """After `settle`: end the flow."""
         if self._flow is not None:
-            self._tell(Tag.HAND_OVER, _Word.END)
+            self._tell(Tag.HAND_OVER, _Command.END)
             self._flow.wait()
             self._flow = None
 
-    def _tell(self, tag: int, *words: int) -> None:
-        self._worker.transport.send(torch.tensor(words), self._worker.rank, tag).wait()
+    def _tell(self, tag: int, *numbers: int) -> None:
+        self._worker.transport.send(torch.tensor(numbers), self._worker.rank, tag).wait()
 
     def _run(self, transport: Transport) -> None:
         """The background flow: average while the main flow computes."""
         try:
             while True:
                 given = transport.receive(transport.rank, Tag.HAND_OVER).wait().tolist()
-                if given[0] == _Word.END:
+                if given[0] == _Command.END:
                     return
                 averages = self._serve(transport, given[1])
                 transport.send(torch.tensor([averages]), transport.rank, Tag.TAKEN).wait()
@@ -226,7 +226,7 @@ class PairwiseAverage:
             averages += 1
         while True:
             request = transport.receive(None, Tag.PAIR)
-            if request.wait()[0] == _Word.TAKE:
+            if request.wait()[0] == _Command.TAKE:
                 return averages
             self._answer(transport, request.source)
             averages += 1
@@ -235,7 +235,7 @@ class PairwiseAverage:
         arriving = transport.receive(partner, Tag.PAIR_MEAN, self._other)
         # The request comes last: who reads it has all of x.
         sending = transport.send(self._x, partner, Tag.PAIR_VALUES)
-        transport.send(torch.tensor([_Word.ASK]), partner, Tag.PAIR).wait()
+        transport.send(torch.tensor([_Command.ASK]), partner, Tag.PAIR).wait()
         sending.wait()
         arriving.wait()
         self._average()

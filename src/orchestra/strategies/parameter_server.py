@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, MOST_STEPS, setting
+from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     _: KW_ONLY
     servers: int = setting(
-        1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MOST_RANKS
+        1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MAX_RANKS
     )
     consistency: Literal["synchronous", "asynchronous", "bounded"] = setting(
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
     staleness: int | None = setting(
-        None, "with bounded: steps a worker may be ahead of the slowest", low=0, high=MOST_STEPS
+        None, "with bounded: steps a worker may be ahead of the slowest", low=0, high=MAX_STEPS
     )
     placement: Literal["dedicated", "beside"] = setting(
         "dedicated", "servers on the last ranks, without data; or beside the first workers"
@@ -137,7 +137,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         "parameters", "gradients: servers only average, and each worker runs the optimizer"
     )
     backup: int = setting(
-        0, "workers not waited for: the first N - backup make the average", low=0, high=MOST_RANKS
+        0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
     )
     learning_rate: Literal["kept", "divided", "by_staleness"] = setting(
         "kept",
@@ -163,46 +163,66 @@ class ParameterServer(Strategy[ParameterServerState]):
         averages, bounded = self.averages, self.consistency == "bounded"
         gradients = self.returns == "gradients"
         same = "a synchronous server averages gradients of the same parameters"
-        refused = {
-            f"staleness={self.staleness} needs consistency='bounded', not {self.consistency!r}": (
-                self.staleness is not None and not bounded
+        refused = [
+            (
+                self.staleness is not None and not bounded,
+                f"staleness={self.staleness} needs consistency='bounded', not {self.consistency!r}",
             ),
-            "consistency='bounded' needs its bound: give both, as in ParameterServer("
-            "consistency='bounded', staleness=1), or set consistency='asynchronous'": (
-                self.staleness is None and bounded
+            (
+                self.staleness is None and bounded,
+                "consistency='bounded' needs its bound: give both, as in ParameterServer("
+                "consistency='bounded', staleness=1), or set consistency='asynchronous'",
             ),
-            f"learning_rate={self.learning_rate!r} needs {on_arrival}: {same}": (
-                averages and self.learning_rate != "kept"
+            (
+                averages and self.learning_rate != "kept",
+                f"learning_rate={self.learning_rate!r} needs {on_arrival}: {same}",
             ),
-            f"delay_compensation={self.delay_compensation!r} needs {on_arrival}: {same}": (
-                averages and self.delay_compensation != "none"
+            (
+                averages and self.delay_compensation != "none",
+                f"delay_compensation={self.delay_compensation!r} needs {on_arrival}: {same}",
             ),
-            f"returns='gradients' needs consistency='synchronous': a server that is "
-            f"{self.consistency} has no average to return": gradients and not averages,
-            f"backup needs consistency='synchronous': where it is {self.consistency!r}, no "
-            "gradient comes too late": self.backup > 0 and not averages,
-            "replicas=1 needs servers=2 or more: the replica of a server's slice lies on the "
-            "next server": self.replicas > 0 and self.servers < 2,
-            "replicas=1 needs returns='parameters': servers that only average keep nothing that "
-            "could be lost": self.replicas > 0 and gradients,
-            f"replicas=1 beside workers needs {on_arrival}: with a server its worker dies, and a "
-            "synchronous step needs all workers; or set placement='dedicated'": (
-                self.replicas > 0 and averages and self.placement == "beside"
+            (
+                gradients and not averages,
+                f"returns='gradients' needs consistency='synchronous': a server that is "
+                f"{self.consistency} has no average to return",
             ),
-            "lambda0 needs delay_compensation='constant' or 'adaptive'": (
-                self.lambda0 is not None and self.delay_compensation == "none"
+            (
+                self.backup > 0 and not averages,
+                f"backup needs consistency='synchronous': where it is {self.consistency!r}, no "
+                "gradient comes too late",
             ),
-            "mean_square needs delay_compensation='adaptive'": (
-                self.mean_square is not None and self.delay_compensation != "adaptive"
+            (
+                self.replicas > 0 and self.servers < 2,
+                "replicas=1 needs servers=2 or more: the replica of a server's slice lies on the "
+                "next server",
             ),
-            "backup needs servers=1 and returns='parameters': several servers would not drop the "
-            "same gradients, and a late worker would miss updates": (
-                self.backup > 0 and (self.servers > 1 or gradients)
+            (
+                self.replicas > 0 and gradients,
+                "replicas=1 needs returns='parameters': servers that only average keep nothing "
+                "that could be lost",
             ),
-        }
-        for reason, contradicts in refused.items():
+            (
+                self.replicas > 0 and averages and self.placement == "beside",
+                f"replicas=1 beside workers needs {on_arrival}: with a server its worker dies, "
+                "and a synchronous step needs all workers; or set placement='dedicated'",
+            ),
+            (
+                self.lambda0 is not None and self.delay_compensation == "none",
+                "lambda0 needs delay_compensation='constant' or 'adaptive'",
+            ),
+            (
+                self.mean_square is not None and self.delay_compensation != "adaptive",
+                "mean_square needs delay_compensation='adaptive'",
+            ),
+            (
+                self.backup > 0 and (self.servers > 1 or gradients),
+                "backup needs servers=1 and returns='parameters': several servers would not drop "
+                "the same gradients, and a late worker would miss updates",
+            ),
+        ]
+        for contradicts, message in refused:
             if contradicts:
-                raise InputError(f"ParameterServer: {reason}")
+                raise InputError(f"ParameterServer: {message}")
 
     @property
     def averages(self) -> bool:

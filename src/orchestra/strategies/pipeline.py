@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, setting
+from orchestra.settings import MAX_RANKS, setting
 from orchestra.strategies.base import Footprint, ModelPart, Roles, Strategy
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Pipeline(Strategy[PipelineState]):
     variants = (("Pipeline()", use),)
 
     stages: int | None = setting(
-        None, "S: ranks of a pipeline; None: all ranks", low=1, high=MOST_RANKS
+        None, "S: ranks of a pipeline; None: all ranks", low=1, high=MAX_RANKS
     )
     microbatches: int = setting(4, "M: parts of a pipeline's batch", low=1, high=100_000)
     schedule: Literal["gpipe", "1f1b"] = setting("1f1b", "the order of the passes; see above")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orchestra import exchange
 from orchestra.errors import PeerLost
-from orchestra.settings import MOST_RANKS, MOST_SEED, MOST_STEPS, setting
+from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, setting
 from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Replicas, ReplicaState
 from orchestra.transports.tags import Tag
@@ -70,15 +70,15 @@ class Prague(Replicas[PragueState]):
     use = "for some slow workers among many, without a server: groups average by all-reduce"
     variants = (("Prague(3)", use),)
 
-    group_size: int = setting(3, "workers in a group, at most", low=2, high=MOST_RANKS)
+    group_size: int = setting(3, "workers in a group, at most", low=2, high=MAX_RANKS)
     _: KW_ONLY
     generator: Literal["smart", "random"] = setting(
         "smart", "smart: divides all idle workers at once; random: a group for each request"
     )
     threshold: int | None = setting(
-        8, "requests a worker in a group may be behind; none: any", low=1, high=MOST_STEPS
+        8, "requests a worker in a group may be behind; none: any", low=1, high=MAX_STEPS
     )
-    seed: int = setting(0, "of the choice of groups", low=0, high=MOST_SEED)
+    seed: int = setting(0, "of the choice of groups", low=0, high=MAX_SEED)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PragueState:
         return PragueState(worker.local_optimizer(), GroupAverage(worker, self), work=work)
@@ -217,8 +217,8 @@ class GroupGenerator:
                 self._buffer[member].append(group)
 
 
-class _Word(enum.IntEnum):
-    """What a worker tells the generator; each is answered with the groups to perform."""
+class _Request(enum.IntEnum):
+    """What a worker asks of the generator; each is answered with the groups to perform."""
 
     ASK = 0  # my step is done
     REST = 1  # I come to a quiet point
@@ -244,27 +244,27 @@ class GroupAverage:
 
     def average(self) -> None:
         """After a step: ask, and average with each group of the answer; waits for its members."""
-        self._perform(_Word.ASK)
+        self._perform(_Request.ASK)
 
     def settle(self) -> None:
         """Collective over the workers: return when all groups have been averaged."""
-        self._perform(_Word.REST)
+        self._perform(_Request.REST)
         exchange.wait_for_workers(self._worker)
 
     def leave(self) -> None:
         """Average with those who wait for this worker; nobody does afterwards."""
-        self._perform(_Word.LEAVE)
+        self._perform(_Request.LEAVE)
 
     def close(self) -> None:
         """After `leave`: wait until all have left."""
         if self._flow is not None:
             self._flow.wait()
 
-    def _perform(self, word: _Word) -> None:
+    def _perform(self, request: _Request) -> None:
         if self._alone:
             return
         transport = self._worker.transport
-        transport.send(torch.tensor([word]), self._holder, Tag.GROUP_REQUEST).wait()
+        transport.send(torch.tensor([request]), self._holder, Tag.GROUP_REQUEST).wait()
         answer = iter(transport.receive(self._holder, Tag.GROUP).wait().tolist())
         while size := next(answer):
             self._reduce(tuple(islice(answer, size)))
@@ -284,22 +284,24 @@ class GroupAverage:
         """In the background of the first worker, answer at once until all workers have left."""
         generator = self._generator
         answers = {
-            _Word.ASK: generator.ask,
-            _Word.REST: generator.rest,
-            _Word.LEAVE: generator.leave,
+            _Request.ASK: generator.ask,
+            _Request.REST: generator.rest,
+            _Request.LEAVE: generator.leave,
         }
         there = set(self._worker.workers.ranks) - transport.lost()
         while there:
-            request = transport.receive(None, Tag.GROUP_REQUEST)
+            message = transport.receive(None, Tag.GROUP_REQUEST)
             try:
-                word, worker = _Word(int(request.wait())), request.source
+                request, worker = _Request(int(message.wait())), message.source
             except PeerLost as lost:
                 there.discard(lost.rank)
                 generator.leave(lost.rank)
                 continue
-            if word is _Word.LEAVE:
+            if request is _Request.LEAVE:
                 there.discard(worker)
-            numbers = [number for group in answers[word](worker) for number in (len(group), *group)]
+            numbers = [
+                number for group in answers[request](worker) for number in (len(group), *group)
+            ]
             with contextlib.suppress(PeerLost):
                 transport.send(torch.tensor([*numbers, 0]), worker, Tag.GROUP).wait()
 

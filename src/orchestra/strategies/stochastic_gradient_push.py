@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_SEED, MOST_STEPS, setting
+from orchestra.settings import MAX_SEED, MAX_STEPS, setting
 from orchestra.settings.registry import LazyModule
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState, Roles
 from orchestra.topologies import (
@@ -98,7 +98,7 @@ class StochasticGradientPush(Replicas[PushState]):
     topology: Topology = setting(Exponential(peers=1), "who sends to whom")
     _: KW_ONLY
     overlap: int = setting(
-        0, "tau: steps a worker may be ahead of the messages sent to it", low=0, high=MOST_STEPS
+        0, "tau: steps a worker may be ahead of the messages sent to it", low=0, high=MAX_STEPS
     )
     exchanges: Literal["every_tau_steps", "one_at_a_time", "every_step"] = setting(
         "every_tau_steps", "with overlap: in which steps a worker sends"
@@ -106,7 +106,7 @@ class StochasticGradientPush(Replicas[PushState]):
     weights: Literal["uniform", "random"] = setting(
         "uniform", "random: each worker divides its mass by chance, anew in each step"
     )
-    seed: int = setting(0, "of random weights", low=0, high=MOST_SEED)
+    seed: int = setting(0, "of random weights", low=0, high=MAX_SEED)
 
     def check(self) -> None:
         """Without overlap every step has its exchange."""

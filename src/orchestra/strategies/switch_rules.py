@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from orchestra import exchange, optimizers
 from orchestra.errors import InputError
-from orchestra.settings import MOST_STEPS, Settings, setting
+from orchestra.settings import MAX_STEPS, Settings, setting
 from orchestra.settings.base import REQUIRED
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class AfterSteps(Rule):
 
     counts = True
 
-    steps: int = setting(100, "steps of the first phase", low=1, high=MOST_STEPS)
+    steps: int = setting(100, "steps of the first phase", low=1, high=MAX_STEPS)
 
     def observe(self, state: RuleState, step: Step) -> bool:
         """True from step `steps` on."""
@@ -197,7 +197,7 @@ class NoiseScale(Rule):
     )
     _: KW_ONLY
     smoothing: float = setting(0.95, "of the two estimates, from step to step", low=0.0, high=1.0)
-    least: int = setting(20, "steps before it may fire", low=1, high=MOST_STEPS)
+    least: int = setting(20, "steps before it may fire", low=1, high=MAX_STEPS)
 
     def observe(self, state: NoiseState, step: Step) -> bool:
         """True where B is at least `ratio` times the batch."""
@@ -289,7 +289,7 @@ class LossStable(Rule):
         1,
         "steps that one observation is the mean of; 'epoch': those of one pass over the data",
         low=1,
-        high=MOST_STEPS,
+        high=MAX_STEPS,
     )
     source: Literal["mean", "max"] = setting(
         "mean", "a step's loss: the sample-weighted mean over the workers, or the largest of them"

@@ -12,10 +12,10 @@ from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, MOST_SEED, Settings, setting
+from orchestra.settings import MAX_RANKS, MAX_SEED, Settings, setting
 
-MOST_LINKS = 2_000_000
-MOST_DRAWN = 200_000
+MAX_LINKS = 2_000_000
+MAX_DRAWN = 200_000
 
 Graph = tuple[tuple[int, ...], ...]
 """For each rank the ranks that it sends to, itself not among them, rising."""
@@ -80,7 +80,7 @@ def _reached(links: list[set[int]]) -> set[int]:
     return reached
 
 
-def _require_room(ranks: int, degree: int, most: int = MOST_LINKS) -> None:
+def _require_room(ranks: int, degree: int, most: int = MAX_LINKS) -> None:
     if ranks * degree > most:
         raise InputError(
             f"{ranks} ranks with {degree} neighbours each are more than {most:,} links: lower "
@@ -119,7 +119,7 @@ class Exponential(Topology):
         None,
         "ranks that each one sends to in a step, the distances taking turns; none: all",
         low=1,
-        high=MOST_RANKS,
+        high=MAX_RANKS,
     )
 
     def period(self, ranks: int) -> int:
@@ -167,15 +167,15 @@ class RandomRegular(Topology):
     """
 
     degree: int = setting(
-        3, "neighbours of each rank; all others where there are fewer", low=2, high=MOST_RANKS
+        3, "neighbours of each rank; all others where there are fewer", low=2, high=MAX_RANKS
     )
     _: KW_ONLY
-    seed: int = setting(0, "of the random choice", low=0, high=MOST_SEED)
+    seed: int = setting(0, "of the random choice", low=0, high=MAX_SEED)
 
     def links(self, ranks: int, step: int) -> Graph:
         degree = min(self.degree, ranks - 1)
         degree += ranks * degree % 2
-        _require_room(ranks, degree, MOST_DRAWN)
+        _require_room(ranks, degree, MAX_DRAWN)
         distances = list(range(1, degree // 2 + 1))
         circle = {frozenset((i, (i + d) % ranks)) for d in distances for i in range(ranks)}
         if degree % 2:

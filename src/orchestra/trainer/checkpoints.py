@@ -214,7 +214,7 @@ class CollectiveCheckpoints:
         return whole
 
 
-def held(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
+def rank_state(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
     """What a rank goes on from, `state` being its strategy's; `resume` puts it back.
 
     `parameters` are given back by the caller.
@@ -230,7 +230,7 @@ def held(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
 
 
 def resume(worker: Worker, strategy: Strategy[Any], saved: Mapping[str, Any]) -> Any:
-    """Collective: put back what was `held`, but for the parameters; the strategy's state."""
+    """Collective: put back a `rank_state`, but for the parameters; the strategy's state."""
     for name, buffer in worker.buffers:
         if name in saved["buffers"]:
             restore(buffer, saved["buffers"][name])
@@ -307,16 +307,16 @@ def by_content(value: Any, tensors: Tensors) -> Any:
     return pack(value, put)
 
 
-def give(transport: Transport, value: Any, to: int) -> None:
-    """Send `value`, plain data with tensors in it, to the rank `to`, which calls `take`."""
+def send_state(transport: Transport, value: Any, to: int) -> None:
+    """Send `value`, plain data with tensors, to the rank `to`, which calls `receive_state`."""
     tensors: Tensors = {}
     send_object(transport, [by_content(value, tensors), list(tensors)], to)
     for key in receive_object(transport, to):
         transport.send(tensors[key], to, Tag.PARTS).wait()
 
 
-def take(transport: Transport, source: int, known: Tensors) -> Any:
-    """What the rank `source` gives; tensors that are in `known` do not travel, others get in."""
+def receive_state(transport: Transport, source: int, known: Tensors) -> Any:
+    """What the rank `source` sends; tensors that are in `known` do not travel, others get in."""
     tree, keys = receive_object(transport, source)
     wanted = [key for key in keys if key not in known]
     send_object(transport, wanted, source)

@@ -37,21 +37,21 @@ from orchestra.worker.worker import Worker
 T = TypeVar("T")
 Buffers = Sequence[tuple[str, Tensor]]
 EVALUATION_BATCH = 512
-MOST_JUDGED = 16
+MAX_EVALUATED_REPLICAS = 16
 """Replicas that are evaluated at each snapshot; the average is of all."""
 
-Figures = dict[int, dict[str, float]]
+SnapshotMetrics = dict[int, dict[str, float]]
 """By the index of a snapshot, its loss and metrics."""
 
 _EVALUATE, _DONE = -1, -2
 """Requests that are not the number of a part."""
 
 
-def hand_in(worker: Worker, leader: int, figures: Callable[[], Figures]) -> None:
+def hand_in(worker: Worker, leader: int, metrics: Callable[[], SnapshotMetrics]) -> None:
     """On all ranks but the leader: tell it which parts there are, and do as it requests.
 
     Args:
-        figures: those of this rank's own snapshots.
+        metrics: those of this rank's own snapshots.
     """
     parts, transport = worker.snapshots.parts, worker.transport
     send_object(transport, [{**vars(part), "values": None} for part in parts], leader)
@@ -60,7 +60,7 @@ def hand_in(worker: Worker, leader: int, figures: Callable[[], Figures]) -> None
         if wanted == _DONE:
             return
         if wanted == _EVALUATE:
-            send_object(transport, list(figures().items()), leader)
+            send_object(transport, list(metrics().items()), leader)
         else:
             transport.send(parts[wanted].values, leader, Tag.PARTS).wait()
 
@@ -117,21 +117,23 @@ class Gathered:
         overlapping = len({held.head.offset for held in apart}) < len(apart)
         return sorted({held.rank for held in apart}) if overlapping else []
 
-    def evaluated(self, seed: int, figures: Callable[[], Figures]) -> dict[int, Figures]:
+    def evaluated(
+        self, seed: int, metrics: Callable[[], SnapshotMetrics]
+    ) -> dict[int, SnapshotMetrics]:
         """What replicas that differ are worth at each snapshot, by rank; all evaluate at once.
 
         Args:
-            seed: draws `MOST_JUDGED` of the ranks where there are more.
-            figures: those of this rank's own snapshots.
+            seed: draws `MAX_EVALUATED_REPLICAS` of the ranks where there are more.
+            metrics: those of this rank's own snapshots.
         """
         ranks: Collection[int] = {rank for i in self.indices for rank in self.replicas(i)}
-        if len(ranks) > MOST_JUDGED:
-            ranks = random.Random(seed).sample(sorted(ranks), MOST_JUDGED)
+        if len(ranks) > MAX_EVALUATED_REPLICAS:
+            ranks = random.Random(seed).sample(sorted(ranks), MAX_EVALUATED_REPLICAS)
         own = self._worker.rank
         others = [rank for rank in sorted(ranks) if rank != own]
         for rank in others:
             self._ask(rank, _EVALUATE)
-        found = {own: figures()} if own in ranks else {}
+        found = {own: metrics()} if own in ranks else {}
         for rank in others:
             answer = self._asked(rank, partial(receive_object, self._worker.transport, rank))
             if answer is not None:
@@ -174,15 +176,15 @@ def _kind_of_own(parts: Iterable[Part]) -> str:
     return "replica" if any(part.kind == "replica" for part in parts) else "parameters"
 
 
-def judging_data(task: Task) -> Dataset[Any] | None:
+def evaluation_data(task: Task) -> Dataset[Any] | None:
     """What snapshots are evaluated on: validation data where the task has some, else test data."""
     return task.validation if task.validation is not None else task.test
 
 
-def own_figures(model: FlatModel, task: Task, parts: Sequence[Part]) -> Figures:
+def own_metrics(model: FlatModel, task: Task, parts: Sequence[Part]) -> SnapshotMetrics:
     """What a rank's own replica was worth at each of its snapshots, with its own buffers."""
-    dataset = judging_data(task)
-    found: Figures = {}
+    dataset = evaluation_data(task)
+    found: SnapshotMetrics = {}
     if dataset is None:
         return found
     with ExitStack() as stack:
@@ -201,7 +203,11 @@ def own_figures(model: FlatModel, task: Task, parts: Sequence[Part]) -> Figures:
 
 
 def points_of(
-    model: FlatModel, task: Task, gathered: Gathered, nodes: Mapping[int, Figures], below: int
+    model: FlatModel,
+    task: Task,
+    gathered: Gathered,
+    nodes: Mapping[int, SnapshotMetrics],
+    below: int,
 ) -> list[Point]:
     """The figures of every snapshot whose index is `below` that, on the leader.
 
@@ -209,7 +215,7 @@ def points_of(
         nodes: by rank, the figures of replicas; their mean is what a point's `metrics` are, and
             the figures of the average stand beside it.
     """
-    dataset, points = judging_data(task), []
+    dataset, points = evaluation_data(task), []
     if dataset is None:
         return []
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from orchestra.errors import InputError
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import Strategy, WorkSource
 from orchestra.trainer.own_model import BackwardPasses
-from orchestra.trainer.own_state import OwnRank, Word
+from orchestra.trainer.own_state import Command, OwnRank
 from orchestra.worker.runtime import Runtime
 
 MID_EPOCH = -(1 << 20)
@@ -236,15 +236,15 @@ class Epochs(OwnRank):
             self._sharded.epoch = self.epoch
 
     def _end_epoch(self) -> None:
-        word = None
+        command = None
         self.passes.end_epoch()
         if self.is_worker():
             self.strategy.quiesce(self.worker, self.state, self.epoch)
         else:
-            word = self._serve()
+            command = self._serve()
         self._take_part_in_agreement()
-        if word is not None:
-            self.end(word)
+        if command is not None:
+            self.end(command)
         self._in_epoch = False
         self.taken = 0
         self.epoch += 1
@@ -306,7 +306,7 @@ class Epochs(OwnRank):
         if self.ended and not self._goes_on:
             raise SystemExit(0)
 
-    def _serve(self, *, until_saved: bool = False) -> Word | None:
+    def _serve(self, *, until_saved: bool = False) -> Command | None:
         """Serve to the end of the workers' epoch; return what follows, if the loop ends there."""
         self.worker.reporter.phase("serving")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
@@ -314,9 +314,9 @@ class Epochs(OwnRank):
         while not self.is_worker():
             paused = self.strategy.serve(self.worker, self.state)
             if paused is None:
-                word = self.hear()
-                if word not in (Word.RESTART, Word.RESUME):
-                    self.ended, last = True, word
+                command = self.hear()
+                if command not in (Command.RESTART, Command.RESUME):
+                    self.ended, last = True, command
                     break
             elif paused.step == SAVING:
                 self.collect(self._order_state())
@@ -329,12 +329,12 @@ class Epochs(OwnRank):
         self.worker.reporter.phase("training")
         return last
 
-    def end(self, word: Word) -> None:
-        """The loop is over; `word` tells whether the script goes on with another one."""
+    def end(self, command: Command) -> None:
+        """The loop is over; `command` tells whether the script goes on with another one."""
         self.begun = self.ended = True
         self.left = False
-        self._goes_on = word is not Word.OVER
-        if word is Word.HANDS_OVER:
+        self._goes_on = command is not Command.OVER
+        if command is Command.HANDS_OVER:
             self.hand_over()
 
     @property

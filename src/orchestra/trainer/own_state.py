@@ -27,7 +27,7 @@ LOADED: tuple[object, str] = contextlib.nullcontext(), "__exit__"
 """Takes anything, and does nothing."""
 
 
-class Word(enum.IntEnum):
+class Command(enum.IntEnum):
     """What the first worker tells ranks that serve, as all workers leave."""
 
     OVER = 0  # the script is over
@@ -218,7 +218,7 @@ class OwnRank:
         loaded = None
         if moments and not whole:
             loaded = export_moments(self.optimizer, self.worker.named_parameters())
-        self.tell(Word.RESTART)
+        self.tell(Command.RESTART)
         self._restart(loaded)
 
     def _restart(self, moments: Moments | None) -> None:
@@ -260,7 +260,7 @@ class OwnRank:
         """
         worker = self.worker
         parameters = worker.named_parameters() if self.is_worker() else {}
-        own = capture(checkpoints.held(worker, self.state, parameters))
+        own = capture(checkpoints.rank_state(worker, self.state, parameters))
         own |= {"moments": self._own_moments(), "order": order}
         if not self.is_worker():
             own["buffers"] = {}
@@ -274,13 +274,13 @@ class OwnRank:
         """Collective over all ranks: the plain data of each on the rank `first`; else nothing."""
         worker = self.worker
         if worker.rank != first:
-            checkpoints.give(worker.transport, own, first)
+            checkpoints.send_state(worker.transport, own, first)
             return {}
         known: checkpoints.Tensors = {}
         return {
             rank: checkpoints.unpack(checkpoints.by_content(own, known), known)
             if rank == first
-            else checkpoints.take(worker.transport, rank, known)
+            else checkpoints.receive_state(worker.transport, rank, known)
             for rank in worker.everyone.ranks
         }
 
@@ -303,7 +303,7 @@ class OwnRank:
     def load(self, state: Mapping[str, Any]) -> None:
         """Collective over the workers, and the ranks that serve: go on from a `state` that fits."""
         self._loaded_model = self._loaded_moments = self._collected = False
-        self.tell(Word.RESUME)
+        self.tell(Command.RESUME)
         self._resume(state["ranks"], [state["position"]["consumed"], state["groups"]])
         self.steps = state["position"]["steps"]
 
@@ -330,26 +330,26 @@ class OwnRank:
 
     # Ranks that serve
 
-    def tell(self, word: Word) -> None:
+    def tell(self, command: Command) -> None:
         """On workers, before they stop: the first one tells ranks that serve what follows."""
         first, serving = self._places()
         if self.worker.rank == first:
             for rank in serving:
                 with contextlib.suppress(PeerLost):
-                    self.worker.transport.send(torch.tensor([word]), rank, Tag.GOES_ON).wait()
+                    self.worker.transport.send(torch.tensor([command]), rank, Tag.GOES_ON).wait()
 
-    def hear(self) -> Word:
+    def hear(self) -> Command:
         """On a rank that serves, once it has stopped: what follows; a restart is done here."""
         first, _ = self._places()
         try:
-            word = Word(int(self.worker.transport.receive(first, Tag.GOES_ON).wait()))
+            command = Command(int(self.worker.transport.receive(first, Tag.GOES_ON).wait()))
         except PeerLost:
-            return Word.OVER
-        if word is Word.RESTART:
+            return Command.OVER
+        if command is Command.RESTART:
             self._restart(None)
-        elif word is Word.RESUME:
+        elif command is Command.RESUME:
             self._resume({}, None)
-        return word
+        return command
 
     def _places(self) -> tuple[int, list[int]]:
         """Return the first worker, and the ranks that serve, of those that are there."""
@@ -361,26 +361,26 @@ class OwnRank:
         """Let the first worker give each rank that serves its part; a worker has its `own`."""
         transport, (first, serving) = self.worker.transport, self._places()
         if self.worker.rank in serving:
-            return checkpoints.take(transport, first, {})
+            return checkpoints.receive_state(transport, first, {})
         if self.worker.rank == first:
             for rank in serving:
-                checkpoints.give(transport, part_of(rank), rank)
+                checkpoints.send_state(transport, part_of(rank), rank)
         return own
 
     # The end
 
-    def leave(self, *, goes_on: bool) -> Word:
+    def leave(self, *, goes_on: bool) -> Command:
         """Stop the strategy; return what follows. What was loaded last stays in the model."""
-        works, word = self.is_worker(), Word.GOES_ON if goes_on else Word.OVER
+        works, command = self.is_worker(), Command.GOES_ON if goes_on else Command.OVER
         if works:
             if goes_on and not self._whole and not self._loaded_moments:
-                word = Word.HANDS_OVER
-            self.tell(word)
+                command = Command.HANDS_OVER
+            self.tell(command)
         put_back = self.worker.keep() if self._loaded_model else None
         self.strategy.stop(self.worker, self.state)
         if put_back is not None:
             put_back()
-        return word if works else self.hear()
+        return command if works else self.hear()
 
     def hand_over(self) -> None:
         """Collective, after the end: every rank's optimizer gets all moments."""
@@ -390,9 +390,9 @@ class OwnRank:
             joined = self._joined(gathered.values())
             for rank in gathered:
                 if rank != first:
-                    checkpoints.give(worker.transport, joined, rank)
+                    checkpoints.send_state(worker.transport, joined, rank)
         else:
-            joined = checkpoints.take(worker.transport, first, {})
+            joined = checkpoints.receive_state(worker.transport, first, {})
         self._install(joined)
 
 

@@ -151,13 +151,13 @@ class Session(Loop):
             self.scalars.close()
         with curve.signs_of_life(worker, worker.module, self.position.steps):
             if worker.rank != roles.leader:
-                curve.hand_in(worker, roles.leader, self._own_figures)
+                curve.hand_in(worker, roles.leader, self._own_metrics)
                 return report
             gathered = curve.Gathered(worker, tolerant=tolerant)
             if self.shared is not None:
                 points = curve.moments(self.shared.parts, worker.layout.size)
                 return replace(report, leader=LeaderReport(None, {}, None, points))
-            nodes = gathered.evaluated(self.run.seed, self._own_figures)
+            nodes = gathered.evaluated(self.run.seed, self._own_metrics)
         worker.reporter.phase("evaluating")
         return replace(report, leader=self._evaluate(gathered, nodes))
 
@@ -173,7 +173,9 @@ class Session(Loop):
             if buffers is not None:
                 snapshots.parts += snapshots.conclude("buffers", buffers)
 
-    def _evaluate(self, gathered: curve.Gathered, nodes: dict[int, curve.Figures]) -> LeaderReport:
+    def _evaluate(
+        self, gathered: curve.Gathered, nodes: dict[int, curve.SnapshotMetrics]
+    ) -> LeaderReport:
         """On the leader: evaluate snapshots and final parameters, and write these."""
         worker, task, module = self.worker, self.task, self._whole(gathered)
         with curve.signs_of_life(worker, module, self.position.steps), curve.all_cores():
@@ -207,12 +209,12 @@ class Session(Loop):
             curve.put_together(module, part)
         return module
 
-    def _own_figures(self) -> curve.Figures:
+    def _own_metrics(self) -> curve.SnapshotMetrics:
         """Evaluate this rank's own replica at its snapshots."""
         self.worker.reporter.phase("evaluating")
-        figures = curve.own_figures(self.worker, self.task, self.worker.snapshots.parts)
+        metrics = curve.own_metrics(self.worker, self.task, self.worker.snapshots.parts)
         self.worker.reporter.phase("leaving")
-        return figures
+        return metrics
 
     def _report(self, roles: Roles) -> RankReport:
         worker, totals, measures = self.worker, self.totals, self.worker.measures
@@ -265,7 +267,7 @@ class Session(Loop):
         target, task = self.training.target, self.task
         if target is None or self.runtime.rank != self.roles.leader:
             return
-        dataset = curve.judging_data(task)
+        dataset = curve.evaluation_data(task)
         if dataset is None:
             raise InputError("target: the task has neither validation nor test data to measure it")
         with undisturbed():
@@ -338,12 +340,12 @@ class Session(Loop):
     def _write_checkpoint(self) -> None:  # a run of shapes has nothing to write
         if self.shared is None:
             leader = self.strategy.current_roles(self.worker, self.state).leader
-            self.checkpoints.take(self.held(), leader)
+            self.checkpoints.take(self.checkpoint_state(), leader)
 
-    def held(self) -> dict[str, Any]:
+    def checkpoint_state(self) -> dict[str, Any]:
         """All that a run resumes from, but its settings."""
         worker = self.worker
-        return checkpoints.held(worker, self.state, worker.parameters) | {
+        return checkpoints.rank_state(worker, self.state, worker.parameters) | {
             "position": self.position,
             "totals": self.totals,
             "measures": worker.measures,

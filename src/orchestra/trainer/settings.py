@@ -11,14 +11,14 @@ from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
 from orchestra.records.report import Point
 from orchestra.records.tensorboard import require_tensorboard
-from orchestra.settings import MOST_RANKS, MOST_SEED, MOST_STEPS, REQUIRED, Settings, setting
+from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy
 
 DEFAULT_EPOCHS = 10
 SNAPSHOTS, TO_TARGET = 10, 50
-MOST_SAMPLES = 2**24  # of a step of one worker
-MOST_SAMPLES_OF_A_RUN = 10**18  # they are counted in 64 bits
+MAX_SAMPLES = 2**24  # of a step of one worker
+MAX_SAMPLES_OF_A_RUN = 10**18  # they are counted in 64 bits
 _SNAPSHOT_BYTES = 4e9
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"
@@ -61,13 +61,13 @@ class Training(Settings):
 
     _: KW_ONLY
     ranks: int = setting(
-        4, "processes, servers included: the budget of a run", low=1, high=MOST_RANKS
+        4, "processes, servers included: the budget of a run", low=1, high=MAX_RANKS
     )
     batch_size: int = setting(
         32,
         "samples in a step of one worker, where every rank is a worker",
         low=1,
-        high=MOST_SAMPLES,
+        high=MAX_SAMPLES,
     )
     equal: Literal["global_batch", "worker_batch"] = setting(
         "global_batch",
@@ -91,13 +91,13 @@ class Training(Settings):
         "equal, each has a part of its own",
     )
     accumulation: int = setting(
-        1, "micro-batches that a worker's batch is split into", low=1, high=MOST_SAMPLES
+        1, "micro-batches that a worker's batch is split into", low=1, high=MAX_SAMPLES
     )
     epochs: int | None = setting(
-        None, f"passes over the data; {DEFAULT_EPOCHS} unless steps is set", low=1, high=MOST_STEPS
+        None, f"passes over the data; {DEFAULT_EPOCHS} unless steps is set", low=1, high=MAX_STEPS
     )
     steps: int | None = setting(
-        None, "length of the run in steps, in place of epochs", low=1, high=MOST_STEPS
+        None, "length of the run in steps, in place of epochs", low=1, high=MAX_STEPS
     )
     optimizer: Optimizer = setting(
         Optimizer("SGD", {"lr": 0.1}), "any of torch.optim, such as SGD(lr=0.1, momentum=0.9)"
@@ -138,7 +138,7 @@ class Training(Settings):
         None,
         "steps between two checkpoints; each phase of a Switch begins with one",
         low=1,
-        high=MOST_STEPS,
+        high=MAX_STEPS,
     )
     stop_on_nonfinite: bool = setting(True, "a loss that is NaN or infinite ends the run")
     patience: float = setting(
@@ -151,7 +151,7 @@ class Training(Settings):
         "steps at the beginning, and after each change of roles, that the timeline shows; "
         "0: no timeline",
         low=0,
-        high=MOST_STEPS,
+        high=MAX_STEPS,
     )
     record_order: bool = setting(
         False, "write down what depends on chance, such as arrivals, for orchestra replay"
@@ -163,10 +163,10 @@ class Training(Settings):
             raise InputError("epochs and steps are both set; give one")
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
-        if self.ranks * self.batch_size * (self.steps or 1) > MOST_SAMPLES_OF_A_RUN:
+        if self.ranks * self.batch_size * (self.steps or 1) > MAX_SAMPLES_OF_A_RUN:
             raise InputError(
                 f"steps: {self.steps} of {self.ranks} ranks with {self.batch_size} samples are "
-                f"more than {MOST_SAMPLES_OF_A_RUN:.0e} samples; give fewer"
+                f"more than {MAX_SAMPLES_OF_A_RUN:.0e} samples; give fewer"
             )
         if isinstance(self.shares, tuple) and len(self.shares) != self.ranks:
             raise InputError(
@@ -231,7 +231,7 @@ class Run(Settings):
     name: str = setting(REQUIRED, "the strategy's label in the experiment")
     task: str = setting(REQUIRED, "notation of the task")
     strategy: Strategy[Any] = setting(REQUIRED, "when and what the ranks exchange")
-    seed: int = setting(0, "of parameters, shuffling and dropout", low=0, high=MOST_SEED)
+    seed: int = setting(0, "of parameters, shuffling and dropout", low=0, high=MAX_SEED)
     training: Training = setting(Training(), "everything else")
     judged_on: Literal["test", "validation"] = setting(
         "test", "the split that the final figures are of: trials of a tuning leave the test alone"

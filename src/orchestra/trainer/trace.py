@@ -130,7 +130,7 @@ class Trace(Interceptor):
         elif operation.kind == "send":
             return self._begin_send(flow, operation, proceed)
         elif operation.kind == "collective":
-            operation.visible |= self.is_open and operation.ranks <= SHOWN
+            operation.message_by_message |= self.is_open and operation.ranks <= SHOWN
         elif operation.kind == "receive" and operation.peer is not None:
             number = next(self._received[operation.peer, operation.tag])
             if self.is_open:

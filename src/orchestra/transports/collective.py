@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ from orchestra.errors import InputError
 from orchestra.schedules import REDUCE, Schedule
 from orchestra.transports.protocol import CollectiveCall, Handle, HandOver, Task, Traffic, Transport
 
+F = TypeVar("F", bound=Callable[..., Any])
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundPart:
     """What one rank does in one round; pieces go from the first to before the end."""
 
     sends: Sequence[tuple[int, int, int]]  # (target, first, end)
@@ -38,7 +39,7 @@ class Part:
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
+def _parts(schedule: Schedule, index: int) -> tuple[RoundPart, ...]:
     """The rounds of `schedule` as one rank sees them."""
     parts = []
     for transfers in schedule.rounds():
@@ -46,7 +47,7 @@ def _parts(schedule: Schedule, index: int) -> tuple[Part, ...]:
         receives = transfers[transfers[:, 1] == index][:, [0, 2, 3, 4]]
         if len(sends) or len(receives):
             parts.append(
-                Part(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
+                RoundPart(tuple(map(tuple, sends.tolist())), tuple(map(tuple, receives.tolist())))
             )
     return tuple(parts)
 
@@ -81,7 +82,7 @@ class Step(NamedTuple):
 Span = tuple[int, int]
 
 
-def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator[Step]:
+def steps(parts: Iterable[RoundPart], edges: Sequence[int], segment: int) -> Iterator[Step]:
     """What a rank does in its `parts` of the rounds, with messages of at most `segment` elements.
 
     All that a round receives is posted, at most two messages a run of pieces, then all is sent,
@@ -97,7 +98,11 @@ def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator
 
 
 def _round(
-    part: Part, edges: Sequence[int], segment: int, sent: Iterator[int], received: Iterator[int]
+    part: RoundPart,
+    edges: Sequence[int],
+    segment: int,
+    sent: Iterator[int],
+    received: Iterator[int],
 ) -> Iterator[Step]:
     arriving = []
     for run, (source, first, end, operation) in enumerate(part.receives):
@@ -206,10 +211,10 @@ class ThreadHandOver:
     def __init__(self) -> None:
         self._changed = threading.Condition()
 
-    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
+    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         started = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(so)
+            self._changed.wait_for(condition)
         traffic.seconds_waiting += time.perf_counter() - started
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
@@ -253,6 +258,16 @@ class Begun:
             self.error = error
 
 
+def labelled(label: str) -> Callable[[F], F]:
+    """What a flow that runs the function is called in a timeline, in place of its name."""
+
+    def label_it(function: F) -> F:
+        vars(function)["flow_label"] = label
+        return function
+
+    return label_it
+
+
 class Background:
     """Collectives that a flow behind `owner` executes, one after the other."""
 
@@ -268,7 +283,7 @@ class Background:
         """One more, behind the others; the first of them makes the flow."""
         if self._flow is None:
             self._ended = False
-            self._flow = self._owner.spawn(self.sum_in_background)
+            self._flow = self._owner.spawn(self.execute_in_background)
         begun = Begun(call, self._finish, self._flow)
         self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
         return begun
@@ -288,7 +303,8 @@ class Background:
         if not begun.finished:
             begun.error = self._error
 
-    def sum_in_background(self, transport: Transport) -> None:
+    @labelled("sum in background")
+    def execute_in_background(self, transport: Transport) -> None:
         """The flow, on its `transport`."""
         traffic = transport.traffic
         while self._error is None:

@@ -97,9 +97,9 @@ class CollectiveCall:
         edges: where the pieces begin, and the number of elements, the same on all ranks; None:
             pieces as equal as can be.
         background: whether it goes on while this flow does something else.
-        visible: whether the engine has to send each message of the collective. Otherwise a
+        message_by_message: whether the engine has to send each message of the collective. Otherwise a
             simulation may compute the result and the times for all ranks at once, without sending
-            any. Interceptors that record messages set it, by `Operation.visible`; strategies leave
+            any. Interceptors that record messages set it, by `Operation.message_by_message`; strategies leave
             it false. Real processes send all messages anyway.
     """
 
@@ -109,14 +109,14 @@ class CollectiveCall:
     tag: int
     edges: Sequence[int] | None = None
     background: bool = False
-    visible: bool = False
+    message_by_message: bool = False
 
 
 class HandOver(Protocol):
     """How two flows of a rank tell each other of what has changed; the engine's."""
 
-    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
-        """Block until `so`, which counts as waiting in `traffic`."""
+    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
+        """Block until `condition`, which counts as waiting in `traffic`."""
         ...
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:

@@ -47,7 +47,8 @@ class Flow:
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, function: Callable[..., Any]) -> Flow:
-        label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
+        name = getattr(function, "__name__", "background").strip("_").replace("_", " ")
+        label = getattr(function, "flow_label", name)
         return Flow(f"{self.name}.{next(self.numbers)}", label)
 
 
@@ -61,8 +62,8 @@ class Operation:
             before a message begins.
         size: bytes that are sent, or those of a collective's vector.
         ranks: how many take part in a collective.
-        visible: whether the messages of a collective should be sent even where an engine could
-            do without them. Interceptors may set it.
+        message_by_message: whether the messages of a collective should be sent even where an engine
+            could do without them. Interceptors may set it.
         label: the name of a collective's schedule.
         flow: the background flow that has begun, or that executes a collective.
         begun: the handle, once it has begun.
@@ -74,7 +75,7 @@ class Operation:
     tag: int = 0
     size: int = 0
     ranks: int = 0
-    visible: bool = False
+    message_by_message: bool = False
     label: str = ""
     flow: Flow | None = None
     begun: Handle | Task[Any] | None = None
@@ -186,11 +187,11 @@ class InterceptedTransport(CollectiveMixin):
             tag=call.tag,
             size=call.vector.nbytes,
             ranks=len(call.group),
-            visible=call.visible,
+            message_by_message=call.message_by_message,
         )
         begin = super().collective
         begun: Task[int] = self._begun(
-            operation, lambda: begin(replace(call, visible=operation.visible))
+            operation, lambda: begin(replace(call, message_by_message=operation.message_by_message))
         )
         if isinstance(operation.begun, Begun):
             executing = operation.begun.flow

@@ -14,7 +14,7 @@ import torch
 
 from orchestra.bench.turns import Progress
 from orchestra.cluster.calibration import Curve
-from orchestra.cluster.costs import MOST_WAITED
+from orchestra.cluster.costs import MAX_WAITED
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.errors import RunFailed
@@ -259,7 +259,7 @@ def measure_all(
 
 def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
     """Return which disturbed measurement comes next, of those that `left` seconds suffice for."""
-    disturbed = [p for p, one in enumerate(kept) if one.waited > MOST_WAITED and one.seconds < left]
+    disturbed = [p for p, one in enumerate(kept) if one.waited > MAX_WAITED and one.seconds < left]
     return min(disturbed, key=lambda p: (kept[p].repeats, -kept[p].waited), default=None)
 
 

@@ -19,7 +19,7 @@ from orchestra.cluster.calibration import Calibration, Parameter, TaskCosts
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.data.feed import open_samples
 from orchestra.data.random_state import undisturbed
-from orchestra.engines.simulation.figures import FLOPS, SERIAL
+from orchestra.engines.simulation.cost_source import FLOPS, SERIAL
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.errors import InputError
 from orchestra.tasks.task import Task, load_task

@@ -19,7 +19,7 @@ from orchestra.engines.simulation.sharing import (
     Activity,
     EqualShares,
     Resource,
-    Way,
+    Route,
     is_only_shared,
     share,
 )
@@ -27,7 +27,7 @@ from orchestra.engines.simulation.sharing import (
 MARKS = itertools.count(1)
 """Numbers of sharings, of all fluids: a replay has one of its own, on the same resources."""
 
-__all__ = ["Activity", "Fluid", "Resource", "Way"]
+__all__ = ["Activity", "Fluid", "Resource", "Route"]
 
 
 class Fluid:

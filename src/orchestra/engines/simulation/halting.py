@@ -75,7 +75,7 @@ class Halt:
     def _keep(self, rank: int) -> None:
         """What the rank holds, as a checkpoint would keep it, and its gradient."""
         session = self.sessions[rank]
-        state = session.held() | {"gradients": session.worker.gradients.vector}
+        state = session.checkpoint_state() | {"gradients": session.worker.gradients.vector}
         name = checkpoints.rank_file(rank)
         self._digests[name] = checkpoints.write_rank(self._folder, STATES, rank, capture(state))
 

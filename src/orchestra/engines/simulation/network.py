@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from orchestra.cluster.costs import Overhead
-from orchestra.engines.simulation.fluid import Activity, Fluid, Resource, Way
+from orchestra.engines.simulation.fluid import Activity, Fluid, Resource, Route
 from orchestra.engines.simulation.kernel import Events, Flow, Kernel, Processor, Wait
 from orchestra.transports import matching
 from orchestra.transports.framing import Header
@@ -106,7 +106,7 @@ class Stream:
     """
 
     def __init__(
-        self, net: Net, route: Way, target: int, delay: Callable[[float], float] | None
+        self, net: Net, route: Route, target: int, delay: Callable[[float], float] | None
     ) -> None:
         self.resources = route.resources
         self.latency = route.latency
@@ -253,12 +253,12 @@ class Meter:
                 self.sent[target] += size
 
 
-AllReduce = Callable[[Tensor], Task[int]]
+BeginNativeAllReduce = Callable[[Tensor], Task[int]]
 """Begins to replace a tensor by its sum over all ranks."""
 
 
 class Net:
-    """All ranks' ports, and the ways between them.
+    """All ranks' ports, and the routes between them.
 
     `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
     a time; None: never. `before_arrival` is called before a message begins to cross these links.
@@ -269,7 +269,7 @@ class Net:
         kernel: Kernel,
         fluid: Fluid,
         overhead: Overhead,
-        route: Callable[[int, int], Way],
+        route: Callable[[int, int], Route],
         delay: Callable[[int, int, float], float] | None = None,
     ) -> None:
         self.kernel = kernel
@@ -297,7 +297,7 @@ class Port:
     `native` gives what stands for torch.distributed.
     """
 
-    native: Callable[[], AllReduce]
+    native: Callable[[], BeginNativeAllReduce]
 
     def __init__(
         self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
@@ -351,18 +351,18 @@ class Port:
             kernel.current.processor.spend(seconds)
             traffic.seconds_communicating += kernel.here() - started
 
-    def sleep_until(self, so: Callable[[], bool], waits: Callable[[], Wait]) -> float:
-        """Park the present flow until `so` is true after a `wake`; the seconds that pass.
+    def sleep_until(self, condition: Callable[[], bool], waits: Callable[[], Wait]) -> float:
+        """Park the present flow until `condition` is true after a `wake`; the seconds that pass.
 
         Meanwhile `waits` tells whom it waits for.
         """
         kernel = self.net.kernel
         started = kernel.here()
-        if not so():
+        if not condition():
             flow = kernel.current
             flow.waits = waits
-            self._asleep[flow] = so
-            while not so():
+            self._asleep[flow] = condition
+            while not condition():
                 kernel.park()
             self._asleep.pop(flow, None)
             flow.waits = None
@@ -370,8 +370,8 @@ class Port:
 
     def wake(self) -> None:
         """Resume whoever waited for what is so now."""
-        for flow, so in list(self._asleep.items()):
-            if so():
+        for flow, condition in list(self._asleep.items()):
+            if condition():
                 del self._asleep[flow]
                 self.net.kernel.resume(flow)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from orchestra.schedules import REDUCE, Schedule
 from orchestra.transports import collective
-from orchestra.transports.collective import Part, Step
+from orchestra.transports.collective import RoundPart, Step
 from orchestra.transports.framing import header_bytes
 
 Integers = NDArray[np.int64]
@@ -49,7 +49,7 @@ class Plan:
         cuts: where its pieces begin, and the end.
         segment: elements of the longest message.
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
-        is_joint: whether no rank is through before all have begun.
+        is_synchronizing: no rank can finish before every rank has begun.
         added_slots_bytes: what each rank adds up at the end, beside what it added before.
     """
 
@@ -76,8 +76,10 @@ class Plan:
         self.messages_sent, self.bytes_sent = self._by(source, messages, wire)
         self.messages_received, self.bytes_received = self._by(target, messages, wire)
         self.buffer_bytes = self._buffers()
-        self.is_joint = schedule.all_reduce or (schedule.joint and bool(np.diff(cuts).all()))
-        self._parts: dict[int, dict[int, Part]] = {}
+        self.is_synchronizing = schedule.all_reduce or (
+            schedule.synchronizing and bool(np.diff(cuts).all())
+        )
+        self._parts: dict[int, dict[int, RoundPart]] = {}
 
     @cached_property
     def rounds(self) -> list[Integers]:
@@ -96,11 +98,11 @@ class Plan:
         """Of a message with its header."""
         return elements * self.itemsize + HEADER
 
-    def parts(self, rank: int, first: int = 0) -> Iterator[Part]:
+    def parts(self, rank: int, first: int = 0) -> Iterator[RoundPart]:
         """What `rank` does in each round from number `first` on."""
         for number in range(first, len(self.rounds)):
             if number not in self._parts:
-                parts: dict[int, Part] = defaultdict(lambda: Part([], []))
+                parts: dict[int, RoundPart] = defaultdict(lambda: RoundPart([], []))
                 for source, target, piece, end, operation, _ in self.rounds[number].tolist():
                     sends, receives = parts[source].sends, parts[target].receives
                     assert isinstance(sends, list)
@@ -149,7 +151,7 @@ Tree = int | tuple["Tree", "Tree"]
 """A rank, or the sum of two trees."""
 
 
-class Run(NamedTuple):
+class PieceRun(NamedTuple):
     """Pieces side by side whose sum is formed alike."""
 
     first: int
@@ -170,7 +172,7 @@ class Order(NamedTuple):
     """How the sums of a schedule are formed: in chains, as far as they are chains."""
 
     chained: list[Chained]
-    others: list[Run]
+    others: list[PieceRun]
 
 
 def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] | None) -> None:
@@ -251,13 +253,13 @@ def _chain(tree: Tree) -> list[int] | None:
     return [tree, *reversed(chain)]
 
 
-def _runs(schedule: Schedule) -> list[Run]:
+def _runs(schedule: Schedule) -> list[PieceRun]:
     """Which pieces of the vector are summed how: found by running the schedule on names."""
     if schedule.slots:
         tree: Tree = 0
         for rank in range(1, schedule.ranks):
             tree = (tree, rank)
-        return [Run(0, 1, tree)]
+        return [PieceRun(0, 1, tree)]
     trees: list[Tree] = list(range(schedule.ranks))
     names: dict[tuple[int, int], int] = {}
     held = [[rank] * schedule.pieces for rank in range(schedule.ranks)]
@@ -280,6 +282,6 @@ def _runs(schedule: Schedule) -> list[Run]:
     runs, first = [], 0
     for name, group in groupby(held[0]):
         end = first + len(list(group))
-        runs.append(Run(first, end, trees[name]))
+        runs.append(PieceRun(first, end, trees[name]))
         first = end
     return runs

@@ -26,7 +26,7 @@ from orchestra.engines.simulation.plan import Plan, add_up
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
-MOST_KNOWN = 100_000
+MAX_KNOWN = 100_000
 """Collectives that are known by identity: a thousand ranks with a hundred buckets each."""
 
 
@@ -37,11 +37,11 @@ class Contribution(NamedTuple):
     placed: PlacedPlan
 
     @property
-    def needs_no_values(self) -> bool:
+    def result_known_without_messages(self) -> bool:
         """Whether what each rank gets is known without messages, once all have begun."""
         schedule = self.placed.plan.schedule
-        summed = schedule.all_reduce or (schedule.joint and self.call.vector.is_meta)
-        return summed and self.placed.plan.is_joint
+        summed = schedule.all_reduce or (schedule.synchronizing and self.call.vector.is_meta)
+        return summed and self.placed.plan.is_synchronizing
 
 
 class Member:
@@ -280,7 +280,7 @@ class Rendezvous:
         asked = net, call.schedule, call.group.ranks, call.vector, call.edges
         identity = tuple(map(id, asked))
         if identity not in self._asked:
-            if len(self._asked) > MOST_KNOWN:
+            if len(self._asked) > MAX_KNOWN:
                 self._asked.clear()
             # what was asked with lives as long as its identity counts
             self._asked[identity] = self._place(net, call), asked
@@ -314,7 +314,7 @@ class Rendezvous:
         through, and come again, before all have begun.
         """
         placed = given.placed
-        if not placed.plan.is_joint:
+        if not placed.plan.is_synchronizing:
             return None
         key = placed.group, given.call.tag
         if key not in self._open:
@@ -346,13 +346,19 @@ class Rendezvous:
         placed = given.placed
         ahead = placed.contention_free and not self.faults and not self._crowded(placed.ranks)
         ahead = ahead and not any(map(attrgetter("activities"), placed.links))
-        before = None
-        for claim in set(map(self._claims.get, placed.links)) if ahead else ():
-            if claim is not None and claim.is_ahead:
-                before = claim
-                ahead = ahead and placed.may_follow(claim.placed)
-        before = before if ahead else None
+        follows, before = self._predecessor(placed) if ahead else (False, None)
+        ahead = ahead and follows
         collective = Collective(self._kernel, given, ahead=ahead, before=before)
         if ahead:
             self._claims.update(dict.fromkeys(placed.links, collective))
         return collective
+
+    def _predecessor(self, placed: PlacedPlan) -> tuple[bool, Collective | None]:
+        """Whether `placed` may follow what has claimed its links; if so, the last of these."""
+        before = None
+        for claim in dict.fromkeys(map(self._claims.get, placed.links)):
+            if claim is not None and claim.is_ahead:
+                if not placed.may_follow(claim.placed):
+                    return False, None
+                before = claim
+        return True, before

@@ -34,7 +34,7 @@ EARLY = 1 - 1e-12
 SAME = 16
 """Arrivals that differ by so many units in the last place of the clock are the same."""
 
-MOST_KEPT = 64
+MAX_KEPT = 64
 """Results that are kept for equal arrivals: more than a step has buckets, usually."""
 
 NOBODY = -1
@@ -147,7 +147,7 @@ class PlacedPlan:
         self._follows: dict[PlacedPlan, bool] = {}
         self._rates: tuple[float, ...] = ()
         self._rounds: list[list[Segment]] = []
-        self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MOST_KEPT)
+        self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MAX_KEPT)
 
     def may_follow(self, before: PlacedPlan) -> bool:
         """Whether `usage` after that one says all of the links of this one."""

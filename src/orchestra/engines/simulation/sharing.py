@@ -62,7 +62,7 @@ class Resource:
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """The resources that a message crosses, and how long its first byte takes."""
 
     resources: Sequence[Resource]

@@ -16,11 +16,11 @@ from orchestra.cluster.file import cluster_text
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import record_of, write_environment
-from orchestra.engines.simulation.figures import Figures, figures_of
+from orchestra.engines.simulation.cost_source import CostSource, cost_source_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.layout import CLUSTER
 from orchestra.records.record import (
-    MOST_LINKS,
+    MAX_LINKS,
     TENTHS,
     Link,
     Links,
@@ -53,13 +53,13 @@ def train_run(
         RunFailed: names the first cause; what was recorded until then stays in `folder`.
     """
     roles = roles_of(run.strategy, run.training.ranks)
-    figures = figures_of(run)
+    source = cost_source_of(run)
     write_environment(folder)
     alone = Single().roles(1)
     with Display(run, alone, quiet=quiet, progress=progress) as display:
         launched = launch(
             program,
-            Assignment(run, folder.absolute(), len(roles.shares), figures),
+            Assignment(run, folder.absolute(), len(roles.shares), source),
             1,
             patience=run.training.patience,
             on_event=display.on_event,
@@ -78,9 +78,9 @@ def train_run(
         left_out=outcome.left_out,
         notices=outcome.notices,
         wall_seconds=outcome.wall_seconds,
-        costs=figures.text,
+        costs=source.text,
         node=outcome.node,
-        costs_doubts=figures.doubts,
+        costs_doubts=source.doubts,
     )
 
 
@@ -91,7 +91,7 @@ class Assignment:
     run: Run
     folder: Path
     ranks: int
-    figures: Figures
+    source: CostSource
 
 
 def program(runtime: Runtime, assignment: Assignment) -> Outcome:
@@ -103,19 +103,19 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     from orchestra.engines.simulation.simulate import described_speeds, simulate
     from orchestra.trainer.program import train
 
-    run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
+    run, source, ranks = assignment.run, assignment.source, assignment.ranks
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     costs: Costs
     overhead, sharing = OVERHEAD, EVENLY
     jitter: Jitter = ASSUMED
-    calibration = figures.calibration
-    if calibration is None or figures.task is None:
+    calibration = source.calibration
+    if calibration is None or source.task is None:
         costs = assumed_costs(run)
     else:
         split = run.training.accumulation
-        costs = CalibratedCosts(calibration, figures.task, accumulation=split)
-        overhead, sharing = calibration.overhead(figures.task), calibration.sharing(figures.task)
-        jitter = figures.task.jitter or ASSUMED
+        costs = CalibratedCosts(calibration, source.task, accumulation=split)
+        overhead, sharing = calibration.overhead(source.task), calibration.sharing(source.task)
+        jitter = source.task.jitter or ASSUMED
 
     memory = Memory(run)
     if isinstance(run.strategy, Single):
@@ -187,7 +187,7 @@ def links_of(
         tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
     busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
     unused = sum(not link.bytes for link in links)
-    return Links(seconds, len(links), unused, tenths, busiest[:MOST_LINKS])
+    return Links(seconds, len(links), unused, tenths, busiest[:MAX_LINKS])
 
 
 def _within_reach(cluster: Cluster, ranks: int) -> list[Channel]:

@@ -116,9 +116,10 @@ class SimulatedTransport(CollectiveMixin):
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
         no_flow = self._background is None and not self._rendezvous.faults
-        if call.background and call.schedule is not None and no_flow and not call.visible:
+        at_once = no_flow and not call.message_by_message
+        if call.background and call.schedule is not None and at_once:
             given = self._rendezvous.contribution(self._port.net, call)
-            if given.needs_no_values:
+            if given.result_known_without_messages:
                 return self._begin_queued(given)
         return super().collective(call)
 
@@ -148,7 +149,7 @@ class SimulatedTransport(CollectiveMixin):
         """Without messages where all ranks meet; with a vector of no elements there are none."""
         schedule, vector = call.schedule, call.vector
         assert schedule is not None
-        together = schedule.all_reduce or schedule.joint
+        together = schedule.all_reduce or schedule.synchronizing
         if not together or len(call.group) == 1 or not vector.numel():
             return super().execute(call, over)
         port, kernel, current = self._port, self._kernel, self._kernel.current
@@ -157,7 +158,7 @@ class SimulatedTransport(CollectiveMixin):
         waited, start = traffic.seconds_waiting, kernel.here()
         port.spend(port.warm_up() + port.net.overhead.collective, traffic)
         moves_values = not (schedule.all_reduce or vector.is_meta)
-        by_messages = call.visible or moves_values or self._rendezvous.faults
+        by_messages = call.message_by_message or moves_values or self._rendezvous.faults
         member = self._join(self._rendezvous.contribution(port.net, call), by_messages)
         if member is None:
             return super().execute(call, over)
@@ -263,9 +264,9 @@ class SimulatedTransport(CollectiveMixin):
             receive.frame_bytes = 0
         traffic.seconds_communicating += kernel.here() - begun
 
-    def _sleep(self, operation: Operation, so: Callable[[], bool]) -> float:
-        """Let virtual time pass until `so`; how much did."""
-        return self._port.sleep_until(so, lambda: self._signs(operation))
+    def _sleep(self, operation: Operation, condition: Callable[[], bool]) -> float:
+        """Let virtual time pass until `condition`; how much did."""
+        return self._port.sleep_until(condition, lambda: self._signs(operation))
 
     def test(self, operation: Operation) -> bool:
         """Whether `operation` is finished."""
@@ -311,9 +312,9 @@ class FlowHandOver:
     def __init__(self, port: Port) -> None:
         self._port = port
 
-    def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
+    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         waits = (self._port.rank,), "another flow of its own"
-        traffic.seconds_waiting += self._port.sleep_until(so, lambda: waits)
+        traffic.seconds_waiting += self._port.sleep_until(condition, lambda: waits)
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
         self._port.spend(self._port.signal_seconds, traffic)

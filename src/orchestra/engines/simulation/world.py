@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from orchestra.cluster import Channel, Cluster, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
-from orchestra.engines.simulation.fluid import Fluid, Resource, Way
+from orchestra.engines.simulation.fluid import Fluid, Resource, Route
 from orchestra.engines.simulation.kernel import Kernel
 from orchestra.engines.simulation.network import (
-    AllReduce,
+    BeginNativeAllReduce,
     Load,
     Message,
     Meter,
@@ -54,8 +54,8 @@ class World:
         self.nodes = cluster.nodes_of(ranks)
         self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
-        self.net = Net(kernel, self.fluid, overhead, self._way, delay)
-        self._native = Net(kernel, self.fluid, overhead, self._way, delay)
+        self.net = Net(kernel, self.fluid, overhead, self._route, delay)
+        self._native = Net(kernel, self.fluid, overhead, self._route, delay)
         for net in (self.net, self._native):
             net.before_arrival = self.rendezvous.disturb
         self._native_threads: Counter[str] = Counter()  # by node
@@ -144,7 +144,7 @@ class World:
         flows += sum(self.kernel.flows_of[rank] for rank in self._ranks_of[node.name])
         return flows * self._speed(node) <= self._cores[node.name].capacity * ROUNDING
 
-    def native(self, rank: int) -> AllReduce:
+    def native(self, rank: int) -> BeginNativeAllReduce:
         """What stands for torch.distributed's own all-reduce on `rank`, on a thread of its own."""
         self._native_threads[self.nodes[rank].name] += 1
         self.kernel.changes += 1
@@ -172,9 +172,9 @@ class World:
         """What all cores of `node` do together, where one does 1 by itself."""
         return max(1.0, node.slots * self._sharing.speed)
 
-    def _way(self, source: int, target: int) -> Way:
+    def _route(self, source: int, target: int) -> Route:
         path = self._cluster.path(self.nodes[source], self.nodes[target])
-        return Way(tuple(self._resource(channel) for channel in path.channels), path.latency)
+        return Route(tuple(self._resource(channel) for channel in path.channels), path.latency)
 
     def _resource(self, channel: Channel) -> Resource:
         if channel not in self._channels:

@@ -173,7 +173,7 @@ def traffic(study: Study) -> Iterator[Figure]:
     yield frame.lanes("bytes-sent", "Bytes sent", caption, "traffic", [bars], texts)
 
 
-MOST_LINKS = 6
+MAX_LINKS = 6
 """Links of each strategy."""
 _LINK_ROOM = "width - 92"
 """For bars: behind the longest are its words."""
@@ -193,7 +193,7 @@ def links(study: Study) -> Iterator[Figure]:
             "text": f"{figure_text(100 * link.share, '%', 2)} · {bytes_text(link.bytes)}",
         }
         for name, of_row in carried.items()
-        for link in of_row.busiest[:MOST_LINKS]
+        for link in of_row.busiest[:MAX_LINKS]
     ]
     if not values:
         return
@@ -201,7 +201,7 @@ def links(study: Study) -> Iterator[Figure]:
         "Of what each link could have carried while the stopwatch ran, the part that it did, and "
         "the bytes of the messages that crossed it (first seed). Up leads from a node or switch "
         "to the switch above, down the other way, and loopback joins the ranks of a node. "
-        f"Shown are the {MOST_LINKS} busiest links of each strategy. A link that is far from 100 % "
+        f"Shown are the {MAX_LINKS} busiest links of each strategy. A link that is far from 100 % "
         "may still be what everybody waits for, if it is idle while the ranks compute."
     )
     x = alt.X(
@@ -230,7 +230,7 @@ def links(study: Study) -> Iterator[Figure]:
 
 def _other_links(carried: Links) -> str:
     """Return how the links are that are not shown."""
-    rest = carried.count - min(MOST_LINKS, len(carried.busiest))
+    rest = carried.count - min(MAX_LINKS, len(carried.busiest))
     if not rest:
         return ""
     idle = f", {carried.unused} of them unused" if carried.unused else ""

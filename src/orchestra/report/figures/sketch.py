@@ -17,7 +17,7 @@ from orchestra.cluster.file import alike
 from orchestra.cluster.nodes import Node, Switch
 from orchestra.report.figures.frame import FAINT, layer
 
-MOST_NODES = 64
+MAX_NODES = 64
 """With more, nodes that follow one another and are alike share a row."""
 
 
@@ -137,7 +137,7 @@ class Tree:
 
 
 def _groups(nodes: Sequence[Node], alone: Collection[str]) -> list[tuple[Node, ...]]:
-    if len(nodes) <= MOST_NODES:
+    if len(nodes) <= MAX_NODES:
         return [(node,) for node in nodes]
     groups: list[tuple[Node, ...]] = []
     for run in alike(nodes):

@@ -19,7 +19,7 @@ SERIAL = 0.05
 
 
 @dataclass(frozen=True)
-class Figures:
+class CostSource:
     """What a run is simulated with: nothing measured at all, or a machine's figures for its task.
 
     `text` says which, for the record, and `doubts` why its seconds are not to be trusted.
@@ -51,7 +51,7 @@ def key_of(task: str, optimizer: Optimizer, precision: str) -> tuple[str, str, s
     return task, text, precision
 
 
-def figures_of(run: Run) -> Figures:
+def cost_source_of(run: Run) -> CostSource:
     """The figures that `run` asks for with `calibration`; the machine's own where it says auto.
 
     Raises:
@@ -60,20 +60,20 @@ def figures_of(run: Run) -> Figures:
     training = run.training
     assumed = f"assumed: {UNIT.write(FLOPS)} a core, {SERIAL:.0%} of a gradient on one thread"
     if training.calibration == NONE:
-        return Figures(assumed)
+        return CostSource(assumed)
     own = training.calibration == AUTO
     path = own_calibration() if own else Path(training.calibration)
     if own and not path.exists():
-        return Figures(f"{assumed}; this machine is not calibrated")
+        return CostSource(f"{assumed}; this machine is not calibrated")
     calibration = read_calibration(path)
     task = calibration.task(*key_of(run.task, training.optimizer, training.precision))
     if task is not None:
         machine = f"{calibration.machine.get('processor')}, {calibration.cores} cores"
         quality = calibration.quality_of(task)
         text = f"calibrated: {machine}, {quality.measured_at}; {quality}"
-        return Figures(text, calibration, task, quality.doubts)
+        return CostSource(text, calibration, task, quality.doubts)
     if own:
-        return Figures(f"{assumed}; this machine's calibration does not hold the task")
+        return CostSource(f"{assumed}; this machine's calibration does not hold the task")
     raise InputError(
         f"calibration: {path} does not hold {run.task} with {training.optimizer!r} in "
         f"{training.precision}; add it with orchestra calibrate --task '{run.task}' "
