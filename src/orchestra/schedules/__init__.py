@@ -48,19 +48,13 @@ COPY = 1
 class Schedule:
     """A collective over `ranks` ranks.
 
-        With `slots` false the vector is cut into `pieces` contiguous parts. With `slots` true every
-        rank keeps a buffer of `pieces` whole vectors, slot r holding the vector of rank r; when the
-        last round is over they are added in the order of the ranks.
+    With `slots` false the vector is cut into `pieces` contiguous parts. With `slots` true every
+    rank keeps a buffer of `pieces` whole vectors, slot r holding the vector of rank r; when the
+    last round is over they are added in the order of the ranks.
 
-    <<<<<<< HEAD
-        With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same. In
-        an all-reduce no rank can finish before every rank has begun. `joint` says that this also holds
-        for another schedule, provided that no piece is empty.
-    =======
-        With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same; so
-        no rank can finish before every rank has begun. With `synchronizing` true that holds for another
-        schedule, too, if no piece is empty.
-    >>>>>>> words-code
+    With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same. In
+    an all-reduce no rank can finish before every rank has begun. `synchronizing` says that this
+    also holds for another schedule, provided that no piece is empty.
     """
 
     name: str

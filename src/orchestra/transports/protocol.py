@@ -97,10 +97,10 @@ class CollectiveCall:
         edges: where the pieces begin, and the number of elements, the same on all ranks; None:
             pieces as equal as can be.
         background: whether it goes on while this flow does something else.
-        message_by_message: whether the engine has to send each message of the collective. Otherwise a
-            simulation may compute the result and the times for all ranks at once, without sending
-            any. Interceptors that record messages set it, by `Operation.message_by_message`; strategies leave
-            it false. Real processes send all messages anyway.
+        message_by_message: whether the engine has to send each message of the collective. Otherwise
+            a simulation may compute the result and the times for all ranks at once, without sending
+            any. Interceptors that record messages set it, by `Operation.message_by_message`;
+            strategies leave it false. Real processes send all messages anyway.
     """
 
     schedule: Schedule | None
