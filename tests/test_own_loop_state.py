@@ -648,9 +648,15 @@ def test_moments_go_into_the_next_loop(strategy: str) -> None:
 # On processes
 
 
-def test_other_processes_go_on_from_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        [SHARDED, "ParameterServer", "LocalSGD(2)"],
+        pytest.param(["AllReduce", BESIDE], marks=pytest.mark.matrix),
+    ],
+)
+def test_other_processes_go_on_from_a_file(strategies: list[str], tmp_path: Path) -> None:
     """Bit for bit, with each rank's random numbers, whatever another seed has given meanwhile."""
-    strategies = ["AllReduce", SHARDED, "ParameterServer", BESIDE, "LocalSGD(2)"]
     for mode in ("through", "resumed"):
         with torchrun(SCRIPTS / "saved_loop.py", 3, [mode, *strategies], tmp_path) as process:
             ended = process.end()
