@@ -1,0 +1,183 @@
+"""A backend of torch.distributed for the ranks of one host: shared memory in place of sockets.
+
+    import orchestra.shm
+    torch.distributed.init_process_group("shm")
+
+Everything that is built on torch.distributed works as with gloo: DistributedDataParallel with its
+hooks, `Join`, subgroups, objects. Tensors are on the CPU. A collective names the rank that is gone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch.futures import Future
+
+from orchestra.transports.shared_memory import Operation, SharedMemory, connect
+
+_COMBINE: dict[Any, Operation] = {
+    dist.ReduceOp.SUM: Tensor.add_,
+    dist.ReduceOp.AVG: Tensor.add_,  # and divided at the end
+    dist.ReduceOp.PRODUCT: Tensor.mul_,
+    dist.ReduceOp.MIN: lambda own, other: torch.minimum(own, other, out=own),
+    dist.ReduceOp.MAX: lambda own, other: torch.maximum(own, other, out=own),
+    dist.ReduceOp.BAND: Tensor.bitwise_and_,
+    dist.ReduceOp.BOR: Tensor.bitwise_or_,
+    dist.ReduceOp.BXOR: Tensor.bitwise_xor_,
+}
+
+
+class ProcessGroupSHM(dist.ProcessGroup):
+    """The ranks of one host, or a subgroup of them.
+
+    Collectives run in the order in which they are called. A blocking one runs in the calling
+    thread; others run in a thread of the group's own.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._memory = connect(rank, size, store.set, store.get, timeout.total_seconds())
+        self._queue: queue.SimpleQueue[tuple[Callable[[], object], Any, Future[Any]]] = (
+            queue.SimpleQueue()
+        )
+        self._under_way = 0
+        self._thread: threading.Thread | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "shm"
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or dist.AllreduceOptions()
+        return self._begin(partial(self._all_reduce, tensors, opts.reduceOp.op), tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def _all_reduce(
+        self, tensors: Sequence[Tensor], operation: Any, root: int | None = None
+    ) -> None:
+        for tensor in tensors:
+            self._memory.all_reduce(tensor, _COMBINE[operation], root)
+            if operation == dist.ReduceOp.AVG:
+                tensor.div_(self.size())
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        run = partial(self._all_reduce, tensors, opts.reduceOp.op, opts.rootRank)
+        return self._begin(run, tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        (tensor,), root = tensors, opts.rootRank
+        rows, wanted = [tensor], []
+        if self.rank() != root:
+            rows, wanted = [tensor.new_empty(0)], [(root, 0, tensor)]
+        return self._copy(rows, wanted, tensor.nbytes, tensors, opts)
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._begin(self._memory.barrier, [], opts)
+
+    def allgather(self, into: list[list[Tensor]], own: list[Tensor], opts: Any = None) -> Work:
+        wanted = [(source, 0, target) for source, target in enumerate(into[0])]
+        return self._copy(own, wanted, own[0].nbytes, into, opts)
+
+    def _allgather_base(self, into: Tensor, own: Tensor, opts: Any = None) -> Work:
+        return self.allgather([list(into.view(-1).chunk(self.size()))], [own], opts)
+
+    all_gather_single = _allgather_base
+
+    def gather(self, into: list[list[Tensor]], own: list[Tensor], opts: Any) -> Work:
+        targets = into[0] if self.rank() == opts.rootRank else []
+        wanted = [(source, 0, target) for source, target in enumerate(targets)]
+        return self._copy(own, wanted, own[0].nbytes, into, opts)
+
+    def scatter(self, into: list[Tensor], rows: list[list[Tensor]], opts: Any) -> Work:
+        empty = [into[0].new_empty(0)] * self.size()
+        shown = rows[0] if self.rank() == opts.rootRank else empty
+        wanted = [(opts.rootRank, self.rank(), into[0])]
+        return self._copy(shown, wanted, into[0].nbytes, into, opts)
+
+    def alltoall(self, into: list[Tensor], rows: list[Tensor], opts: Any = None) -> Work:
+        wanted = [(source, self.rank(), target) for source, target in enumerate(into)]
+        return self._begin(partial(self._all_to_all, rows, wanted), into, opts)
+
+    def alltoall_base(
+        self, into: Tensor, rows: Tensor, into_sizes: list[int], sizes: list[int], opts: Any = None
+    ) -> Work:
+        parts = [
+            list(tensor.split(split) if split else tensor.chunk(self.size()))
+            for tensor, split in ((into, into_sizes), (rows, sizes))
+        ]
+        return self.alltoall(*parts, opts)
+
+    all_to_all_single = alltoall_base
+
+    def _all_to_all(self, rows: list[Tensor], wanted: list[tuple[int, int, Tensor]]) -> None:
+        longest = torch.tensor([max(row.nbytes for row in rows)])
+        self._memory.all_reduce(longest, _COMBINE[dist.ReduceOp.MAX])
+        self._memory.copy_rows(rows, wanted, int(longest))
+
+    def _copy(
+        self,
+        rows: Sequence[Tensor],
+        wanted: Sequence[tuple[int, int, Tensor]],
+        length: int,
+        result: Any,
+        opts: Any,
+    ) -> Work:
+        return self._begin(partial(self._memory.copy_rows, rows, wanted, length), result, opts)
+
+    def reduce_scatter(self, into: list[Tensor], rows: list[list[Tensor]], opts: Any) -> Work:
+        run = partial(self._reduce_scatter, rows[0], into[0], opts.reduceOp.op)
+        return self._begin(run, into, opts)
+
+    def _reduce_scatter_base(self, into: Tensor, rows: Tensor, opts: Any) -> Work:
+        chunks = rows.view(-1).chunk(self.size())
+        return self._begin(partial(self._reduce_scatter, chunks, into, opts.reduceOp.op), into, opts)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def _reduce_scatter(self, rows: Sequence[Tensor], into: Tensor, operation: Any) -> None:
+        self._memory.reduce_scatter(rows, into, _COMBINE[operation])
+        if operation == dist.ReduceOp.AVG:
+            into.div_(self.size())
+
+    def _begin(self, run: Callable[[], object], result: Any, opts: Any) -> Work:
+        """Run it here, if the caller waits for it at once and nothing else is under way."""
+        done: Future[Any] = Future()
+        if self._under_way == 0 and not getattr(opts, "asyncOp", True):
+            run()
+            done.set_result(result)
+        else:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, daemon=True)
+                self._thread.start()
+            self._under_way += 1
+            self._queue.put((run, result, done))
+        return _create_work_from_future(done)
+
+    def _work(self) -> None:
+        while True:
+            run, result, done = self._queue.get()
+            try:
+                with torch.no_grad():
+                    run()
+            except Exception as error:
+                self._under_way -= 1
+                done.set_exception(error)
+            else:
+                self._under_way -= 1
+                done.set_result(result)
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupSHM:
+    return ProcessGroupSHM(store, rank, size, timeout)
+
+
+dist.Backend.register_backend("shm", _create, devices=["cpu"])
