@@ -45,7 +45,8 @@ class ProcessGroupSHM(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._memory = connect(rank, size, store.set, store.get, timeout.total_seconds())
+        seconds = timeout.total_seconds()
+        self._memory, self._messages = connect(rank, size, store.set, store.get, seconds)
         self._queue: queue.SimpleQueue[tuple[Callable[[], object], Any, Future[Any]]] = (
             queue.SimpleQueue()
         )
@@ -148,6 +149,15 @@ class ProcessGroupSHM(dist.ProcessGroup):
         if operation == dist.ReduceOp.AVG:
             into.div_(self.size())
 
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        return _create_work_from_future(self._messages.send(tensors[0], to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return _create_work_from_future(self._messages.receive(tensors[0], source, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        return _Received(self._messages.receive(tensors[0], None, tag))
+
     def _begin(self, run: Callable[[], object], result: Any, opts: Any) -> Work:
         """Run it here, if the caller waits for it at once and nothing else is under way."""
         done: Future[Any] = Future()
@@ -174,6 +184,24 @@ class ProcessGroupSHM(dist.ProcessGroup):
             else:
                 self._under_way -= 1
                 done.set_result(result)
+
+
+class _Received(Work):
+    """A receive from any rank, which knows afterwards who sent."""
+
+    def __init__(self, done: Future[Any]) -> None:
+        super().__init__()
+        self._done = done
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._done.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def _source_rank(self) -> int:
+        return int(self._done.value())
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupSHM:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
+from orchestra.transports.unix_messages import UnixMessages
 
 CHUNK_BYTES = 4 << 20
 """A rank's part of the memory: small enough to stay in the caches, large enough to hide barriers."""
@@ -55,9 +56,11 @@ class SharedMemory:
         self._doors = [(peer, connection.fileno()) for peer, connection in peers.items()]
         self._map = mmap.mmap(memory, memory_bytes(self.size))
         everything = torch.frombuffer(self._map, dtype=torch.uint8)
-        parts = everything.view(self.size + 1, CHUNK_BYTES)
+        large = (self.size + 1) * CHUNK_BYTES
+        parts = everything[:large].view(self.size + 1, CHUNK_BYTES)
+        self._small = everything[large:].view(2, self.size, SMALL_BYTES)
         self._parts, self._result = parts[:-1], parts[-1]
-        self._half = 0
+        self._turn = 0
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -97,11 +100,9 @@ class SharedMemory:
                 chunk.copy_(result[:length])
 
     def _all_reduce_small(self, flat: Tensor, combine: Operation, root: int | None) -> None:
-        # A rank may be one collective ahead of another, so two halves take turns.
-        parts, _ = self._typed(flat.dtype)
-        begin = self._half * (SMALL_BYTES // flat.element_size())
-        self._half = 1 - self._half
-        here = parts[:, begin : begin + len(flat)]
+        # The others may still read what they were shown last, so two places take turns.
+        self._turn = 1 - self._turn
+        here = self._small[self._turn].view(flat.dtype)[:, : len(flat)]
         here[self.rank].copy_(flat)
         self.barrier()
         if root in (None, self.rank):
@@ -174,8 +175,8 @@ class SharedMemory:
 
 
 def memory_bytes(size: int) -> int:
-    """How much memory `size` ranks share: a part for each, and one for results."""
-    return (size + 1) * CHUNK_BYTES
+    """How much memory `size` ranks share: a part for each, one for results, and small ones."""
+    return (size + 1) * CHUNK_BYTES + 2 * size * SMALL_BYTES
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -191,8 +192,8 @@ Lookup = Callable[[str], bytes]
 
 def connect(
     rank: int, size: int, publish: Publish, lookup: Lookup, timeout: float
-) -> SharedMemory:
-    """Connect the ranks of one host; every rank calls it.
+) -> tuple[SharedMemory, UnixMessages]:
+    """Connect the ranks of one host, for collectives and for messages; every rank calls it.
 
     Args:
         rank, size: of this rank, and how many there are.
@@ -220,12 +221,13 @@ def connect(
             if hmac.compare_digest(shown, token):
                 peers[peer] = connection
     memory = _share_memory(rank, size, peers)
+    messages = UnixMessages({peer: _second(rank, peer, end) for peer, end in peers.items()})
     try:
         for connection in peers.values():
             connection.setblocking(True)
             limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        return SharedMemory(rank, peers, memory)
+        return SharedMemory(rank, peers, memory), messages
     finally:
         os.close(memory)
 
@@ -260,13 +262,24 @@ def _read(connection: socket.socket, length: int) -> bytes:
     return bytes(found)
 
 
+def _second(rank: int, peer: int, connection: socket.socket) -> socket.socket:
+    """Return one more connection to the same rank; the lower rank of the two makes it."""
+    if rank < peer:
+        own, other = socket.socketpair()
+        with other:
+            socket.send_fds(connection, [_ARRIVED], [other.fileno()])
+        return own
+    _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
+    return socket.socket(fileno=descriptor)
+
+
 def _share_memory(rank: int, size: int, peers: Mapping[int, socket.socket]) -> int:
     """Rank 0 makes the memory, and sends its descriptor to the others."""
     if rank == 0:
         memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
         os.ftruncate(memory, memory_bytes(size))
         for connection in peers.values():
-            socket.send_fds(connection, [b"m"], [memory])
+            socket.send_fds(connection, [_ARRIVED], [memory])
         return memory
     _, (memory,), _, _ = socket.recv_fds(peers[0], 1, 1)
     return memory
