@@ -19,7 +19,6 @@ from orchestra.parameter_server.wire import (
     Kind,
     Request,
     decode_answer,
-    encode_push,
     encode_request,
 )
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
@@ -89,7 +88,7 @@ class Arrivals(CollectiveMixin):
             worker, self.clocks[worker] + 1, 1, len(self.clocks), 0.0, False,
             (RATE,), (True,) * self._pieces,
         )  # fmt: skip
-        return Here(encode_push(push), worker)
+        return Here(encode_request(Request(worker, Kind.PUSH, push)), worker)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Here:
         if tag == Tag.VALUES:
@@ -132,8 +131,10 @@ class Served:
             worker = Worker(runtime, module, spec)
             self.workers.append(worker)
             self.states.append(strategy.start(worker))
-            self.servers[-1].state.live.update(range(workers))  # lost to all but this server
-            transport.given = {m: self.servers[-1].values.clone() for m in range(workers)}
+            server = self.servers[-1]  # to all but which the workers are lost
+            server.own.state.live.update(range(workers))
+            server._workers, server._lost = frozenset(range(workers)), set()
+            transport.given = {m: self.servers[-1].own.values.clone() for m in range(workers)}
 
     @property
     def servers(self) -> list[Server]:
@@ -155,7 +156,7 @@ class Served:
                 len(part.pieces),
             )
             self.strategy.serve(worker, state)
-        return torch.cat([server.values for server in self.servers])
+        return torch.cat([server.own.values for server in self.servers])
 
     def resume(self, saved: Sequence[Mapping[str, Any]], others: Served) -> None:
         """Go on from what each of the servers of `others` saved; its workers are the same."""

@@ -41,3 +41,24 @@ def _sum_of_slots(schedule: Schedule, memory: Vector, length: int) -> Vector:
     for slot in slots[1:]:
         total += slot
     return total
+
+
+def elements_sent(schedule: Schedule, length: int) -> NDArray[np.int64]:
+    """How many elements each rank sends for a vector of `length`: shape [ranks]."""
+    edges = np.array(schedule.edges(length), dtype=np.int64)
+    sent = np.zeros(schedule.ranks, dtype=np.int64)
+    for transfers in schedule.rounds():
+        np.add.at(sent, transfers[:, 0], edges[transfers[:, 3]] - edges[transfers[:, 2]])
+    return sent
+
+
+def buffer_elements(schedule: Schedule, rank: int, length: int) -> int:
+    """Elements of extra memory that `rank` needs beside its own vector of `length`."""
+    if schedule.slots:
+        return schedule.pieces * length if schedule.ranks > 1 else 0
+    edges = np.array(schedule.edges(length), dtype=np.int64)
+    peak = 0
+    for transfers in schedule.rounds():
+        mine = transfers[(transfers[:, 1] == rank) & (transfers[:, 4] == REDUCE)]
+        peak = max(peak, int((edges[mine[:, 3]] - edges[mine[:, 2]]).sum()))
+    return peak

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.client import Client
+from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
 from orchestra.parameter_server.placement import Slice, place
-from orchestra.parameter_server.replicated_server import ReplicatedServer
-from orchestra.parameter_server.server import DelayCompensation, Server
+from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import Consistency, Push, ServerState, Synchronous
 
 
@@ -99,17 +99,15 @@ class Play:
         client.leave()
         return values
 
-    def make_server(self, port: Any) -> ReplicatedServer:
+    def make_server(self, port: Any) -> Server:
         slices, index = self.slices(), self.server_ranks.index(port.rank)
         own, mirror = (self.make_slice(slices[place]) for place in (index, index - 1))
-        server = ReplicatedServer(
-            own, mirror, self.server_ranks, index, lost=(), alone=self.notices.append
-        )
-        for held in (server._own, server._mirror):
+        server = Server(own, mirror, self.server_ranks, index, lost=(), alone=self.notices.append)
+        for held in server.held:
             self.write_down(server, held)
         return server
 
-    def make_slice(self, part: Slice) -> Server:
+    def make_slice(self, part: Slice) -> HeldSlice:
         values = torch.zeros(part.end - part.first)
         workers = set(range(self.workers))
         optimizer: torch.optim.Optimizer = torch.optim.SGD([values])
@@ -118,24 +116,24 @@ class Play:
             optimizer = torch.optim.Adam([values])
         if self.compensated:
             compensation = DelayCompensation(2.0, 0.9, values, sorted(workers))
-        return Server(
+        return HeldSlice(
             ServerState(self.consistency, workers),
             values,
-            [(values, 0)],
+            {"x": (values, 0)},
             optimizer,
             lambda kind, amount, function: function(),
             compensation=compensation,
         )
 
-    def write_down(self, server: ReplicatedServer, held: Any) -> None:
+    def write_down(self, server: Server, held: Any) -> None:
         """What a replica holds after each request that it took, until it stands in for another."""
-        take, is_own = held.take, held is server._own
+        take, is_own = held.take, held is server.own
 
         def noting(transport: Any, request: Any, gradient: Tensor | None) -> None:
             take(transport, request, gradient)
             if is_own or server._before not in server._lost:
-                state = capture(held.server)
-                state |= {"request": repr(request), "points": held.replica.points}
+                state = capture(held)
+                state |= {"request": repr(request), "points": held.log.points}
                 self.histories[held.place, is_own].append(plain(state))
 
         held.take = noting

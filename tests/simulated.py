@@ -20,7 +20,7 @@ from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import AUTO, NONE, Run
 from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
-FREE = Overhead(send=Line(1e-15, 0.0), receive=Line(1e-15, 0.0), add=0.0, buffer_bytes=0, wire=1.0)
+FREE = Overhead(send=Line(1e-15, 0.0), receive=Line(1e-15, 0.0), add=0.0, buffer=0, wire=1.0)
 """Messages that cost nothing but their way."""
 
 

@@ -167,7 +167,7 @@ def test_a_task_takes_the_place_of_its_older_figures() -> None:
         ("[" * 100_000, "recursion"),
         ('{"schema": 7}', "its schema is 7, not 2"),
         ('{"schema": 2}', "Calibration has measured_at"),
-        (CALIBRATION.to_json().replace("0.4", '"long"'), "'long' is no float"),
+        (CALIBRATION.to_json().replace("0.4", '"long"'), "expected number, got 'long'"),
         (CALIBRATION.to_json().replace("0.4", "0.0"), "above 0"),
         (CALIBRATION.to_json().replace('"task"', '"tusk"'), "TaskCosts has task"),
     ],
@@ -285,7 +285,7 @@ def test_a_message_takes_what_was_measured_and_what_surrounds_it() -> None:
     assert overhead.send.at(1) == pytest.approx(0.11)
     assert overhead.receive.at(1) == pytest.approx(0.21)
     assert overhead.add == pytest.approx(2.0 / 4)
-    assert (overhead.cold, overhead.collective, overhead.buffer_bytes) == (0.5, 0.03, 100)
+    assert (overhead.cold, overhead.collective, overhead.buffer) == (0.5, 0.03, 100)
 
 
 def test_a_node_of_double_speed_takes_half_the_time() -> None:

@@ -162,6 +162,7 @@ def small(experiment: Experiment) -> Experiment:
     return replace(experiment, seeds=(0,), tune=tune, training=training)
 
 
+@pytest.mark.matrix
 def test_it_tunes_once_retimes_what_no_speed_changes_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.interpreter import interpret
+from tests.interpreter import buffer_elements, elements_sent, interpret
 from tests.threads import run_ranks
 from torch import Tensor
 
@@ -107,10 +107,10 @@ def test_bytes_and_buffers_are_those_of_the_schedule(name: str, ranks: int) -> N
     for rank, results in enumerate(run_ranks(ranks, program)):
         for length, (buffer_bytes, traffic) in zip(LENGTHS, results, strict=True):
             messages = messages_of(schedule, length)[rank]
-            payload = 8 * schedule.elements_sent(length)[rank]
+            payload = 8 * elements_sent(schedule, length)[rank]
             assert traffic.messages_sent == messages
             assert traffic.bytes_sent == payload + messages * header_bytes(1)
-            assert buffer_bytes == 8 * schedule.buffer_elements(rank, length)
+            assert buffer_bytes == 8 * buffer_elements(schedule, rank, length)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,9 +130,9 @@ def test_long_pieces_travel_in_segments(name: str, monkeypatch: pytest.MonkeyPat
     for rank, (bits, buffer_bytes, traffic) in enumerate(run_ranks(3, program)):
         assert bits == expected[rank].tobytes()
         assert traffic.messages_sent > messages_of(schedule, length)[rank]
-        payload = 4 * schedule.elements_sent(length)[rank]
+        payload = 4 * elements_sent(schedule, length)[rank]
         assert traffic.bytes_sent == payload + traffic.messages_sent * header_bytes(1)
-        assert buffer_bytes <= 4 * schedule.buffer_elements(rank, length)
+        assert buffer_bytes <= 4 * buffer_elements(schedule, rank, length)
         if not schedule.slots:
             assert buffer_bytes <= 2 * 2 * 64, "two segments for each rank that it hears at once"
 
@@ -233,7 +233,7 @@ def test_broadcast_from_every_root_of_a_group(members: tuple[int, ...]) -> None:
         for rank in members:
             bits, traffic = by_rank[rank][place]
             assert bits == random_vector(root, 33).numpy().tobytes()
-            sent = int(schedule.elements_sent(33)[group.index(rank)]) // 33
+            sent = int(elements_sent(schedule, 33)[group.index(rank)]) // 33
             assert traffic.bytes_sent == sent * (4 * 33 + header_bytes(1))
 
 

@@ -106,7 +106,17 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("moment", KILLS)
+USUAL = (
+    "an asynchronous run has a checkpoint",
+    "the second seed is under way",
+    "its trials are done",
+)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(moment, marks=() if moment in USUAL else pytest.mark.matrix) for moment in KILLS],
+)
 def test_killed_it_goes_on(moment: str, whole: Path, whole_tuned: Path, tmp_path: Path) -> None:
     condition, changes = KILLS[moment]
     out = tmp_path / "out"

@@ -104,7 +104,7 @@ def test_the_reference_is_no_constant() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
-@pytest.mark.parametrize("ranks", [3, 4, 5])
+@pytest.mark.parametrize("ranks", [3, 4, pytest.param(5, marks=pytest.mark.matrix)])
 def test_more_ranks_equal_it_in_float64(
     strategy: Any, ranks: int, optimizer: str, tmp_path: Path
 ) -> None:
@@ -122,7 +122,7 @@ WEIGHTED = {
 
 
 @pytest.mark.parametrize("left", [1, 13], ids=["fewer than ranks", "uneven"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(5, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("strategy", WEIGHTED.values(), ids=WEIGHTED)
 def test_unequal_batches_give_the_gradient_over_their_union(
     strategy: Any, ranks: int, left: int, tmp_path: Path

@@ -163,7 +163,9 @@ def test_an_asynchronous_run_leaves_out_a_worker_that_is_stopped_to_the_end(
     assert_all_was_done_without(tmp_path / "out", 1)
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [(BOUNDED, 2), (BESIDE, 3)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"), [pytest.param(BOUNDED, 2, marks=pytest.mark.matrix), (BESIDE, 3)]
+)
 def test_a_bounded_run_leaves_out_a_stopped_worker_once_all_wait_for_it(
     strategy: str, workers: int, tmp_path: Path
 ) -> None:

@@ -129,7 +129,7 @@ def test_two_processes_are_one_with_the_batch_of_both(
     assert equal(saved(tmp_path, 0), saved(tmp_path, 1))
 
 
-@pytest.mark.parametrize("strategy", [ASYNCHRONOUS, SWITCH])
+@pytest.mark.parametrize("strategy", [pytest.param(ASYNCHRONOUS, marks=pytest.mark.matrix), SWITCH])
 def test_all_processes_end_with_equal_parameters(
     strategy: str, original: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +155,10 @@ def test_an_exception_in_the_users_loop_ends_every_process_and_names_its_rank(
     assert list(tmp_path.glob("*.pt")) == []
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("AllReduce('ring')", 2), (ASYNCHRONOUS, 1)])
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [("AllReduce('ring')", 2), pytest.param(ASYNCHRONOUS, 1, marks=pytest.mark.matrix)],
+)
 def test_breaking_out_of_the_loop_ends_in_order(
     strategy: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,12 @@ def vectors(folder: Path, rank: int) -> list[list[float]]:
     ("strategy", "ranks", "parts"),
     [
         ("AllReduce('ring')", 2, ["folds", "cell_run_twice", "by_turns", "get_batch"]),
-        ("ParameterServer(placement='beside')", 2, ["folds", "by_turns", "cell_run_twice"]),
+        pytest.param(
+            "ParameterServer(placement='beside')",
+            2,
+            ["folds", "by_turns", "cell_run_twice"],
+            marks=pytest.mark.matrix,
+        ),
         ("ParameterServer", 3, ["folds", "cell_run_twice", "get_batch"]),
     ],
 )

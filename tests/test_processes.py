@@ -443,10 +443,18 @@ def test_ctrl_c_while_the_fork_server_starts(own_group: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("number", "how"),
-    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "is stopped (by SIGSTOP or")],
+    ("number", "how", "when"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL", "in the run"),
+        (signal.SIGSTOP, "is stopped (by SIGSTOP or", "at the start"),
+        pytest.param(
+            signal.SIGKILL, "was killed by SIGKILL", "at the start", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            signal.SIGSTOP, "is stopped (by SIGSTOP or", "in the run", marks=pytest.mark.matrix
+        ),
+    ],
 )
-@pytest.mark.parametrize("when", ["at the start", "in the run"])
 def test_a_fork_server_that_is_killed_or_stopped_is_named(
     own_group: Any, tmp_path: Path, number: signal.Signals, how: str, when: str
 ) -> None:

@@ -30,7 +30,7 @@ from orchestra.records.report import (
     Timeline,
     Usage,
 )
-from orchestra.settings.plain import from_plain, to_plain
+from orchestra.settings.base import from_plain, to_plain
 
 CONTRACT = {
     "name": str,

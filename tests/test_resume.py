@@ -107,7 +107,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
     }
 
 
-@pytest.mark.parametrize("label", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param(label, marks=pytest.mark.matrix if label in ("server", "own") else ())
+        for label in SYNCHRONOUS
+    ],
+)
 def test_killed_twice_and_resumed_bit_for_bit(
     label: str, whole: dict[str, Whole], tmp_path: Path
 ) -> None:
@@ -218,7 +224,7 @@ def interrupted(strategy: str, out: Path, at: int, **changes: Any) -> Any:
         return launched.end()
 
 
-@pytest.fixture(params=["ring", "beside", "switch"])
+@pytest.fixture(params=["ring", pytest.param("beside", marks=pytest.mark.matrix), "switch"])
 def stopped(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     label = str(request.param)
     out = tmp_path / "out"
@@ -253,9 +259,9 @@ def test_ctrl_c_stops_in_good_order_and_can_be_resumed(
 @pytest.mark.parametrize(
     ("strategy", "every"),
     [
-        (ASYNCHRONOUS, 1),
+        pytest.param(ASYNCHRONOUS, 1, marks=pytest.mark.matrix),
         (ASYNCHRONOUS, 7),
-        ("PairwiseAveraging", 7),
+        pytest.param("PairwiseAveraging", 7, marks=pytest.mark.matrix),
         ("StochasticGradientPush(overlap=2)", 7),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.parameter_server.client import Client
+from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.placement import Slice, place
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import (
@@ -46,7 +47,7 @@ def make_server(part: Slice, consistency: Consistency, workers: set[int], **more
     values = torch.zeros(part.end - part.first)
     optimizer = torch.optim.SGD([values], lr=0.1)
     state = ServerState(consistency, workers)
-    return Server(state, values, [(values, 0)], optimizer, charge, **more)
+    return Server(HeldSlice(state, values, {"x": (values, 0)}, optimizer, charge, **more))
 
 
 def push(client: Client, gradient: Tensor, into: Tensor, samples: int = 1) -> list[Answer]:
@@ -68,7 +69,7 @@ def test_synchronous_servers_apply_the_weighted_average_in_rank_order() -> None:
             part = slices[runtime.rank - servers[0]]
             server = make_server(part, Synchronous(), set(workers))
             server.serve_to_the_end(runtime.transport)
-            return server.values
+            return server.own.values
         client, into = Client(runtime.transport, slices), torch.zeros(SIZE)
         for step in range(3):
             push(client, gradient_of(runtime.rank, step), into, samples=runtime.rank + 1)
@@ -94,7 +95,8 @@ def test_a_server_that_only_averages_returns_the_average() -> None:
         if runtime.rank == 2:
             values = torch.zeros(SIZE)
             state = ServerState(Synchronous(), {0, 1})
-            Server(state, values, [(values, 0)], None, charge).serve_to_the_end(runtime.transport)
+            held = HeldSlice(state, values, {"x": (values, 0)}, None, charge)
+            Server(held).serve_to_the_end(runtime.transport)
             return values
         client, vector = Client(runtime.transport, slices), gradient_of(runtime.rank, 0)
         push(client, vector, vector)
@@ -116,7 +118,7 @@ def test_a_worker_suspended_in_mid_push_holds_up_nobody() -> None:
         if runtime.rank == 2:
             server = make_server(slices[0], Asynchronous(), {0, 1})
             server.serve_to_the_end(transport)
-            return server.state.staleness
+            return server.own.state.staleness
         client, into = (
             Client(Suspended(transport, runtime.rank, finished), slices),
             torch.zeros(SIZE),
@@ -160,7 +162,7 @@ def test_the_loss_of_a_worker(consistency: Consistency) -> None:
         if runtime.rank == 2:
             server = make_server(slices[0], consistency, {0, 1})
             server.serve_to_the_end(transport)
-            return server.state.version
+            return server.own.state.version
         if runtime.rank == 1:
             transport.send(torch.zeros(SIZE), 2, Tag.GRADIENT).wait()
             transport.abort(RuntimeError("killed"))  # type: ignore[attr-defined]
@@ -186,7 +188,7 @@ def test_pause_returns_when_nothing_is_in_flight_and_tells_who_is_there() -> Non
         transport = runtime.transport
         if runtime.rank >= 2:
             server = make_server(slices[runtime.rank - 2], Asynchronous(), {0, 1})
-            return [server.serve(transport) for _ in range(3)], server.state.version
+            return [server.serve(transport) for _ in range(3)], server.own.state.version
         client, into = Client(transport, slices), torch.zeros(SIZE)
         complete = []
         for step in (1, 2) if runtime.rank == 0 else (1,):
@@ -212,7 +214,7 @@ def test_servers_and_clients_go_on_from_what_they_saved() -> None:
                 server.load_state_dict(saved["server"])
             server.serve_to_the_end(runtime.transport)
             saved["server"] = {**server.state_dict(), "optimizer": {}}
-            return server.values
+            return server.own.values
         client, into = Client(runtime.transport, slices), torch.zeros(SIZE)
         if resumed:
             client.load_state_dict(saved["client"])

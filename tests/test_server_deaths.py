@@ -88,8 +88,17 @@ class Gate:
         return updates_of(load_file(self.out / "parameters.safetensors")["weight"])
 
 
-@pytest.mark.parametrize("victim", [2, 3])
-@pytest.mark.parametrize("strategy", [SYNCHRONOUS, ASYNCHRONOUS, BOUNDED])
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [
+        (SYNCHRONOUS, 2),
+        (ASYNCHRONOUS, 3),
+        (BOUNDED, 2),
+        pytest.param(SYNCHRONOUS, 3, marks=pytest.mark.matrix),
+        pytest.param(ASYNCHRONOUS, 2, marks=pytest.mark.matrix),
+        pytest.param(BOUNDED, 3, marks=pytest.mark.matrix),
+    ],
+)
 def test_a_run_survives_the_death_of_a_server(strategy: str, victim: int, tmp_path: Path) -> None:
     other = 5 - victim
     with Gate(strategy, tmp_path) as gate:
@@ -108,7 +117,7 @@ def test_a_run_survives_the_death_of_a_server(strategy: str, victim: int, tmp_pa
     assert [json.loads(line)["consensus_distance"] for line in curve] == [None] * 4
 
 
-@pytest.mark.parametrize("victim", [2, 3])
+@pytest.mark.parametrize("victim", [2, pytest.param(3, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("strategy", [SYNCHRONOUS, ASYNCHRONOUS])
 def test_a_server_dies_while_pushes_are_on_their_way(
     strategy: str, victim: int, tmp_path: Path
@@ -169,7 +178,9 @@ def test_the_worker_that_evaluates_cannot_be_lost(tmp_path: Path) -> None:
         assert gate.failure() == f"rank 0 on {socket.gethostname()} was killed by SIGKILL\n"
 
 
-@pytest.mark.parametrize("strategy", [SYNCHRONOUS, ASYNCHRONOUS])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(SYNCHRONOUS, marks=pytest.mark.matrix), ASYNCHRONOUS]
+)
 def test_a_run_with_checkpoints_goes_on_without_a_server(strategy: str, tmp_path: Path) -> None:
     with Gate(strategy, tmp_path, checkpoint_every=1) as gate:
         gate.signal(3)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from orchestra.errors import InputError, PeerLost
 from orchestra.optimizers.state import capture
 from orchestra.parameter_server.placement import Slice
-from orchestra.parameter_server.replicated_server import ReplicatedServer
+from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import Asynchronous, Bounded, Consistency, Push, Synchronous
 from orchestra.parameter_server.wire import Kind, Request, encode_request
 from orchestra.strategies.pairwise_averaging import PairwiseAveraging
@@ -105,7 +105,7 @@ class Script:
     def serve(self) -> None:
         play = Play(Asynchronous(), 2, 2)
         own, mirror = (play.make_slice(Slice(0, 1, (), rank)) for rank in (3, 2))
-        server = ReplicatedServer(own, mirror, (2, 3), 1, lost=(), alone=lambda _: None)
+        server = Server(own, mirror, (2, 3), 1, lost=(), alone=lambda _: None)
         assert server.serve(self) is None  # type: ignore[arg-type]
         assert not self._arriving
 

@@ -131,7 +131,9 @@ def test_jitter_changes_times_and_no_synchronous_result(tmp_path: Path) -> None:
     assert rough.train_seconds > calm.train_seconds
 
 
-@pytest.mark.parametrize("on", ["lan_1gbit(nodes=4)", "stragglers(nodes=4)"])
+@pytest.mark.parametrize(
+    "on", [pytest.param("lan_1gbit(nodes=4)", marks=pytest.mark.matrix), "stragglers(nodes=4)"]
+)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.label)
 def test_who_computes_ahead_of_the_others_changes_nothing(
     row: Row, on: str, tmp_path: Path

@@ -159,7 +159,7 @@ def test_buckets_leave_during_the_backward_pass(buffer_bytes: int) -> None:
         several = replace(
             timed("AllReduce()", workers, figures),
             bucket_megabytes=1.0,
-            overhead=replace(FREE, buffer_bytes=buffer_bytes),
+            overhead=replace(FREE, buffer=buffer_bytes),
         )
         # A rank that begins early lets another one end early, and the other way round in the next
         # step: an even number of steps counts.

@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tests.simulated import FREE, Second, run_ranks
 
+from orchestra.cluster.calibration import Curve
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.collectives import Group, execute
 from orchestra.engines.simulation.participant import Participant
@@ -35,7 +36,7 @@ COSTLY = Overhead(
     send=Line(20e-6, 2e-10),
     receive=Line(15e-6, 1e-10),
     add=2e-10,
-    buffer_bytes=700,
+    buffer=700,
     wire=1.06,
     cold=3e-6,
     collective=7e-6,
@@ -214,7 +215,7 @@ def trials(draw: st.DrawFn) -> Trial:
         draw(st.sampled_from((*clusters, *unlike))),
         replace(
             COSTLY,
-            buffer_bytes=draw(st.sampled_from((0, 700, 1 << 17))),
+            buffer=draw(st.sampled_from((0, 700, 1 << 17))),
             send=Line(20e-6, draw(st.sampled_from((2e-10, 3e-8)))),  # also slower than the links
         ),
         noise=draw(st.sampled_from((0, 0, 5))),
@@ -253,12 +254,13 @@ def test_shared_cores_and_links_agree(name: str, on: str) -> None:
 @pytest.mark.parametrize("on", ["one_host(cores=2)", "lan_1gbit(nodes=4)"])
 def test_costs_that_fall_with_the_size_agree(on: str) -> None:
     """As measured ones may, by chance."""
-    check(Trial("ring", 4, 3000, staggered(4), on, replace(COSTLY, send=Line(20e-6, -1e-9))))
+    falling = Curve(((1.0, 20e-6), (20_000.0, 1e-9)))
+    check(Trial("ring", 4, 3000, staggered(4), on, replace(COSTLY, send=falling)))
 
 
 def test_rounding_does_not_grow_on_a_shared_link() -> None:
     """There it would, by a factor for each of the eight."""
-    overhead = replace(COSTLY, buffer_bytes=1 << 17)
+    overhead = replace(COSTLY, buffer=1 << 17)
     check(Trial("ring_gather", 17, 900, staggered(17, 8), "wifi(nodes=17)", overhead))
 
 
@@ -272,7 +274,7 @@ def test_an_all_reduce_follows_before_all_messages_of_the_last_one_are_there(
     buffer_bytes: int,
 ) -> None:
     """The one long piece is the last that rank 2 sends, while it has long got what it needs."""
-    overhead = replace(COSTLY, buffer_bytes=buffer_bytes)
+    overhead = replace(COSTLY, buffer=buffer_bytes)
     edges = (0, 10, 20, 60_000, 60_010)
     check(Trial("ring", 4, 60_010, together(4, 4), overhead=overhead, edges=edges))
 

@@ -35,7 +35,7 @@ from orchestra.worker.runtime import Runtime, SilentReporter, Work
 MEGABYTE = torch.zeros(250_000)
 WAY = 1e6 / 125e6  # seconds that it takes on a link of 1 Gbit/s
 LATENCY = 100e-6  # of two links
-BUFFERED = replace(FREE, buffer_bytes=1 << 40)
+BUFFERED = replace(FREE, buffer=1 << 40)
 
 
 def lan(*faults: Fault, nodes: int = 4) -> Cluster:

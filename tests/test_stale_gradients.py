@@ -223,8 +223,8 @@ def test_who_is_given_the_values_at_a_quiet_point_computes_there() -> None:
     servers.serve(ORDER[:9], Kind.PAUSE)
     strategy.agree(servers.workers[0], servers.states[0])
     (transport,), (server,) = servers.transports, servers.servers
-    transport.given = {worker: server.values.clone() for worker in range(WORKERS)}
-    w = server.values.numpy().copy()
+    transport.given = {worker: server.own.values.clone() for worker in range(WORKERS)}
+    w = server.own.values.numpy().copy()
     bak = [w] * WORKERS
     for k in ORDER[9:]:
         g = gradient(k, bak[k])

@@ -108,12 +108,14 @@ def torchrun_nodes(
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
 
 
+@pytest.mark.matrix
 @needs_two_cores
 def test_two_nodes_of_torchrun_with_a_core_each(started: Any, tmp_path: Path) -> None:
     told = torchrun_nodes(started, tmp_path, [{CORES[0]}, {CORES[1]}])
     assert told == "(1, 1)"
 
 
+@pytest.mark.matrix
 @needs_two_cores
 def test_a_node_of_torchrun_with_two_cores(started: Any, tmp_path: Path) -> None:
     assert torchrun_nodes(started, tmp_path, [set(CORES[:2])]) == "(2,)"
@@ -124,12 +126,16 @@ def test_two_nodes_of_torchrun_that_share_two_cores(started: Any, tmp_path: Path
     assert torchrun_nodes(started, tmp_path, [set(CORES[:2])] * 2) == "(1, 1)"
 
 
+@pytest.mark.matrix
 def test_two_nodes_of_torchrun_with_the_users_number(started: Any, tmp_path: Path) -> None:
     told = torchrun_nodes(started, tmp_path, [set(CORES)] * 2, OMP_NUM_THREADS="3")
     assert told == "(3, 3)"
 
 
-@pytest.mark.parametrize(("variables", "told"), [({}, "None"), ({"OMP_NUM_THREADS": "1"}, "1")])
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [({}, "None"), pytest.param({"OMP_NUM_THREADS": "1"}, "1", marks=pytest.mark.matrix)],
+)
 def test_the_one_that_torchrun_sets_itself_is_not_the_users(
     variables: dict[str, str], told: str, started: Any, tmp_path: Path
 ) -> None:

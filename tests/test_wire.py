@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +14,7 @@ from orchestra.parameter_server.wire import (
     Request,
     decode_answer,
     decode_pause,
-    decode_push,
     decode_request,
-    encode_push,
     encode_reply,
     encode_request,
 )
@@ -27,10 +27,10 @@ RATES = st.lists(st.floats(0, 10), max_size=4).map(tuple)
 
 @given(st.builds(Push, COUNT, COUNT, COUNT, COUNT, LOSS, st.booleans(), RATES, FLAGS))
 def test_push(push: Push) -> None:
-    message = encode_push(push)
+    message = encode_request(Request(push.worker, Kind.PUSH, push))
     assert message.dtype == torch.float64
     assert message[0] == Kind.PUSH
-    assert decode_push(push.worker, message) == push
+    assert decode_request(message, push.worker).push == push
 
 
 @given(
@@ -43,7 +43,9 @@ def test_answer(answer: Answer) -> None:
 
 
 def test_a_loss_that_is_not_a_number_arrives_as_such() -> None:
-    push = decode_push(0, encode_push(Push(0, 1, 1, 2, float("nan"), False)))
+    sent = Request(0, Kind.PUSH, Push(0, 1, 1, 2, float("nan"), False))
+    push = decode_request(encode_request(sent), 0).push
+    assert push is not None
     assert push.loss != push.loss
 
 
@@ -54,5 +56,8 @@ def test_pause(pause: Pause) -> None:
 
 def test_request() -> None:
     request = Request(3, Kind.PAUSE, step=-1, points=2, values=True)
+    place, worker, *message = encode_request(request, place=1)
+    assert (place, worker) == (1, 3)
+    assert decode_request(torch.stack(message), 3) == request
     assert encode_request(request).tolist() == [Kind.PAUSE, -1]
-    assert decode_request(encode_request(request, place=1)) == (1, request)
+    assert decode_request(encode_request(request), 3, points=2) == replace(request, values=False)

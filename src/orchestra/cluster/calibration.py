@@ -18,7 +18,7 @@ from orchestra.cluster.costs import Overhead, Quality, Sharing, marked, together
 from orchestra.cluster.nodes import Jitter, LogNormal
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
-from orchestra.settings.plain import from_plain
+from orchestra.settings.base import from_plain
 
 SCHEMA = 2
 NORMAL_QUARTILE = 0.6745
@@ -276,7 +276,7 @@ class Calibration:
             send=self.messages.send.plus(self.messages.handling / 2),
             receive=self.messages.receive.plus(self.messages.handling / 2),
             add=(long - short) / (more - fewer) / 4,
-            buffer_bytes=self.messages.buffer_bytes,
+            buffer=self.messages.buffer_bytes,
             wire=WIRE,
             local=self.messages.local,
             cold=task.cold,

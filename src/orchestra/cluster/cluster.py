@@ -23,7 +23,7 @@ from orchestra.cluster.faults import (
     joined,
     rank_of,
 )
-from orchestra.cluster.nodes import Channel, Node, Path, Switch
+from orchestra.cluster.nodes import Channel, Link, Node, Path, Switch
 from orchestra.errors import InputError, nearest
 from orchestra.settings import REQUIRED, Settings, setting
 
@@ -63,10 +63,14 @@ class Cluster(Settings):
         """
         self._check_names()
         self._check_tree()
-        self._check_nodes()
-        if not isinstance(self.placement, str):
-            for name in self.placement:
-                self._require_node(("placement", ""), name)
+        for node in self.nodes:
+            if node.switch is not None:
+                _require(("nodes", node.name), node.switch, self._by_switch, "there is no switch")
+            elif len(self.nodes) > 1:
+                reason = f"{node.name} has no link to a switch; only a single node may"
+                raise Unfit(("nodes", node.name), reason)
+        for name in () if isinstance(self.placement, str) else self.placement:
+            _require(("placement", ""), name, self._by_name, "there is no node")
         for index, fault in enumerate(self.faults):
             self._check_fault(("faults", index), fault)
 
@@ -121,30 +125,28 @@ class Cluster(Settings):
         """The way from one node to another, or the loopback of one node."""
         key = source.name, target.name
         if key not in self._paths:
-            names = list(self._way(source, target))
-            channels = tuple(self.channels[name] for name in names)
+            names = self._names_of(source, target)
+            channels = tuple(self.channels[name] for name in names if name in self.channels)
             self._paths[key] = Path(channels, sum(channel.latency for channel in channels))
         return self._paths[key]
 
     @cached_property
     def channels(self) -> dict[str, Channel]:
         """Every capacity that there is, by its name: "worker-3 up", "worker-3 loopback"."""
-        found: list[Channel] = []
-        for part in self._parts:
-            links = {"up": part.up, "down": part.down}
-            if isinstance(part, Node):
-                links["loopback"] = part.loopback
-            elif part.shared is not None:
-                found.append(Channel(f"{part.name} shared", part.shared, 0.0))
-            found += [
-                Channel(f"{part.name} {direction}", link.bandwidth, link.latency)
-                for direction, link in links.items()
-                if link is not None
-            ]
-        return {channel.name: channel for channel in found}
+        found: dict[str, Channel] = {}
+        for part in (*self.nodes, *self.switches):
+            node = isinstance(part, Node)
+            shared = None if node or part.shared is None else Link(part.shared, 0.0)
+            links = {"shared": shared, "up": part.up, "down": part.down}
+            links["loopback"] = part.loopback if node else None
+            for kind, link in links.items():
+                if link is not None:
+                    name = f"{part.name} {kind}"
+                    found[name] = Channel(name, link.bandwidth, link.latency)
+        return found
 
-    def _way(self, source: Node, target: Node) -> Iterator[str]:
-        """Yield the names of the channels from `source` to `target`."""
+    def _names_of(self, source: Node, target: Node) -> Iterator[str]:
+        """Yield the names of the channels on the way, with those of switches that share nothing."""
         if source.name == target.name:
             yield f"{source.name} loopback"
             return
@@ -152,17 +154,11 @@ class Cluster(Settings):
         common = next(name for name in up if name in down)
         yield f"{source.name} up"
         for name in up[: up.index(common)]:
-            yield from self._shared(name)
-            yield f"{name} up"
-        yield from self._shared(common)
+            yield from (f"{name} shared", f"{name} up")
+        yield f"{common} shared"
         for name in reversed(down[: down.index(common)]):
-            yield f"{name} down"
-            yield from self._shared(name)
+            yield from (f"{name} down", f"{name} shared")
         yield f"{target.name} down"
-
-    def _shared(self, switch: str) -> Iterator[str]:
-        if self._by_switch[switch].shared is not None:
-            yield f"{switch} shared"
 
     def _switches_above(self, node: Node) -> list[str]:
         """Return the switches from that of `node` to the root."""
@@ -181,12 +177,14 @@ class Cluster(Settings):
 
     def bandwidth_changes(self, channel: Channel) -> Changes:
         """The factors on the bandwidth of `channel`: 0 while its link is cut."""
-        owner, _, direction = channel.name.rpartition(" ")
-        found: list[tuple[LinkCut | LinkSlow, float]] = []
-        for fault in self.faults:
-            if isinstance(fault, LinkCut | LinkSlow) and fault.of == owner:
-                found.append((fault, 0.0 if isinstance(fault, LinkCut) else 1 / fault.factor))
-        return changes(found if direction in ("up", "down") else ())
+        owner, _, kind = channel.name.rpartition(" ")
+        return changes(
+            (fault, 0.0 if isinstance(fault, LinkCut) else 1 / fault.factor)
+            for fault in self.faults
+            if isinstance(fault, LinkCut | LinkSlow)
+            and fault.of == owner
+            and kind in ("up", "down")
+        )
 
     def pauses(self, rank: int, ranks: int) -> tuple[tuple[float, float], ...]:
         """When `rank` is stopped: (from, to) each, rising, apart from one another."""
@@ -212,18 +210,14 @@ class Cluster(Settings):
             for fault in self.faults
             if isinstance(fault, Delay)
             and fault.holds(time)
-            and (fault.source is None or self._means(fault.source, source, ranks))
-            and (fault.target is None or self._means(fault.target, target, ranks))
+            and self._means(fault.source, source, ranks)
+            and self._means(fault.target, target, ranks)
         )
 
-    def _means(self, name: str, rank: int, ranks: int) -> bool:
-        return name == f"rank {rank}" or name == self.node_of(rank, ranks).name
+    def _means(self, name: str | None, rank: int, ranks: int) -> bool:
+        return name in (None, f"rank {rank}", self.node_of(rank, ranks).name)
 
     # Names
-
-    @cached_property
-    def _parts(self) -> list[Node | Switch]:
-        return [*self.nodes, *self.switches]
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:
@@ -258,7 +252,7 @@ class Cluster(Settings):
         for switch in self.switches:
             part = ("switches", switch.name)
             if switch.to is not None:
-                self._require_switch(part, switch.to)
+                _require(part, switch.to, self._by_switch, "there is no switch")
             elif switch.name != roots[0]:
                 raise Unfit(part, f"{switch.name} and {roots[0]} have no switch above; join them")
         for switch in self.switches:
@@ -269,33 +263,19 @@ class Cluster(Settings):
                 above.add(to)
                 name = to
 
-    def _check_nodes(self) -> None:
-        for node in self.nodes:
-            part = ("nodes", node.name)
-            if node.switch is not None:
-                self._require_switch(part, node.switch)
-            elif len(self.nodes) > 1:
-                raise Unfit(part, f"{node.name} has no link to a switch; only a single node may")
-
     def _check_fault(self, part: Part, fault: Fault) -> None:
         if isinstance(fault, LinkCut | LinkSlow):
-            linked = [each.name for each in self._parts if each.up is not None]
-            if fault.of not in linked:
-                raise Unfit(part, f"no link of {fault.of!r}; {_hint(fault.of, linked)}")
+            linked = [each.name for each in (*self.nodes, *self.switches) if each.up is not None]
+            _require(part, fault.of, linked, "no link of")
             return
         for name in fault.names:
             if rank_of(name) is None or isinstance(fault, SlowDown):
-                self._require_node(part, name)
-
-    def _require_node(self, part: Part, name: str) -> None:
-        if name not in self._by_name:
-            raise Unfit(part, f"there is no node {name!r}; {_hint(name, self._by_name)}")
-
-    def _require_switch(self, part: Part, name: str) -> None:
-        if name not in self._by_switch:
-            raise Unfit(part, f"there is no switch {name!r}; {_hint(name, self._by_switch)}")
+                _require(part, name, self._by_name, "there is no node")
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def _require(part: Part, name: str, known: Iterable[str], absent: str) -> None:
+    """Refuse the `part` that names what is not `known`."""
     names = list(known)
-    return nearest(name, names) if names else "there is none at all"
+    if name not in names:
+        hint = nearest(name, names) if names else "there is none at all"
+        raise Unfit(part, f"{absent} {name!r}; {hint}")

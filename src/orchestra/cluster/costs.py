@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
+from orchestra.settings import REQUIRED, Settings, setting
 
 
+@runtime_checkable
 class Cost(Protocol):
     """Seconds over an amount."""
 
@@ -15,12 +19,12 @@ class Cost(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Line:
-    """Seconds over an amount: `fixed` for each piece of work, and `each` for each unit in it."""
+@dataclass(frozen=True, repr=False)
+class Line(Settings):
+    """Seconds over an amount."""
 
-    fixed: float
-    each: float
+    fixed: float = quantity(SECONDS, REQUIRED, "for each piece of work", low=0)
+    each: float = quantity(SECONDS_PER_BYTE, REQUIRED, "for each unit in it", low=0)
 
     def at(self, amount: float) -> float:
         """Seconds for so many units."""
@@ -47,30 +51,23 @@ class Sharing:
 EVENLY = Sharing()
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """What messages cost beside the links that they cross.
+@dataclass(frozen=True, repr=False)
+class Overhead(Settings):
+    """What messages cost beside the links that they cross, in processor seconds.
 
-    Attributes:
-        send: processor seconds of the sender, over the bytes of a message with its header.
-        receive: the same of the receiver.
-        add: seconds for each byte of what arrived and is added to the receiver's own.
-        buffer_bytes: a message up to this size leaves its sender free at once.
-        wire: bytes on a link for each byte of a message (Ethernet, IP and TCP have headers, too).
-        local: processor seconds of a message from a rank to itself; None: nothing.
-        cold: processor seconds more of a step with messages, once for each such step: gradient and
-            messages push each other out of the caches.
-        collective: processor seconds of an all-reduce beside its messages and additions.
+    `cold` is once for each step with messages: these and the gradient push each other out of the
+    caches.
     """
 
-    send: Cost
-    receive: Cost
-    add: float
-    buffer_bytes: int
-    wire: float
-    local: Cost | None = None
-    cold: float = 0.0
-    collective: float = 0.0
+    send: Cost = setting(REQUIRED, "of the sender, over the bytes of a message with its header")
+    receive: Cost = setting(REQUIRED, "of the receiver")
+    add: float = quantity(SECONDS_PER_BYTE, REQUIRED, "of adding what arrived to one's own", low=0)
+    buffer: float = quantity(BYTES, REQUIRED, "up to which a sender is free at once", low=0)
+    wire: float = setting(REQUIRED, "bytes on a link for each byte of a message", low=1, high=1e3)
+    local: Cost | None = setting(None, "of a message from a rank to itself; none: nothing")
+    _: KW_ONLY
+    cold: float = quantity(SECONDS, 0.0, "of a step with messages beside both alone", low=0)
+    collective: float = quantity(SECONDS, 0.0, "of an all-reduce beside its messages", low=0)
 
     def message(self, frame_bytes: int) -> MessageCost:
         """Of a message of so many bytes, its header included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.faults import FAULTS, Fault
 from orchestra.cluster.nodes import Drift, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS, Preset
-from orchestra.cluster.units import BYTES, SECONDS, SECONDS_PER_BYTE, quantity
 from orchestra.errors import InputError
-from orchestra.settings import MOST_RANKS, REQUIRED, Settings, parse, setting, write
+from orchestra.settings import MOST_RANKS, Settings, parse, write
 from orchestra.settings.base import default_of, settings_of
 from orchestra.settings.reading import (
     Entry,
@@ -35,6 +34,12 @@ ROOT = "switch"
 
 LINK = "{bandwidth: 1 Gbit/s, latency: 50 us}"
 LINE = "{fixed: 20 us, each: 0.3 ns/B}"
+LINES = ("send", "receive", "local")
+
+
+def _line(entry: Entry, key: str) -> Line:
+    return READER.read_settings(Line, entry, key)
+
 
 READER = Reader(
     examples={
@@ -51,39 +56,14 @@ READER = Reader(
         "up": LINK,
         "wire": "1.06",
     },
-    special={"jitter": lambda entry, key: parse(entry.value, CLUSTERS, where=entry.at(key))},
+    special={
+        "jitter": lambda entry, key: parse(entry.value, CLUSTERS, where=entry.at(key)),
+        **dict.fromkeys(LINES, _line),
+    },
 )
 
 _NODES = "{worker: {count: 8, cores: 4, speed: 1}}"
 _FAULT = "Death: {of: worker-3, at: 90 s}"
-
-
-@dataclass(frozen=True, repr=False)
-class _Cable(Settings):
-    """A link whose directions differ."""
-
-    up: Link = setting(REQUIRED, "")
-    down: Link = setting(REQUIRED, "")
-
-
-@dataclass(frozen=True, repr=False)
-class _Line(Settings):
-    """`Line` with units."""
-
-    fixed: float = quantity(SECONDS, REQUIRED, "", low=0)
-    each: float = quantity(SECONDS_PER_BYTE, REQUIRED, "", low=0)
-
-
-@dataclass(frozen=True, repr=False)
-class _Overhead(Settings):
-    """`Overhead` with units. None has a default, since none would be true everywhere."""
-
-    send: _Line = setting(REQUIRED, "")
-    receive: _Line = setting(REQUIRED, "")
-    local: _Line = setting(REQUIRED, "")
-    add: float = quantity(SECONDS_PER_BYTE, REQUIRED, "", low=0)
-    buffer: float = quantity(BYTES, REQUIRED, "", low=0)
-    wire: float = setting(REQUIRED, "", low=1, high=1e3)
 
 
 def load_cluster(text: str, *, where: str, folder: Path) -> Cluster:
@@ -147,31 +127,19 @@ def _nodes(document: Mapping[str, Entry], places: dict[Part, str]) -> Iterator[N
     common: Mapping[Any, Entry] = {}
     if "all_nodes" in document:
         common = mapping(document["all_nodes"], "all_nodes", "{cores: 4, speed: 1}")
-    switch = None if "switches" in document else ROOT
     for name, group in mapping(document["nodes"], "nodes", _NODES).items():
         key = f"nodes.{name}"
         own = mapping(group, key, "{cores: 4, speed: 1}")
-        inside = {**_without_rival(common, own), **own}
-        node = _node(str(name), inside, group, key, switch)
+        # A node with a speed of its own, in either unit, has not that of all.
+        replaced = {"speed", "flops"} if {"speed", "flops"} & {*own} else set()
+        inside = {k: entry for k, entry in common.items() if k not in replaced} | {**own}
+        given: dict[str, Any] = {"name": str(name), **_links(inside, key)}
+        if "link" in inside and "switches" not in document:
+            given["switch"] = ROOT
+        node = READER.read_settings(Node, group, key, inside, given, also=("count", "link"))
         for each in [node] if "count" not in own else _copies(node, own["count"], key):
             places["nodes", each.name] = group.at(key)
             yield each
-
-
-def _without_rival(common: Mapping[Any, Entry], own: Mapping[Any, Entry]) -> dict[Any, Entry]:
-    """Return what all nodes share, without the speed if a node gives its own, in either unit."""
-    rivals = {"speed", "flops"} if {"speed", "flops"} & {*own} else set()
-    return {key: entry for key, entry in common.items() if key not in rivals}
-
-
-def _node(
-    name: str, inside: Mapping[Any, Entry], group: Entry, key: str, switch: str | None
-) -> Node:
-    given: dict[str, Any] = {"name": name, **_links(inside, key)}
-    if "link" in inside and switch is not None:
-        given["switch"] = switch
-    settings = {name: entry for name, entry in inside.items() if name not in ("count", "link")}
-    return READER.read_settings(Node, group, key, settings, given, also=("count", "link"))
 
 
 def _copies(node: Node, entry: Entry, key: str) -> list[Node]:
@@ -190,10 +158,9 @@ def _switches(entry: Entry | None, places: dict[Part, str]) -> Iterator[Switch]:
     for name, switch in mapping(entry, "switches", "{core: {}, rack: {to: core}}").items():
         key = f"switches.{name}"
         inside = mapping(switch, key, f"{{to: core, link: {LINK}}}")
-        settings = {name: entry for name, entry in inside.items() if name != "link"}
         given = {"name": str(name), **_links(inside, key)}
         places["switches", str(name)] = switch.at(key)
-        yield READER.read_settings(Switch, switch, key, settings, given, also=("link",))
+        yield READER.read_settings(Switch, switch, key, inside, given, also=("link",))
 
 
 def _links(inside: Mapping[Any, Entry], key: str) -> dict[str, Link | None]:
@@ -202,11 +169,12 @@ def _links(inside: Mapping[Any, Entry], key: str) -> dict[str, Link | None]:
         return {"up": None, "down": None}
     entry, key = inside["link"], f"{key}.link"
     parts = mapping(entry, key, LINK)
-    if not {"up", "down"} & {*parts}:
-        both = READER.read_settings(Link, entry, key)
-        return {"up": both, "down": both}
-    cable = READER.read_settings(_Cable, entry, key)
-    return {"up": cable.up, "down": cable.down}
+    ends = {"up": LINK, "down": LINK}
+    if not {*ends} & {*parts}:
+        return dict.fromkeys(ends, READER.read_settings(Link, entry, key))
+    refuse_others(parts, key, ends)
+    require(parts, ends, entry.at(key))
+    return {end: READER.read_settings(Link, parts[end], f"{key}.{end}") for end in ends}
 
 
 def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
@@ -228,11 +196,8 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
 
 def _overhead(entry: Entry) -> Overhead:
     inside = mapping(entry, "overhead", f"{{send: {LINE}, receive: {LINE}}}")
-    read = READER.read_settings(_Overhead, entry, "overhead", inside)
-    send, receive, local = (
-        Line(line.fixed, line.each) for line in (read.send, read.receive, read.local)
-    )
-    return Overhead(send, receive, read.add, round(read.buffer), read.wire, local)
+    require(inside, {"local": LINE}, entry.at("overhead"))  # no default would be true everywhere
+    return READER.read_settings(Overhead, entry, "overhead", inside)
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -249,7 +214,10 @@ def cluster_text(cluster: Cluster) -> str:
         "faults": [{type(fault).__name__: _plain(fault)} for fault in cluster.faults],
     }
     if cluster.overhead is not None:
-        document["overhead"] = _overhead_text(cluster.overhead)
+        overhead = replace(cluster.overhead, local=cluster.overhead.local or Line(0, 0))
+        if not all(isinstance(getattr(overhead, end), Line) for end in LINES):
+            raise InputError("a measured overhead is no part of a file; leave overhead out")
+        document["overhead"] = _plain(overhead)
     return yaml_text(document)
 
 
@@ -280,7 +248,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         unit = field.metadata.get("unit")
         if unit is not None:
             value = unit.write(value)
-        elif isinstance(value, Link | Drift | _Line):
+        elif isinstance(value, Link | Drift | Line):
             value = _plain(value)
         elif isinstance(value, Settings):
             value = write(value, CLUSTERS)
@@ -289,13 +257,3 @@ def _plain(settings: Settings) -> dict[str, Any]:
         up, down = found.pop("up"), found.pop("down")
         found["link"] = up if up == down else {"up": up, "down": down}
     return found
-
-
-def _overhead_text(overhead: Overhead) -> dict[str, Any]:
-    ends = (overhead.send, overhead.receive, overhead.local or Line(0.0, 0.0))
-    lines = [_Line(line.fixed, line.each) for line in ends if isinstance(line, Line)]
-    if len(lines) < len(ends):
-        raise InputError("a measured overhead is no part of a file; leave overhead out")
-    send, receive, local = lines
-    buffer, wire = overhead.buffer_bytes, overhead.wire
-    return _plain(_Overhead(send, receive, local, overhead.add, buffer, wire))

@@ -60,10 +60,6 @@ class Preset(Settings, ABC):
     def cluster(self) -> Cluster:
         """The cluster that the settings describe."""
 
-    @property
-    def _name(self) -> str:
-        return write(self, CLUSTERS)
-
     def _read(self, unit: Unit, name: str) -> float:
         """Read the quantity that the setting `name` gives as text."""
         where = f"{CLUSTERS.name_of(type(self))}.{name}"
@@ -95,7 +91,7 @@ class OneHost(Preset):
         """One node, without a network."""
         loopback = self._link("bandwidth", "latency")
         node = Node("host", self.cores, speed=self.speed, jitter=self.jitter, loopback=loopback)
-        return Cluster(self._name, (node,), placement="packed")
+        return Cluster(write(self, CLUSTERS), (node,), placement="packed")
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,18 +110,26 @@ class Lan(Preset):
 
     def cluster(self) -> Cluster:
         """The nodes, in a star."""
-        return self._star([self.speed] * self.nodes)
+        return self._star()
 
-    def _star(self, speeds: Iterable[float]) -> Cluster:
-        both = self._link("bandwidth", "latency")
+    def _star(
+        self,
+        speeds: Iterable[float] | None = None,
+        down: Link | None = None,
+        shared: float | None = None,
+    ) -> Cluster:
+        """Return nodes of these `speeds` at a switch whose traffic shares what is `shared`."""
+        up = self._link("bandwidth", "latency")
         nodes = tuple(
             Node(
                 f"worker-{index}", self.cores, speed=speed, jitter=self.jitter,
-                switch="switch", up=both, down=both, loopback=LOOPBACK,
+                switch="switch", up=up, down=down or up, loopback=LOOPBACK,
             )
-            for index, speed in enumerate(speeds)
+            for index, speed in enumerate(speeds or [self.speed] * self.nodes)
         )  # fmt: skip
-        return Cluster(self._name, nodes, (Switch("switch"),), placement="spread")
+        return Cluster(
+            write(self, CLUSTERS), nodes, (Switch("switch", shared=shared),), placement="spread"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,9 +183,7 @@ class Wifi(Lan):
 
     def cluster(self) -> Cluster:
         """A star whose middle carries half of what a link does."""
-        star = self._star([self.speed] * self.nodes)
-        air = self._read(BANDWIDTH, "bandwidth") / 2
-        return star.with_setting("switches", (Switch("switch", shared=air),))
+        return self._star(shared=self._read(BANDWIDTH, "bandwidth") / 2)
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,10 +205,7 @@ class Containers10Mbit(Lan):
 
     def cluster(self) -> Cluster:
         """A star whose links differ by direction."""
-        star = self._star([self.speed] * self.nodes)
-        down = self._link("down", "latency")
-        nodes = tuple(node.with_setting("down", down) for node in star.nodes)
-        return star.with_setting("nodes", nodes)
+        return self._star(down=self._link("down", "latency"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -250,7 +249,7 @@ class TwoSites(Lan1Gbit):
 
     def cluster(self) -> Cluster:
         """Two switches, one below the other; the first ranks are at the first site."""
-        star = self._star([self.speed] * self.nodes)
+        star = self._star()
         line = self._link("wan_bandwidth", "wan_latency")
         here = (self.nodes + 1) // 2
         nodes = tuple(
@@ -259,4 +258,4 @@ class TwoSites(Lan1Gbit):
             for site, number in [("a", index) if index < here else ("b", index - here)]
         )
         switches = (Switch("site-a"), Switch("site-b", to="site-a", up=line, down=line))
-        return Cluster(self._name, nodes, switches, placement="spread")
+        return Cluster(write(self, CLUSTERS), nodes, switches, placement="spread")

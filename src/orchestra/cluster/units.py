@@ -58,20 +58,19 @@ class Unit:
             raise InputError(f"{where}: {self._complaint(match['number'])}")
         if name not in self.factors:
             raise InputError(f"{where}: {text!r}: {self._unknown(name)}")
-        return _rounded(Fraction(match["number"]) * self.factors[name], text, where)
+        try:
+            return float(Fraction(match["number"]) * self.factors[name])
+        except OverflowError:
+            raise InputError(f"{where}: {text!r} is beyond any machine") from None
 
     def write(self, value: float) -> str:
         """A text that `read` turns back into exactly `value`, which is finite."""
         number = Decimal(repr(value))
         fitting = [name for name in self.written if abs(number) >= self._decimal(name)]
-        name = (fitting or self.written[:1])[-1] if number else self.base_name
-        in_units = (number / self._decimal(name)).normalize()
-        return f"{in_units:f} {name}"
-
-    @property
-    def base_name(self) -> str:
-        """The name of `written` that is nearest to one of `base`."""
-        return min(self.written, key=lambda name: abs(self._decimal(name).log10()))
+        name = (fitting or self.written[:1])[-1]
+        if number == 0:  # in the name that is nearest to one of `base`
+            name = min(self.written, key=lambda name: abs(self._decimal(name).log10()))
+        return f"{(number / self._decimal(name)).normalize():f} {name}"
 
     def _decimal(self, name: str) -> Decimal:
         factor = self.factors[name]
@@ -90,13 +89,6 @@ class Unit:
             return f"write {prefix}bit/s for bits, or {prefix}B/s for bytes"
         same = [known for known in self.factors if known.lower() == name.lower()]
         return f"unknown unit {name!r} of {self.kind}; {nearest(name, same or self.factors)}"
-
-
-def _rounded(exact: Fraction, text: object, where: str) -> float:
-    try:
-        return float(exact)
-    except OverflowError:
-        raise InputError(f"{where}: {text!r} is beyond any machine") from None
 
 
 def _scaled(units: Mapping[str, Fraction], prefixes: Mapping[str, int]) -> dict[str, Fraction]:

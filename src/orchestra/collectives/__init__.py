@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +25,6 @@ __all__ = [
 ]
 
 
-@functools.cache
-def _broadcast_schedule(ranks: int, root: int) -> Schedule:
-    return broadcast_schedule(ranks, root)
-
-
 def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Group, tag: int) -> int:
     """Replace `vector` (flat, contiguous) by its sum over `group`, on every rank of it.
 
@@ -41,7 +35,7 @@ def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Grou
 
 def broadcast(transport: Transport, vector: Tensor, root: int, group: Group, tag: int) -> None:
     """Replace `vector` (flat, contiguous) by that of rank `root`, on every rank of `group`."""
-    execute(transport, vector, _broadcast_schedule(len(group), group.index(root)), group, tag)
+    execute(transport, vector, broadcast_schedule(len(group), group.index(root)), group, tag)
 
 
 def execute(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.errors import InputError
-from orchestra.exchange.stages import Inputs, Stage, divide
+from orchestra.exchange.stages import Stage, make_stage
 from orchestra.transports.protocol import Handle
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, split_batch
@@ -27,38 +28,24 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-PipelineSchedule = Callable[[int, int, int], tuple[Pass, ...]]
-"""The passes of a step, in their order, by the number of stages, the stage, and micro-batches.
+def passes_of(schedule: str, stages: int, stage: int, microbatches: int) -> tuple[Pass, ...]:
+    """The passes of a step, in their order, on stage `stage`, from 0, of `stages`.
 
-Both kinds go through the micro-batches from the first to the last, on every stage alike: messages
-between two stages need no numbers, and gradients add up in the same order as without stages.
-"""
+    "gpipe" (Huang et al., NeurIPS 2019) takes all forward passes, then all backward passes, and
+    keeps the activations of all micro-batches. "1f1b" (Narayanan et al., SC 2021) takes the two in
+    turns as soon as it can: stage s of S keeps those of S - s micro-batches at most, and a step
+    takes as long.
 
-
-def gpipe(stages: int, stage: int, microbatches: int) -> tuple[Pass, ...]:
-    """All forward passes, then all backward passes (Huang et al., GPipe, NeurIPS 2019).
-
-    Each stage keeps the activations of all micro-batches.
+    Both kinds go through the micro-batches from the first to the last, on every stage alike:
+    messages between two stages need no numbers, and gradients add up in the same order as without
+    stages.
     """
-    forward = [Pass(False, number) for number in range(microbatches)]
-    return (*forward, *(Pass(True, number) for number in range(microbatches)))
-
-
-def one_forward_one_backward(stages: int, stage: int, microbatches: int) -> tuple[Pass, ...]:
-    """1F1B (Narayanan et al., SC 2021): as soon as it can, each stage takes the two in turns.
-
-    Stage s of S keeps the activations of S - s micro-batches at most. A step takes as long as
-    under `gpipe`.
-    """
-    ahead = min(stages - 1 - stage, microbatches)
+    ahead = microbatches if schedule == "gpipe" else min(stages - 1 - stage, microbatches)
     passes = [Pass(False, number) for number in range(ahead)]
     for number in range(ahead, microbatches):
         passes += [Pass(False, number), Pass(True, number - ahead)]
     passes += [Pass(True, number) for number in range(microbatches - ahead, microbatches)]
     return tuple(passes)
-
-
-PIPELINE: Mapping[str, PipelineSchedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
 ONE_AT_A_TIME = threading.Lock()  # while torch.fx traces, no thread can call any module
@@ -107,7 +94,10 @@ def stage_of(
 ) -> Stage:
     """The stage of one rank; `loss_of` gives a model's loss on a few samples."""
     with ONE_AT_A_TIME:
-        return divide(module, inputs_of(loss_of), slot.stages, cuts).stage(module, slot.stage)
+        args, kwargs = inputs_of(loss_of)
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return make_stage(module, bound.args, slot.stages, cuts, slot.stage)
 
 
 def is_stage(module: nn.Module) -> bool:
@@ -139,20 +129,17 @@ class StandIn(nn.Module):
 class _Called(BaseException):
     """The loss has called the model: that is as far as a first stage follows it."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
 
-
-def inputs_of(loss_of: Callable[[nn.Module], Tensor]) -> Inputs:
-    """What a loss calls the model with."""
+def inputs_of(loss_of: Callable[[nn.Module], Tensor]) -> tuple[Any, ...]:
+    """What a loss calls the model with: its arguments by position, and those by name."""
 
     def stop(*args: Any, **kwargs: Any) -> Any:
-        raise _Called(Inputs(args, kwargs))
+        raise _Called(args, kwargs)
 
     try:
         loss_of(StandIn(stop))
     except _Called as called:
-        return called.inputs
+        return called.args
     raise _not_once(0)
 
 
@@ -189,7 +176,7 @@ class PipelineStep:
         parts = split_batch(batch, self.microbatches, "Pipeline.microbatches")
         total = sum(samples for _, samples in parts)
         self.loss = 0.0
-        for backward, number in PIPELINE[self.schedule](own.stages, own.stage, len(parts)):
+        for backward, number in passes_of(self.schedule, own.stages, own.stage, len(parts)):
             part, samples = parts[number]
             worker.gradients.last_backward = backward and number == len(parts) - 1
             if backward:
@@ -215,8 +202,8 @@ class PipelineStep:
             with worker.casting():
                 if not self.slot.is_first:
                     return list(stage(*received))
-                inputs = inputs_of(lambda model: worker.loss_of(model, part))
-                return list(stage(*inputs.args, **inputs.kwargs))
+                args, kwargs = inputs_of(lambda model: worker.loss_of(model, part))
+                return list(stage(*args, **kwargs))
         if self.slot.is_first:
             loss = worker.loss_of(stage, part)
         else:
@@ -232,7 +219,14 @@ class PipelineStep:
         gradients: list[Tensor | None] = [None]
         if not self.slot.is_last:
             gradients = [self._arriving(result) for result in passing.results]
-        self._charged("backward", samples, lambda: _backward(passing.results, gradients))
+        pairs = zip(passing.results, gradients, strict=True)
+        trained = [(result, gradient) for result, gradient in pairs if result.requires_grad]
+
+        def backward() -> None:
+            if trained:
+                torch.autograd.backward([r for r, _ in trained], [g for _, g in trained])
+
+        self._charged("backward", samples, backward)
         for tensor in passing.received:
             if tensor.requires_grad:
                 self._send(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad, -1)
@@ -264,12 +258,6 @@ class PipelineStep:
     def _charged(self, kind: str, samples: int, function: Callable[[], Any]) -> Any:
         names = tuple(slot.name for slot in self.worker.layout.slots)
         return self.worker.compute.run(Work(kind, samples, names), function)
-
-
-def _backward(results: list[Tensor], gradients: list[Tensor | None]) -> None:
-    pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
-    if pairs:
-        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
 
 
 def sum_tied(worker: Worker, slot: PipelineSlot) -> None:

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_within
-from orchestra.optimizers.state import OptimizerPart, capture, install_moments, restore
+from orchestra.optimizers.state import capture, install_moments, restore
 from orchestra.parameter_server.client import Client
-from orchestra.parameter_server.placement import Slice, place
-from orchestra.parameter_server.replicated_server import ReplicatedServer
-from orchestra.parameter_server.server import DelayCompensation, Server
+from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
+from orchestra.parameter_server.placement import Slice
+from orchestra.parameter_server.placement import place as place_slices
+from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import Consistency, Push, ServerState
 from orchestra.schedules.work_queue import Applied, WorkQueue
 from orchestra.transports.protocol import Transport
@@ -36,7 +37,7 @@ def slices_of(worker: Worker, servers: Sequence[int], *, updates: bool) -> list[
     """
     spans = [(slot.offset, slot.size) for slot in worker.layout.slots]
     divisible = worker.optimizer.elementwise or not updates
-    slices = place(spans, worker.layout.size, len(servers), divisible=divisible)
+    slices = place_slices(spans, worker.layout.size, len(servers), divisible=divisible)
     return [replace(part, rank=rank) for rank, part in zip(servers, slices, strict=True)]
 
 
@@ -50,78 +51,59 @@ def make_server(
     clips: bool = False,
     rate_divisor: Callable[[int], int] = lambda staleness: 1,
     compensate: Compensate | None = None,
-    queue: WorkQueue | None = None,
-    mirrors: Slice | None = None,
+    make_queue: Callable[[], WorkQueue | None] = lambda: None,
+    replicas: bool = False,
     elastic: bool = False,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
-    With `mirrors` it is a replica of that one. Where workers take batches from `queue`, the first
-    server, or a replica of it, hands them out. Where it is `elastic` its slice is a centre.
+    With `replicas` it holds the slice before its own, too. Where workers take batches from a queue,
+    the server of the first slice hands them out. Where it is `elastic` its slice is a centre.
     """
-    part = mirrors or next(part for part in slices if part.rank == worker.rank)
-    values = worker.parameters[part.first : part.end].clone()
-    tensors = _tensors_of(worker, part, values)
-    optimizer = None
-    if updates:
-        optimizer = worker.optimizer.build({name: tensor for name, (tensor, _) in tensors.items()})
-        install_moments(optimizer, tensors, worker.inherited)
-
-    def offer(consumed: int, now: Tensor) -> None:
-        worker.snapshots.offer(consumed, now, offset=part.first, mirror=mirrors is not None)
-
-    live = set(workers) - worker.transport.lost()
-    state = ServerState(consistency, live, consumed=worker.step.consumed)
-    if queue is not None:
-        state.applied, state.round = Applied(queue.start), queue.round
-        if part == slices[0]:
-            for gone in queue.restart().keys() - live:
-                queue.lose(gone)
-            state.queue = queue
-    servers = Group(tuple(each.rank for each in slices))
-    places = [piece.first - part.first for piece in part.pieces]
-    return Server(
-        state,
-        values,
-        [(tensor, first) for (tensor, _), first in zip(tensors.values(), places, strict=True)],
-        optimizer,
-        lambda kind, amount, function: worker.compute.run(Work(kind, amount), function),
-        clip=_clip_together(worker.clip_norm, servers) if clips else None,
-        rate_divisor=rate_divisor,
-        compensation=compensate(values, workers) if compensate is not None else None,
-        on_update=offer if updates or elastic else None,
-        elastic=elastic,
-    )
-
-
-def optimizer_parts(
-    worker: Worker, slices: Sequence[Slice], server: Server | ReplicatedServer
-) -> list[OptimizerPart]:
-    """The optimizers of the slices on this rank, replicas last."""
-    if isinstance(server, ReplicatedServer):
-        held = [(slices[place], each) for place, each in server.servers]
-    else:
-        held = [(part, server) for part in slices if part.rank == worker.rank]
-    parts = []
-    for part, each in held:
-        slots = [worker.layout.slots[piece.tensor] for piece in part.pieces]
-        tensors = {
-            slot.name: (tensor, piece.first - slot.offset)
-            for slot, (tensor, _), piece in zip(slots, each.parts, part.pieces, strict=True)
-        }
-        if each.optimizer is not None:
-            parts.append(OptimizerPart(each.optimizer, tensors))
-    return parts
-
-
-def make_replicated_server(
-    worker: Worker, slices: Sequence[Slice], make: Callable[[Slice | None], Server]
-) -> ReplicatedServer:
-    """The server on this rank, with a replica of the one before it; `make(mirrors)` makes each."""
+    lost = worker.transport.lost()
+    live = frozenset(workers) - lost
     ranks = tuple(part.rank for part in slices)
     place = ranks.index(worker.rank)
-    own, mirror = make(None), make(slices[place - 1])
-    before, after, lost = ranks[place - 1], ranks[(place + 1) % len(ranks)], worker.transport.lost()
+    clip = _clip_together(worker.clip_norm, Group(ranks)) if clips else None
+
+    def hold(part: Slice) -> HeldSlice:
+        values = worker.parameters[part.first : part.end].clone()
+        tensors = _tensors_of(worker, part, values)
+        optimizer = None
+        if updates:
+            optimizer = worker.optimizer.build({name: each for name, (each, _) in tensors.items()})
+            install_moments(optimizer, tensors, worker.inherited)
+
+        def offer(consumed: int, now: Tensor) -> None:
+            is_mirror = part.rank != worker.rank
+            worker.snapshots.offer(consumed, now, offset=part.first, mirror=is_mirror)
+
+        state = ServerState(consistency, set(live), consumed=worker.step.consumed)
+        queue = make_queue()
+        if queue is not None:
+            state.applied, state.round = Applied(queue.start), queue.round
+            if part == slices[0]:
+                for gone in queue.restart().keys() - live:
+                    queue.lose(gone)
+                state.queue = queue
+        return HeldSlice(
+            state,
+            values,
+            tensors,
+            optimizer,
+            lambda kind, amount, function: worker.compute.run(Work(kind, amount), function),
+            clip=clip,
+            rate_divisor=rate_divisor,
+            compensation=compensate(values, workers) if compensate is not None else None,
+            on_update=offer if updates or elastic else None,
+            elastic=elastic,
+        )
+
+    own = hold(slices[place])
+    if not replicas:
+        return Server(own)
+    mirror = hold(slices[place - 1])
+    before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
     if after not in lost:
         _hand_on_moments(worker.transport, own.optimizer, after)
     if before not in lost:
@@ -131,7 +113,7 @@ def make_replicated_server(
         worker.reporter.expendable(False)
         worker.reporter.notice(text)
 
-    return ReplicatedServer(own, mirror, ranks, place, lost=lost, alone=alone)
+    return Server(own, mirror, ranks, place, lost=lost, alone=alone)
 
 
 def _hand_on_moments(transport: Transport, optimizer: Optimizer | None, to: int) -> None:
@@ -161,10 +143,8 @@ def _take_over_moments(transport: Transport, optimizer: Optimizer | None, source
 
 
 def _tensors_of(worker: Worker, part: Slice, values: Tensor) -> dict[str, tuple[Tensor, int]]:
-    """By name, the parts of parameters in a slice and the element at which each begins.
-
-    A parameter that is there whole has its shape; a cut one is flat.
-    """
+    """Return, by name, the parts of parameters in a slice, and the element at which each begins: a
+    parameter that is there whole in its shape, a cut one flat."""
     tensors = {}
     for piece in part.pieces:
         slot = worker.layout.slots[piece.tensor]
@@ -221,14 +201,14 @@ def collect_slices(worker: Worker, slices: Sequence[Slice], server: Server | Non
             continue
         assert server is not None
         with torch.no_grad():
-            mine.copy_(server.values)
-        server.all_have_read()
+            mine.copy_(server.own.values)
+        server.own.all_have_read()
         others = [rank for rank in worker.everyone.ranks if rank != worker.rank]
         for handle in [worker.transport.send(mine, rank, Tag.COLLECT) for rank in others]:
             try:
                 handle.wait()
             except PeerLost as lost:
-                if not server.state.consistency.tolerates_loss:
+                if not server.own.state.consistency.tolerates_loss:
                     raise
                 worker.reporter.notice(f"rank {lost.rank} left before the end")
 

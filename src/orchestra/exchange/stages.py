@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from orchestra.errors import InputError
 
 OUTSIDE = ("placeholder", "get_attr", "output")  # of a graph's nodes, those that compute nothing
+
+
+Holders = Mapping[str, tuple[int, ...]]
 
 
 class Stage(fx.GraphModule):
@@ -43,65 +44,84 @@ class Stage(fx.GraphModule):
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
 
-Holders = Mapping[str, tuple[int, ...]]
+def make_stage(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    stages: int,
+    cuts: Sequence[str] | None,
+    index: int,
+) -> Stage:
+    """Stage `index` of `module` in `stages`; the first one also has what no stage uses.
 
-
-@dataclass(frozen=True)
-class Division:
-    """The stages of a model as graphs, and who holds which parameter."""
-
-    graphs: tuple[fx.Graph, ...]
-    holders: Holders
-
-    def stage(self, whole: nn.Module, index: int) -> Stage:
-        """Stage `index`, of the tensors of `whole`; the first also has what no stage uses."""
-        stage = Stage(whole, self.graphs[index], self.holders)
-        persistent = whole.state_dict(keep_vars=True).keys()
-        for name, _ in stage.named_buffers():  # fx makes all that it copies persistent
-            path, _, leaf = name.rpartition(".")
-            if name not in persistent:
-                stage.get_submodule(path)._non_persistent_buffers_set.add(leaf)
-        held = {id(parameter) for parameter in stage.parameters()}
-        for name, parameter in whole.named_parameters():
-            if index in self.holders.get(name, ()) and id(parameter) not in held:
-                _attach(stage, name, parameter)
-        return stage
-
-
-def divide(module: nn.Module, inputs: Inputs, stages: int, cuts: Sequence[str] | None) -> Division:
-    """`module` in `stages`: before the layers named `cuts`, or where that evens out their cost.
-
+    The model is cut before the layers named `cuts`, or where that evens out the cost of the stages.
     The cost of an operation is counted in one forward pass with `inputs`: it is the same on every
     machine, so that all ranks, and a run that is resumed, cut alike.
 
     Raises:
         InputError: the model cannot be traced or has not so many places to be cut at.
     """
-    graph = trace(module)
-    line = _Line(module, graph, measure(module, graph, inputs))
+    line = _Line(module, trace(module), inputs)
     places = line.places_of(cuts) if cuts is not None else line.balanced(stages)
     spans = list(pairwise((0, *places, len(line.nodes))))
     used = [line.parameters_in(first, end) for first, end in spans]
-    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     holders = {
         name: tuple(k for k, ids in enumerate(used) if id(p) in ids) or (0,)
-        for name, p in trainable
+        for name, p in trainable.items()
     }
-    return Division(tuple(line.subgraph(first, end) for first, end in spans), holders)
+    stage = Stage(module, line.subgraph(*spans[index]), holders)
+    persistent = module.state_dict(keep_vars=True).keys()
+    for name, _ in stage.named_buffers():  # fx makes all that it copies persistent
+        path, _, leaf = name.rpartition(".")
+        if name not in persistent:
+            stage.get_submodule(path)._non_persistent_buffers_set.add(leaf)
+    held = {id(parameter) for parameter in stage.parameters()}
+    for name, parameter in trainable.items():
+        if index in holders[name] and id(parameter) not in held:
+            _attach(stage, name, parameter)
+    return stage
 
 
-class _Line:
-    """The operations of a graph in a row; place p lies before operation p."""
+class _Line(fx.Interpreter):
+    """The operations of a graph in a row, of which one forward pass was measured.
 
-    def __init__(self, module: nn.Module, graph: fx.Graph, measured: Measured) -> None:
-        self.module = module
-        self.graph = graph
-        self.measured = measured
+    Place p lies before operation p. Of each node `costs` holds its multiplications, additions, and
+    the elements that come out; `elements` those of nodes that give a tensor. `changed` has pairs of
+    a node and a later one that changes its value in place.
+    """
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...]) -> None:
+        super().__init__(module, graph=graph)
         self.nodes = [node for node in graph.nodes if node.op not in OUTSIDE]
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        (self.output,) = (node for node in graph.nodes if node.op == "output")
+        (self.last,) = (node for node in graph.nodes if node.op == "output")
         self.index = {node: place for place, node in enumerate(self.nodes)}
-        self.index |= dict.fromkeys(self.inputs, -1) | {self.output: len(self.nodes)}
+        self.index |= dict.fromkeys(self.inputs, -1) | {self.last: len(self.nodes)}
+        self.costs: dict[fx.Node, int] = {}
+        self.elements: dict[fx.Node, int] = {}
+        self.changed: list[tuple[fx.Node, fx.Node]] = []
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        with torch.no_grad():
+            self.run(*inputs)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = {
+            node: (value, value._version)
+            for node, value in self.env.items()
+            if isinstance(value, Tensor)
+        }
+        with FlopCounterMode(display=False) as counter:
+            value = super().run_node(n)
+        self.costs[n] = counter.get_total_flops()
+        self.changed += [
+            (node, n) for node, (tensor, version) in before.items() if tensor._version > version
+        ]
+        if isinstance(value, Tensor):
+            self.elements[n] = value.numel()
+            self.costs[n] += value.numel()
+        return value
 
     def alive(self, place: int) -> list[fx.Node]:
         """The nodes before `place` whose values are used behind it; attributes are read anew."""
@@ -112,23 +132,22 @@ class _Line:
 
     def crossing(self, place: int) -> int | None:
         """The elements that a cut at `place` sends; None where something else would have to."""
-        alive, elements = self.alive(place), self.measured.elements
+        alive = self.alive(place)
         changed = any(
-            self.index.get(node, place) < place <= self.index[by]
-            for node, by in self.measured.changed
+            self.index.get(node, place) < place <= self.index[by] for node, by in self.changed
         )
-        if changed or not alive or any(node not in elements for node in alive):
+        if changed or not alive or any(node not in self.elements for node in alive):
             return None
-        return sum(elements[node] for node in alive)
+        return sum(self.elements[node] for node in alive)
 
     def balanced(self, stages: int) -> tuple[int, ...]:
         places = range(len(self.nodes))
-        chain = Chain(
-            [self.measured.costs[node] for node in self.nodes],
+        cuts = balanced_cuts(
+            [self.costs[node] for node in self.nodes],
             [None if place == 0 else self.crossing(place) for place in places],
             [bool(self.parameters_in(place, place + 1)) for place in places],
+            stages,
         )
-        cuts = balanced_cuts(chain, stages)
         if cuts is None:
             raise InputError(
                 f"Pipeline: {type(self.module).__name__} cannot be cut into {stages} stages that "
@@ -191,7 +210,7 @@ class _Line:
         for node in self.nodes[first:end]:
             copies[node] = graph.node_copy(node, copied)
         if end == len(self.nodes):
-            graph.node_copy(self.output, copied)
+            graph.node_copy(self.last, copied)
         else:
             graph.output(tuple(copied(node) for node in self.alive(end)))
         return graph
@@ -211,78 +230,51 @@ def _attach(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
 SLACK = 0.05  # the largest stage may be so much above the best if less crosses the cuts
 
 
-@dataclass(frozen=True)
-class Chain:
-    """`costs` of operations in a row; place p lies before operation p.
-
-    `crossing` has for each place the elements that a cut there sends, None where none can be, and
-    `trained` tells of each operation whether it has parameters of its own to train.
-    """
-
-    costs: Sequence[int]
-    crossing: Sequence[int | None]
-    trained: Sequence[bool]
-
-
-def balanced_cuts(chain: Chain, stages: int) -> tuple[int, ...] | None:
-    """The places of `stages` - 1 cuts, None if there are not so many.
+def balanced_cuts(
+    costs: Sequence[int], crossing: Sequence[int | None], trained: Sequence[bool], stages: int
+) -> tuple[int, ...] | None:
+    """The places of `stages` - 1 cuts of operations in a row, None if there are not so many.
 
     The dearest stage costs as little as can be; among the cuts for which that is true to within
     `SLACK`, those that send the least. Every stage has something to train.
+
+    Args:
+        costs: of the operations; place p lies before operation p.
+        crossing: for each place the elements that a cut there sends, None where none can be.
+        trained: of each operation, whether it has parameters of its own to train.
     """
-    found = _best(chain, stages, max, lambda _: 0, math.inf)
-    if found is None:
+    end = len(costs)
+    sums = [0, *accumulate(costs)]
+    to_train = [0, *accumulate(map(int, trained))]
+    places = [place for place in range(1, end) if crossing[place] is not None]
+
+    def best(
+        combine: Callable[[int, int], int], price: Callable[[int, int], int], limit: float
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Dynamic program: the least of all stages' prices, combined, and where they begin."""
+        found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+        for stage in range(1, stages + 1):
+            reached = {}
+            for last in places if stage < stages else [end]:
+                options = [
+                    (combine(so_far, price(first, last)), (*begins, first))
+                    for first, (so_far, begins) in found.items()
+                    if first < last
+                    and to_train[first] < to_train[last]
+                    and sums[last] - sums[first] <= limit
+                ]
+                if options:
+                    reached[last] = min(options)
+            found = reached
+        return found.get(end)
+
+    dearest = best(max, lambda first, last: sums[last] - sums[first], math.inf)
+    if dearest is None:
         return None
-    limit = found[0] * (1 + SLACK)
-    cheapest = _best(chain, stages, operator.add, lambda place: chain.crossing[place] or 0, limit)
-    assert cheapest is not None
-    return cheapest[1]
-
-
-Cuts = tuple[float, tuple[int, ...]]
-"""What the dearest stage costs, or the cuts send; and the places of the cuts."""
-
-
-def _best(
-    chain: Chain,
-    stages: int,
-    combine: Callable[[float, float], float],
-    price: Callable[[int], int],
-    limit: float,
-) -> Cuts | None:
-    """Dynamic program over the places: the least of all stages' costs, combined, and its cuts.
-
-    Without a `limit` a stage costs what its operations do. With one no stage may cost more, and
-    what counts is the `price` of the cuts.
-    """
-    end = len(chain.costs)
-    sums = [0, *accumulate(chain.costs)]
-    trained = [0, *accumulate(map(int, chain.trained))]
-    places = [place for place in range(1, end) if chain.crossing[place] is not None]
-
-    def cost(first: int, last: int) -> float:
-        inside = sums[last] - sums[first]
-        if trained[last] == trained[first] or inside > limit:
-            return math.inf
-        return inside if limit == math.inf else price(first)
-
-    best: dict[int, Cuts] = {0: (0.0, ())}
-    for stage in range(1, stages + 1):
-        reached: dict[int, Cuts] = {}
-        for last in places if stage < stages else [end]:
-            options = [
-                (combine(so_far, cost(first, last)), (*cuts, first))
-                for first, (so_far, cuts) in best.items()
-                if first < last
-            ]
-            finite = [option for option in options if option[0] < math.inf]
-            if finite:
-                reached[last] = min(finite)
-        best = reached
-    if end not in best:
-        return None
-    value, cuts = best[end]
-    return value, cuts[1:]
+    limit = dearest[0] * (1 + SLACK)
+    least = best(operator.add, lambda first, _: crossing[first] or 0, limit)
+    assert least is not None
+    return least[1][1:]
 
 
 FACTORIES = ("arange", "empty", "full", "ones", "zeros")
@@ -301,18 +293,16 @@ def trace(module: nn.Module) -> fx.Graph:
     Raises:
         InputError: its forward cannot be traced.
     """
-    try:
-        with _recorded_factories():
-            return fx.Tracer().trace(module)
-    except Exception:  # whatever the model's own code raises when it is given no numbers
+    for tracer in (fx.Tracer(), Closing()):
         try:
             with _recorded_factories():
-                return Closing().trace(module)
-        except Exception as error:
-            raise InputError(
-                f"Pipeline: torch.fx cannot trace the forward of {type(module).__name__} "
-                f"({error}); make the model a Sequential of its parts"
-            ) from error
+                return tracer.trace(module)
+        except Exception as raised:  # whatever the model's own code raises when given no numbers
+            error = raised
+    raise InputError(
+        f"Pipeline: torch.fx cannot trace the forward of {type(module).__name__} "
+        f"({error}); make the model a Sequential of its parts"
+    ) from error
 
 
 @contextmanager
@@ -336,65 +326,3 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
-
-
-@dataclass
-class Measured:
-    """What a forward pass showed of each node.
-
-    `costs`: multiplications, additions, and the elements that come out. `elements` of nodes that
-    give a tensor. `changed`: (a node, a later one that changes its value in place).
-    """
-
-    costs: dict[fx.Node, int]
-    elements: dict[fx.Node, int]
-    changed: list[tuple[fx.Node, fx.Node]]
-
-
-def measure(module: nn.Module, graph: fx.Graph, inputs: Inputs) -> Measured:
-    """Run `graph` once, without gradients; buffers of `module` stay as they are."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    meter = _Meter(module, graph)
-    with torch.no_grad():
-        meter.run(*inputs.bound_to(module))
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    return meter.measured
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a model was called with."""
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def bound_to(self, module: nn.Module) -> tuple[Any, ...]:
-        """In the order of the parameters of the module's forward."""
-        bound = inspect.signature(module.forward).bind(*self.args, **self.kwargs)
-        bound.apply_defaults()
-        return bound.args
-
-
-class _Meter(fx.Interpreter):
-    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(module, graph=graph)
-        self.measured = Measured({}, {}, [])
-
-    def run_node(self, n: fx.Node) -> Any:
-        before = {
-            node: (value, value._version)
-            for node, value in self.env.items()
-            if isinstance(value, Tensor)
-        }
-        with FlopCounterMode(display=False) as counter:
-            value = super().run_node(n)
-        measured = self.measured
-        measured.costs[n] = counter.get_total_flops()
-        measured.changed += [
-            (node, n) for node, (tensor, version) in before.items() if tensor._version > version
-        ]
-        if isinstance(value, Tensor):
-            measured.elements[n] = value.numel()
-            measured.costs[n] += value.numel()
-        return value

@@ -20,11 +20,10 @@ from orchestra.parameter_server.wire import (
     Request,
     decode_answer,
     decode_pause,
-    decode_work,
     encode_request,
 )
 from orchestra.schedules.work_queue import Kind as WorkKind
-from orchestra.schedules.work_queue import WorkInHand, WorkItem, WorkQueue
+from orchestra.schedules.work_queue import WorkInHand, WorkItem, WorkQueue, item_of
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 
@@ -69,7 +68,7 @@ class Client:
         if self._has_to_wait:
             self._waits += 1
             wait = self._ask(0, self._request(Kind.WAIT, step=self._waits))
-            self.work.item = decode_work(wait())
+            self.work.item = item_of(wait().tolist())
         item = self.work.take()
         self._has_to_wait = item.kind is WorkKind.WAIT
         return item

@@ -1,284 +1,186 @@
-"""The loop of a server: it receives, asks `ServerState` what to do, computes, and answers."""
+"""The loop of a server: it receives requests, lets its slices take them, and replies.
+
+With replicas each slice is held by two servers, which take the same requests in the same order, and
+so hold the same values. Workers ask the first one. It passes each new request on to the second, and
+answers nobody before the second has confirmed it: what a worker knows outlives either server. Where
+the first dies its workers ask the second again. A request that it has taken before is not taken
+twice, and gets the same answer.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.optimizers.spec import set_rates
-from orchestra.optimizers.state import restore
-from orchestra.parameter_server.state import Decision, Pause, ServerState, Update
-from orchestra.parameter_server.wire import Kind, decode_push, encode_reply
-from orchestra.transports.protocol import Handle, Transport
+from orchestra.optimizers.state import OptimizerPart
+from orchestra.parameter_server.held_slice import HeldSlice
+from orchestra.parameter_server.state import Pause
+from orchestra.parameter_server.wire import Kind, Request, decode_request, encode_request
+from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 
-Charge = Callable[[str, int, Callable[[], Any]], None]
 
-EPSILON = 1e-7
-"""Inside the root of the adaptive strength, as in the authors' code of DC-ASGD."""
+class Server:
+    """Serves the slice `own`; with a `mirror` it holds a replica of the slice before it, too.
 
-
-class DelayCompensation:
-    """DC-ASGD (Zheng et al., ICML 2017) on one server's slice.
-
-    w_bak(m) are the values that worker m was last given. The gradient g of worker m was computed at
-    w_bak(m), and the slice w has moved since. Its Taylor expansion around w_bak(m), with
-    lambda g*g for the diagonal of the Hessian, gives g + lambda g*g*(w - w_bak(m)), element by
-    element. lambda is `lambda0` where `mean_square` is None (DC-ASGD-c). Otherwise (DC-ASGD-a),
-    with m = `mean_square`,
-
-        MS <- m MS + (1 - m) g*g        lambda = lambda0 / sqrt(MS + 1e-7)
-
-    where each worker has an MS of its own, 0 at first. Memory: a copy of the slice for each
-    worker, and as much again for MS.
+    The servers of slice i are then the ranks ranks[i], which serves it, and the next of `ranks`,
+    which serves it once ranks[i] is lost; `place` is that of this server among them. `lost` are the
+    ranks that were lost before; `alone` is called with a message about a slice that has no other
+    replica now.
     """
 
     def __init__(
-        self, lambda0: float, mean_square: float | None, values: Tensor, workers: Sequence[int]
+        self,
+        own: HeldSlice,
+        mirror: HeldSlice | None = None,
+        ranks: Sequence[int] = (),
+        place: int = 0,
+        *,
+        lost: Collection[int] = (),
+        alone: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.lambda0 = lambda0
-        self.mean_square = mean_square
-        self._given = dict.fromkeys(workers, values.clone())
-        self._squares: dict[int, Tensor] = {}
-
-    def correct(self, worker: int, gradient: Tensor, values: Tensor) -> None:
-        """Change the `gradient` of `worker`, in place, to what it would be at `values`."""
-        if not self.lambda0:
-            return
-        square = gradient * gradient
-        if self.mean_square is not None:
-            mean = self._squares.setdefault(worker, torch.zeros_like(square))
-            mean.mul_(self.mean_square).add_(square, alpha=1 - self.mean_square)
-            square.div_((mean + EPSILON).sqrt_())
-        gradient.addcmul_(square, values - self._given[worker], value=self.lambda0)
-
-    def give(self, worker: int, values: Tensor) -> None:
-        """`worker` computes its next gradient at `values`, which nobody changes from now on."""
-        self._given[worker] = values
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """State for a checkpoint."""
-        return {
-            "given": {str(worker): values for worker, values in self._given.items()},
-            "squares": {str(worker): mean for worker, mean in self._squares.items()},
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `saved`."""
-        device = next(iter(self._given.values())).device
-        self._given = {int(worker): values.to(device) for worker, values in saved["given"].items()}
-        self._squares = {int(worker): mean.to(device) for worker, mean in saved["squares"].items()}
-
-
-@dataclass(eq=False)
-class Server:
-    """Owner of one slice: `values`, flat, [elements of the slice].
-
-    `parts` are those of parameters inside the slice (views of `values`, each with the element at
-    which it begins) that `optimizer` updates; without an optimizer the server only averages, and
-    answers with the average. `charge(kind, amount, function)` runs and charges computation; `clip`
-    clips an averaged gradient together with the other servers; `rate_divisor` gives, for the
-    staleness of an update, what its learning rates are divided by; `compensation` corrects a push
-    before it is applied; `on_update` is called with the samples consumed and the new values. An
-    `elastic` server owns a centre c: a push holds x of a worker and, as its rate, alpha; c <- c +
-    alpha (x - c), and the answer is alpha (x - c).
-    """
-
-    state: ServerState
-    values: Tensor
-    parts: Sequence[tuple[Tensor, int]]
-    optimizer: torch.optim.Optimizer | None
-    charge: Charge
-    _: KW_ONLY
-    clip: Callable[[Transport, Tensor], None] | None = None
-    rate_divisor: Callable[[int], int] = lambda staleness: 1
-    compensation: DelayCompensation | None = None
-    on_update: Callable[[int, Tensor], None] | None = None
-    elastic: bool = False
-
-    def __post_init__(self) -> None:
-        self._total = torch.zeros_like(self.values)
-        self._buffers: dict[int, Tensor] = {}
-        self._sending: dict[int, list[Handle]] = {}
-        self._paused_at = 0
-        self._workers = frozenset(self.state.live)
-        self._lost: set[int] = set()
+        self.own = own
+        self.mirror = mirror
+        self.held = [own]  # the replica last
+        self._before = self._after = -1
+        if mirror is not None:
+            self.held.append(mirror)
+            self._before, self._after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+            own.replicate(place, backed=self._after not in lost, is_mirror=False)
+            mirror.replicate((place - 1) % len(ranks), backed=False, is_mirror=True)
+        for held in self.held:
+            held.state.live.difference_update(lost)
+        self._alone = alone
+        self._workers = frozenset(own.state.live)
+        self._lost = set(lost)
+        self._done: set[int] = set()
+        self._points = 0  # quiet points that `serve` has returned
+        self._early: list[tuple[Request, Tensor, Tensor | None]] = []  # of the slice before
 
     def serve_to_the_end(self, transport: Transport) -> None:
-        """Serve until all workers have left: the flow of a server beside a worker."""
-        while self.state.live:
+        """Serve until no worker needs anything more: the flow of a server beside a worker."""
+        while self._expected():
             self.serve(transport)
 
     def serve(self, transport: Transport) -> Pause | None:
-        """Serve until nothing is in flight; the quiet point, None if all workers left."""
-        while True:
+        """Serve until nothing is in flight; the quiet point, None if all workers are done."""
+        while self._expected():
             try:
                 handle = transport.receive(None, Tag.REQUEST)
                 message = handle.wait()
-                decision = self._handle(transport, handle.source, message)
             except PeerLost as lost:
-                decision = self._lose(lost)
-            self._follow(transport, decision)
-            if decision.quiet:
-                return self._become_quiet(transport)
+                self._lose(transport, lost)
+            else:
+                self._hear(transport, handle.source, message)
+            reached = all(held.log.points > self._points for held in self.held)
+            if reached and self.own.log.confirmed_all:
+                self._points += 1
+                self._finish_sending()
+                return self.own.log.pause
+        self._finish_sending()
+        return None
 
-    def _handle(self, transport: Transport, worker: int, message: Tensor) -> Decision:
-        kind = Kind(int(message[0]))
-        if kind is Kind.PAUSE:
-            self._paused_at = int(message[1])
-            return self.state.pause(worker)
-        if kind is Kind.LEAVE:
-            return self.state.leave(worker)
-        if kind is Kind.WAIT:
-            return self.state.wait(worker)
-        for sending in self._sending.pop(worker, ()):
-            sending.wait()
-        # The gradient came before the request.
-        self.keep(worker, transport.receive(worker, Tag.GRADIENT).wait())
-        return self.state.push(decode_push(worker, message))
+    def _expected(self) -> frozenset[int]:
+        """Return the workers that may still want something."""
+        return self._workers - self._done - self._lost
 
-    def _lose(self, lost: PeerLost) -> Decision:
-        if lost.rank not in self.state.live:
-            return Decision()
-        if not self.state.consistency.tolerates_loss:
-            raise lost
-        self._lost.add(lost.rank)
-        self._sending.pop(lost.rank, None)
-        self.forget(lost.rank)
-        return self.state.leave(lost.rank)
+    def _finish_sending(self) -> None:
+        for held in self.held:
+            held.finish_sending()
 
-    def keep(self, worker: int, gradient: Tensor) -> None:
-        """Until its push is applied."""
-        self._buffers[worker] = gradient.to(self.values.device)
-
-    def forget(self, worker: int) -> None:
-        """`worker` is lost."""
-        self._buffers.pop(worker, None)
-
-    def _follow(self, transport: Transport, decision: Decision) -> None:
-        self.apply(transport, decision.apply)
-        for answer in decision.answers:
-            copy, worker = self.copy_for(answer.worker), answer.worker
-            self._sending[worker] = [
-                transport.send(encode_reply(answer), worker, Tag.ANSWER),
-                transport.send(copy, worker, Tag.VALUES),
-            ]
-        for worker, item in decision.work:
-            self._finish([transport.send(encode_reply(item), worker, Tag.ANSWER)])
-
-    def apply(self, transport: Transport, updates: Sequence[Update]) -> None:
-        """Apply `updates`, in order; the gradients of their pushes are kept."""
-        elements = self.values.numel()
-        for update in updates:
-            count = len(update.pushes)
-            if count > 1:
-                add_up = functools.partial(self._add_up, update)
-                self.charge("mix", 2 * count * elements, add_up)
-            self.charge("update", elements, functools.partial(self._apply, transport, update))
-            if self.on_update is not None:
-                self.on_update(self.state.consumed, self.values)
-
-    def _add_up(self, update: Update) -> None:
-        """The sample-weighted average of several pushes, summed in rank order."""
-        samples = sum(push.samples for push in update.pushes)
-        self._total.zero_()
-        for push in update.pushes if samples else ():
-            self._total.add_(self._buffers[push.worker].mul_(push.samples / samples))
-
-    def _apply(self, transport: Transport, update: Update) -> None:
-        """One update from the gradient of its push, or from the average of several."""
-        pushes = update.pushes
-        if self.elastic:
-            (push,) = pushes
-            force = self._buffers[push.worker].sub_(self.values).mul_(push.rates[0])
-            self.values.add_(force)
+    def _hear(self, transport: Transport, source: int, message: Tensor) -> None:
+        own, mirror = self.own, self.mirror
+        if mirror is None:
+            place, request = own.place, decode_request(message, source, own.log.points)
+            if request.kind is Kind.LEAVE:
+                self._done.add(source)
+        else:
+            place, request = int(message[0]), decode_request(message[2:], int(message[1]))
+        if request.kind is Kind.CONFIRMED:
+            own.send(transport, own.log.confirmed())
             return
-        if not any(push.samples for push in pushes):
+        if request.kind is Kind.DONE:
+            self._done.add(source)
             return
-        average = self._buffers[pushes[0].worker] if len(pushes) == 1 else self._total
-        if self.clip is not None:
-            self.clip(transport, average)
-        if self.compensation is not None:
-            (push,) = pushes
-            self.compensation.correct(push.worker, average, self.values)
-        if self.optimizer is None:
-            self._total.copy_(average)
+        passed_on = place != own.place and source == self._before
+        gradient = None
+        if request.kind is Kind.PUSH:  # its gradient came before it
+            tag = Tag.BACKUP_GRADIENT if passed_on else Tag.GRADIENT
+            gradient = transport.receive(source, tag).wait()
+        if place == own.place:
+            self._answer(transport, own, request, message, gradient)
             return
-        used = map(any, zip(*(push.used for push in pushes), strict=True))
-        for (tensor, first), is_used in zip(self.parts, used, strict=True):
-            own = average[first : first + tensor.numel()]
-            tensor.grad = own.view(tensor.shape) if is_used else None
-        divisor = self.rate_divisor(update.staleness)
-        set_rates(self.optimizer, [rate / divisor for rate in pushes[0].rates])
-        self.optimizer.step()
+        assert mirror is not None
+        if passed_on:
+            mirror.take(transport, request, gradient)
+            confirmation = encode_request(Request(request.worker, Kind.CONFIRMED), place)
+            _send(transport, confirmation, self._before, Tag.REQUEST)
+        elif self._before in self._lost:
+            self._answer(transport, mirror, request, message, gradient)
+        else:  # what the server before this one passed on comes first
+            self._early.append((request, message, gradient))
 
-    def copy_for(self, worker: int) -> Tensor:
-        """The values for `worker`: a copy, so that a slow worker holds up nobody."""
-        copy = self._buffers[worker]
-        if self.elastic:
-            return copy
-        values = self.values if self.optimizer is not None else self._total
-        self.charge("encode", values.numel(), lambda: copy.copy_(values))
-        if self.compensation is not None:
-            self.compensation.give(worker, copy)  # its next gradient comes in a new buffer
-        return copy
+    def _answer(
+        self,
+        transport: Transport,
+        held: HeldSlice,
+        request: Request,
+        message: Tensor,
+        gradient: Tensor | None,
+    ) -> None:
+        if held.log.hear(request):
+            if held.log.backed:
+                if gradient is not None:
+                    _send(transport, gradient, self._after, Tag.BACKUP_GRADIENT)
+                _send(transport, message, self._after, Tag.REQUEST)
+            held.take(transport, request, gradient)
+        held.send(transport, held.log.due())
 
-    def _become_quiet(self, transport: Transport) -> Pause | None:
-        for worker in sorted(self._sending):
-            self._finish(self._sending.pop(worker))
-        # Servers may hear of a loss at different times, but of who left in order they agree.
-        pause = Pause(self._paused_at, complete=self.state.live | self._lost == self._workers)
-        self.state.resume()  # before anybody takes a checkpoint of it
-        # The worker on this rank comes last: then all that this server has sent is counted.
-        for worker in sorted(self.state.live, key=lambda rank: (rank == transport.rank, rank)):
-            self._finish([transport.send(encode_reply(pause), worker, Tag.ANSWER)])
-        return pause if self.state.live else None
+    def _lose(self, transport: Transport, lost: PeerLost) -> None:
+        rank = lost.rank
+        self._lost.add(rank)
+        if rank == self._after:
+            self.own.send(transport, self.own.log.backup_lost())
+            self._alone(f"the slice of rank {transport.rank} has no replica without rank {rank}")
+        if rank == self._before:
+            self._alone(f"rank {transport.rank} serves the slice of rank {rank}, without a replica")
+        for held in self.held if self._before in self._lost else [self.own]:
+            for worker in sorted(self._lost & held.state.live):
+                if not held.state.consistency.tolerates_loss:
+                    raise lost
+                request = Request(worker, Kind.LOST)
+                self._answer(transport, held, request, encode_request(request, held.place), None)
+        if rank == self._before and self.mirror is not None:
+            early, self._early = self._early, []
+            for request, message, gradient in early:
+                self._answer(transport, self.mirror, request, message, gradient)
 
-    def _finish(self, sending: Sequence[Handle]) -> None:
-        try:
-            for handle in sending:
-                handle.wait()
-        except PeerLost as lost:
-            self._lose(lost)
-
-    def all_have_read(self) -> None:
-        """At a quiet point: every worker was given the values as they are now."""
-        self.state.all_have_read()
-        if self.compensation is not None:
-            given = self.values.clone()
-            for worker in self.state.live:
-                self.compensation.give(worker, given)
+    def optimizer_parts(self) -> list[OptimizerPart]:
+        """The optimizers of the slices that are held here, replicas last."""
+        return [
+            OptimizerPart(held.optimizer, held.tensors)
+            for held in self.held
+            if held.optimizer is not None
+        ]
 
     def state_dict(self) -> Mapping[str, Any]:
         """State for a checkpoint, taken at a quiet point."""
-        return {
-            "values": self.values,
-            "version": self.state.version,
-            "consumed": self.state.consumed,
-            "clocks": {str(worker): clock for worker, clock in self.state.clocks.items()},
-            "read": {str(worker): version for worker, version in self.state.read.items()},
-            "staleness": self.state.staleness,
-            "dropped": self.state.dropped,
-            "optimizer": self.optimizer,
-            "compensation": self.compensation,
-        }
+        if self.mirror is None:
+            return self.own.state_dict()
+        return {"own": self.own, "mirror": self.mirror}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`."""
-        if self.optimizer is not None:
-            restore(self.optimizer, saved["optimizer"])
-        if self.compensation is not None:
-            restore(self.compensation, saved["compensation"])
-        self.values.copy_(saved["values"])
-        self.state.version = saved["version"]
-        self.state.consumed = saved["consumed"]
-        self.state.clocks = {int(worker): clock for worker, clock in saved["clocks"].items()}
-        self.state.read = {int(worker): version for worker, version in saved["read"].items()}
-        self.state.staleness = list(saved["staleness"])
-        self.state.dropped = saved["dropped"]
+        self.own.load_state_dict(saved if self.mirror is None else saved["own"])
+        if self.mirror is not None:
+            self.mirror.load_state_dict(saved["mirror"])
+
+
+def _send(transport: Transport, tensor: Tensor, to: int, tag: int) -> None:
+    """Wait until it has left; the loss of its receiver is heard of in its turn."""
+    with contextlib.suppress(PeerLost):
+        transport.send(tensor, to, tag).wait()

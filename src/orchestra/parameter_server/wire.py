@@ -53,8 +53,12 @@ class Request:
 
 def encode_request(request: Request, place: int | None = None) -> Tensor:
     """The message of a request; `place` is that of the slice among all, where it has a replica."""
-    if request.push is not None:
-        body = encode_push(request.push)
+    push = request.push
+    if push is not None:
+        position = -1 if push.position is None else push.position
+        head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop)
+        counts = (len(push.rates), len(push.report))
+        body = _vector((*head, position, *counts, *push.rates, *push.report), push.used)
     elif place is None:
         body = _vector((request.kind, request.step))
     else:
@@ -62,34 +66,26 @@ def encode_request(request: Request, place: int | None = None) -> Tensor:
     return body if place is None else torch.cat([_vector((place, request.worker)), body])
 
 
-def decode_request(message: Tensor) -> tuple[int, Request]:
-    """The place of a slice with a replica, and the request, that `message` holds."""
-    place, worker, kind = (int(number) for number in message[:3])
-    if kind == Kind.PUSH:
-        return place, Request(worker, Kind.PUSH, decode_push(worker, message[2:]))
-    step, points, values = (int(number) for number in message[3:])
-    return place, Request(worker, Kind(kind), None, step, points, bool(values))
+def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
+    """The request of `worker` that `message` holds, from its kind on.
 
-
-def encode_push(push: Push) -> Tensor:
-    """The message of a push."""
-    position = -1 if push.position is None else push.position
-    head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop, position)
-    counts = (len(push.rates), len(push.report))
-    return _vector((*head, *counts, *push.rates, *push.report), push.used)
-
-
-def decode_push(worker: int, message: Tensor) -> Push:
-    """The push that `message` of `worker` holds."""
+    A worker whose slices have no replica does not say how many quiet points it has behind it: it
+    has `points`.
+    """
     numbers = message.numpy()
+    if numbers[0] != Kind.PUSH:
+        kind, step, *more = map(int, numbers.tolist())
+        points, values = more or (points, False)
+        return Request(worker, Kind(kind), None, step, points, bool(values))
     _, clock, samples, step_samples, loss, stop, position, *counts = numbers[:PUSH_HEAD].tolist()
     report = PUSH_HEAD + int(counts[0])
     used = report + int(counts[1])
-    return Push(
+    push = Push(
         worker, int(clock), int(samples), int(step_samples), loss, bool(stop),
         tuple(numbers[PUSH_HEAD:report].tolist()), _flags(numbers[used:].tobytes()),
         int(position) if position >= 0 else None, tuple(numbers[report:used].tolist()),
     )  # fmt: skip
+    return Request(worker, Kind.PUSH, push)
 
 
 def encode_reply(content: Answer | Pause | WorkItem) -> Tensor:
@@ -120,13 +116,8 @@ def decode_pause(message: Tensor) -> Pause:
     return Pause(int(step), bool(complete))
 
 
-def decode_work(message: Tensor) -> WorkItem:
-    """The item that `message` holds."""
-    return item_of(message.tolist())
-
-
 def _vector(head: Sequence[float], used: tuple[bool, ...] = ()) -> Tensor:
-    """Join the two; NumPy takes a third of the time that torch takes for it."""
+    # NumPy takes a third of the time that torch takes for it.
     return torch.from_numpy(np.concatenate([np.array(head, np.float64), _numbers(used)]))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.records.report import NOTABLE, Point, RankReport, busy_with_others
-from orchestra.settings.plain import from_plain, to_plain
+from orchestra.settings.base import from_plain, to_plain
 
 SCHEMA = 1
 

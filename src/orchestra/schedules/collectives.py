@@ -60,25 +60,6 @@ class Schedule:
             return tuple(piece * length for piece in range(self.pieces + 1))
         return tuple(length * piece // self.pieces for piece in range(self.pieces + 1))
 
-    def elements_sent(self, length: int) -> NDArray[np.int64]:
-        """How many elements each rank sends for a vector of `length`: shape [ranks]."""
-        edges = np.array(self.edges(length), dtype=np.int64)
-        sent = np.zeros(self.ranks, dtype=np.int64)
-        for transfers in self.rounds():
-            np.add.at(sent, transfers[:, 0], edges[transfers[:, 3]] - edges[transfers[:, 2]])
-        return sent
-
-    def buffer_elements(self, rank: int, length: int) -> int:
-        """Elements of extra memory that `rank` needs beside its own vector of `length`."""
-        if self.slots:
-            return self.pieces * length if self.ranks > 1 else 0
-        edges = np.array(self.edges(length), dtype=np.int64)
-        peak = 0
-        for transfers in self.rounds():
-            mine = transfers[(transfers[:, 1] == rank) & (transfers[:, 4] == REDUCE)]
-            peak = max(peak, int((edges[mine[:, 3]] - edges[mine[:, 2]]).sum()))
-        return peak
-
 
 def ring(ranks: int) -> Schedule:
     """Reduce-scatter, then all-gather, round a ring (Patarasuk and Yuan, 2009)."""
@@ -97,11 +78,7 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
     In round k, rank i passes piece (i - k) mod N on to rank i + 1, which adds it.
     """
 
-    def rounds() -> Iterator[Round]:
-        source = np.arange(ranks)
-        for k in range(ranks - 1):
-            yield _single(source, (source + 1) % ranks, (source - k) % ranks, REDUCE)
-
+    rounds = functools.partial(_passed_on, ranks, 0, REDUCE)
     return Schedule("ring_reduce_scatter", ranks, ranks, rounds, joint=True)
 
 
@@ -109,12 +86,15 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
 def ring_all_gather(ranks: int) -> Schedule:
     """The second half of `ring`: piece (i + 1) mod N of rank i becomes everybody's."""
 
-    def rounds() -> Iterator[Round]:
-        source = np.arange(ranks)
-        for k in range(ranks - 1):
-            yield _single(source, (source + 1) % ranks, (source + 1 - k) % ranks, COPY)
-
+    rounds = functools.partial(_passed_on, ranks, 1, COPY)
     return Schedule("ring_all_gather", ranks, ranks, rounds, joint=True)
+
+
+def _passed_on(ranks: int, own: int, operation: int) -> Iterator[Round]:
+    """Round a ring: rank i begins with piece i + `own`, then passes on what has arrived."""
+    source = np.arange(ranks)
+    for k in range(ranks - 1):
+        yield _single(source, (source + 1) % ranks, (source + own - k) % ranks, operation)
 
 
 def halving_doubling(ranks: int) -> Schedule:
@@ -183,12 +163,7 @@ def ring_gather(ranks: int) -> Schedule:
 
     The ring of older notes on distributed training: N/2 times the bytes of `ring`.
     """
-
-    def rounds() -> Iterator[Round]:
-        source = np.arange(ranks)
-        for k in range(ranks - 1):
-            yield _single(source, (source + 1) % ranks, (source - k) % ranks, COPY)
-
+    rounds = functools.partial(_passed_on, ranks, 0, COPY)
     return Schedule("ring_gather", ranks, ranks, rounds, slots=True, all_reduce=True)
 
 
@@ -215,6 +190,7 @@ def reduce_to_one(ranks: int) -> Schedule:
     return Schedule("reduce_to_one", ranks, 1, rounds, all_reduce=True)
 
 
+@functools.cache
 def broadcast(ranks: int, root: int) -> Schedule:
     """`root` sends its whole vector to every other rank."""
 

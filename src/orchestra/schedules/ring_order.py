@@ -84,42 +84,32 @@ def _shortest_cycle(costs: Costs, join: Callable[..., Any]) -> tuple[Order, floa
                 before[longer, end] = last[end]
     closed = join(best[-1], costs[1:, 0])
     end = int(closed.argmin())
-    return _traced(before, end), float(closed[end])
-
-
-def _traced(before: NDArray[np.int64], end: int) -> Order:
-    chosen, backwards = len(before) - 1, []
+    price, chosen, backwards = float(closed[end]), len(before) - 1, []
     while chosen:
         backwards.append(end + 1)
         chosen, end = chosen & ~(1 << end), int(before[chosen, end])
-    return (0, *backwards[::-1])
+    return (0, *backwards[::-1]), price
 
 
 def _improved(costs: Costs) -> Order:
     """From the best of the nearest neighbours' orders, exchange stretches while that helps."""
-    starts = sorted(
-        (_nearest(costs, start) for start in range(len(costs))), key=lambda o: _price(costs, o)
-    )
-    ends = [_descended(costs, start) for start in starts[:STARTS]]
-    order = min(ends, key=lambda o: _price(costs, o))
+
+    def price(order: Order) -> tuple[float, float]:
+        """The slowest link of a ring, and the sum of all."""
+        links = costs[order, order[1:] + order[:1]]
+        return float(links.max()), float(links.sum())
+
+    found = []
+    starts = sorted((_nearest(costs, start) for start in range(len(costs))), key=price)
+    for order in starts[:STARTS]:
+        better: Order | None = order
+        while better is not None:
+            order, least = better, price(better)
+            better = next((other for other in _neighbours(order) if price(other) < least), None)
+        found.append(order)
+    order = min(found, key=price)
     first = order.index(0)
     return order[first:] + order[:first]
-
-
-def _descended(costs: Costs, order: Order) -> Order:
-    """To a cheaper neighbour, until there is none."""
-    price = _price(costs, order)
-    while True:
-        better = next((o for o in _neighbours(order) if _price(costs, o) < price), None)
-        if better is None:
-            return order
-        order, price = better, _price(costs, better)
-
-
-def _price(costs: Costs, order: Order) -> tuple[float, float]:
-    """The slowest link of a ring, and the sum of all."""
-    links = costs[order, order[1:] + order[:1]]
-    return float(links.max()), float(links.sum())
 
 
 def _nearest(costs: Costs, start: int) -> Order:

@@ -14,8 +14,9 @@ import copy
 import dataclasses
 import math
 import numbers
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from types import NoneType, UnionType
 from typing import (
     Any,
     Final,
@@ -41,35 +42,50 @@ _NAMES: dict[Any, str] = {
     float: "number",
     bool: "true or false",
     str: "text",
-    type(None): "none",
+    NoneType: "none",
 }
 
 
-class Mismatch(Exception):
+class Mismatch(ValueError):
     """The value does not fit; the message says what it is and what was expected."""
 
 
-def convert(value: object, hint: Any) -> object:
-    """`value` as the annotation `hint` wants it; `Mismatch` where it does not fit."""
-    origin = get_origin(hint)
+def convert(value: Any, hint: Any, leaf: Callable[[Any, Any], object] | None = None) -> Any:
+    """Return `value` as the annotation `hint` wants it.
+
+    `leaf` converts what is neither a union, a literal nor a container; as a setting by default.
+
+    Raises:
+        Mismatch: it does not fit.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    container = origin if isinstance(origin, type) else object
     if hint in (Any, object):
         return value
     if origin is Literal:
-        return _choice(value, get_args(hint))
-    if origin in (Union, types.UnionType):
-        return _union(value, hint)
-    if origin is tuple:
-        return _tuple(value, hint)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapping(value, hint)
-    if hint in (int, float, bool, str):
-        return _scalar(value, hint)
-    return _instance(value, hint)
+        return _choice(value, parts)
+    if origin in (Union, UnionType):
+        return _union(value, hint, leaf)
+    if issubclass(container, Mapping):
+        if not isinstance(value, Mapping):
+            raise _mismatch(value, hint)
+        each, of = parts
+        return {convert(key, each, leaf): convert(item, of, leaf) for key, item in value.items()}
+    if issubclass(container, Sequence):
+        if not isinstance(value, list | tuple):
+            raise _mismatch(value, hint)
+        fixed = origin is tuple and parts[-1] is not Ellipsis
+        if fixed and len(parts) != len(value):
+            raise Mismatch(f"{value!r} has {len(value)} values, not {len(parts)}")
+        hints = parts if fixed else [parts[0]] * len(value)
+        items = [convert(item, part, leaf) for item, part in zip(value, hints, strict=True)]
+        return tuple(items) if origin is tuple else items
+    return (leaf or _setting_value)(value, hint)
 
 
 def wants_notation(hint: Any) -> bool:
     """Whether text given for `hint` is the notation of an object, not a value of its own."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = [part for part in parts if _is_plain(part)]
     takes_text = any(part is str or get_origin(part) is Literal for part in plain)
     return len(plain) < len(parts) and not takes_text
@@ -87,7 +103,7 @@ def type_text(hint: Any) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(repr(choice) for choice in parts)
-    if origin in (Union, types.UnionType):
+    if origin in (Union, UnionType):
         return " or ".join(type_text(part) for part in parts)
     if origin is tuple:
         return f"list of {type_text(parts[0])}{'s' if parts[0] in (int, float, str) else ''}"
@@ -113,43 +129,25 @@ def _choice(value: object, choices: tuple[object, ...]) -> object:
     raise Mismatch(f"{value!r} is not one of {known}")
 
 
-def _union(value: object, hint: Any) -> object:
+def _union(value: object, hint: Any, leaf: Callable[[Any, Any], object] | None) -> object:
     parts = get_args(hint)
     for part in parts:
         try:
-            return convert(value, part)
+            return convert(value, part, leaf)
         except Mismatch:
             continue
-    wanted = [part for part in parts if part is not type(None)]
+    wanted = [part for part in parts if part is not NoneType]
     if isinstance(value, str) and len(wanted) > 1:
         wanted = [part for part in wanted if get_origin(part) is Literal]
     if len(wanted) == 1:
-        convert(value, wanted[0])  # raises again, with the reason of the part that was meant
+        convert(value, wanted[0], leaf)  # raises again, with the reason of the part that was meant
     raise _mismatch(value, hint)
 
 
-def _tuple(value: object, hint: Any) -> tuple[object, ...]:
-    parts = get_args(hint)
-    if not isinstance(value, list | tuple):
-        raise _mismatch(value, hint)
-    if len(parts) == 2 and parts[1] is Ellipsis:
-        return tuple(convert(item, parts[0]) for item in value)
-    if len(parts) != len(value):
-        raise Mismatch(f"{value!r} has {len(value)} values, not {len(parts)}")
-    return tuple(convert(item, part) for item, part in zip(value, parts, strict=True))
-
-
-def _mapping(value: object, hint: Any) -> dict[object, object]:
-    if not isinstance(value, Mapping):
-        raise _mismatch(value, hint)
-    key_hint, value_hint = get_args(hint) or (object, object)
-    return {convert(key, key_hint): convert(item, value_hint) for key, item in value.items()}
-
-
-def _scalar(value: object, hint: type) -> object:
-    if isinstance(value, bool) or hint is bool:
-        if isinstance(value, bool) and hint is bool:
-            return value
+def _setting_value(value: Any, hint: Any) -> object:
+    """Return a number, a text or an object as a setting; numbers are finite."""
+    cls = get_origin(hint) or hint
+    if isinstance(value, bool) and hint in (int, float):
         raise _mismatch(value, hint)
     if hint is int and isinstance(value, numbers.Integral):
         return int(value)
@@ -161,36 +159,62 @@ def _scalar(value: object, hint: type) -> object:
         if not math.isfinite(number):
             raise Mismatch(f"{number!r} is not a finite number")
         return number
-    if hint is str and isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= sign <= "\udfff" for sign in value):
-            raise Mismatch(f"{value!r} is not text in UTF-8")
-        return value
-    raise _mismatch(value, hint)
-
-
-def _instance(value: object, hint: Any) -> object:
-    cls = get_origin(hint) or hint
     if getattr(cls, "_is_protocol", False) and not getattr(cls, "_is_runtime_protocol", False):
         return value  # nothing to check against until it is used
     if isinstance(cls, type) and not isinstance(value, cls):
+        raise _mismatch(value, hint)
+    if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise Mismatch(f"{value!r} is not text in UTF-8")
+    return value
+
+
+def to_plain(value: Any, *, finite: bool = False) -> Any:
+    """Return a dataclass as a dict of its fields, a tuple as a list; what is in them, too.
+
+    Args:
+        finite: None takes the place of NaN and of infinities, which JSON does not have.
+    """
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item, finite=finite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item, finite=finite) for item in value]
+    return None if finite and isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_plain(hint: Any, value: Any) -> Any:
+    """Return the object of the annotation `hint` that `to_plain` made `value` of.
+
+    Fields with a default may be missing.
+
+    Raises:
+        Mismatch: it is nothing of the kind.
+    """
+    return convert(value, hint, _from_plain)
+
+
+def _from_plain(value: Any, hint: Any) -> Any:
+    """Return a dataclass of a dict, a NamedTuple of a list, or a number or text as it is."""
+    if dataclasses.is_dataclass(hint):
+        hints, all_fields = type_hints(hint), dataclasses.fields(hint)
+        required = {field.name for field in all_fields if default_of(field) is REQUIRED}
+        if not isinstance(value, dict) or not required <= value.keys() <= hints.keys():
+            raise Mismatch(f"{hint.__name__} has {', '.join(hints)}")
+        return hint(**{name: from_plain(hints[name], item) for name, item in value.items()})
+    if issubclass(hint, tuple):
+        return hint(*from_plain(tuple[*type_hints(hint).values()], value))
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
         raise _mismatch(value, hint)
     return value
 
 
 T = TypeVar("T")
 
-_HINTS: dict[type[Settings], dict[str, Any]] = {}
-
-
-class Required:
-    """The type of `REQUIRED`."""
-
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-
 #: In place of a default: the caller has to give this setting.
-REQUIRED: Final[Any] = Required()
+REQUIRED: Final[Any] = dataclasses.MISSING
 
 #: Of a run, servers included, and of nodes: 16 times as many as were ever simulated here.
 MOST_RANKS: Final = 2**14
@@ -243,13 +267,11 @@ def setting(
     `low` and `high` belong to the range, `above` does not. `REQUIRED` stands for no default. A
     list, dict or set given as default is copied for each object. `more` is kept as metadata.
     """
-    given: dict[str, Any] = {}
-    if type(default).__hash__ is None:
-        given["default_factory"] = lambda: copy.deepcopy(default)
-    elif default is not REQUIRED:
-        given["default"] = default
     metadata = {"meaning": meaning, "limits": Limits(low, high, above), **more}
-    field: T = dataclasses.field(**given, metadata=metadata)
+    if type(default).__hash__ is None:
+        factory = partial(copy.deepcopy, default)
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    field: T = dataclasses.field(default=default, metadata=metadata)
     return field
 
 
@@ -265,9 +287,8 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        hints = type_hints(type(self))
         for field in settings_of(type(self)):
-            value = checked(type(self), field, getattr(self, field.name), hints[field.name])
+            value = checked(type(self), field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
         self.check()
 
@@ -313,20 +334,16 @@ def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
     return tuple(field for field in dataclasses.fields(cls) if field.init)
 
 
-def type_hints(cls: type[Settings]) -> dict[str, Any]:
+@cache
+def type_hints(cls: type) -> dict[str, Any]:
     """The annotations of `cls`, evaluated on first use."""
-    if cls not in _HINTS:
-        _HINTS[cls] = get_type_hints(cls)
-    return _HINTS[cls]
+    return get_type_hints(cls)
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
     """The default of `field`, or `REQUIRED`."""
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return REQUIRED
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
 
 
 def require_setting(cls: type[Settings], name: str) -> None:
@@ -337,12 +354,10 @@ def require_setting(cls: type[Settings], name: str) -> None:
         raise InputError(f"{cls.__name__} has no setting {name!r}; {hint}")
 
 
-def checked(
-    cls: type[Settings], field: dataclasses.Field[Any], value: object, hint: object
-) -> object:
-    """`value` converted to `hint` and inside the range of `field`."""
+def checked(cls: type[Settings], field: dataclasses.Field[Any], value: object) -> object:
+    """`value` converted to the annotation of `field`, a setting of `cls`, and inside its range."""
     try:
-        value = convert(value, hint)
+        value = convert(value, type_hints(cls)[field.name])
     except Mismatch as mismatch:
         raise InputError(f"{cls.__name__}.{field.name}: {mismatch}") from None
     for number in value if isinstance(value, tuple) else (value,):
@@ -353,11 +368,7 @@ def checked(
     return value
 
 
-def call_text(
-    settings: Settings,
-    text: Callable[[object], str],
-    name: str | None = None,
-) -> str:
+def call_text(settings: Settings, text: Callable[[object], str], name: str | None = None) -> str:
     """The constructor call of `settings`, its values written by `text`.
 
     Positional settings always stand, keyword-only ones where they differ from their default.

@@ -334,7 +334,7 @@ class Reader:
         elif unit is not None:
             value = unit.read(value, where=entry.at(key))
         try:
-            return checked(cls, field, value, hint)
+            return checked(cls, field, value)
         except InputError as error:
             reason = str(error).removeprefix(f"{cls.__name__}.{field.name}: ")
             raise InputError(f"{entry.at(key)}: {reason}") from None

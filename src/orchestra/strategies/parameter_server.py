@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from orchestra.exchange.servers import Compensate
     from orchestra.optimizers.state import OptimizerPart
-    from orchestra.parameter_server import Client, Consistency, Pause, ReplicatedServer, Server
+    from orchestra.parameter_server import Client, Consistency, Pause, Server
     from orchestra.parameter_server.placement import Slice
     from orchestra.schedules.work_queue import WorkQueue
     from orchestra.transports.protocol import Task
@@ -47,7 +47,7 @@ class ParameterServerState:
 
     slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
     client: Client | None = None
-    server: Server | ReplicatedServer | None = None
+    server: Server | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
     missed: Missed = field(default_factory=Missed)
@@ -308,28 +308,22 @@ class ParameterServer(Strategy[ParameterServerState]):
         """Make a copy of the queue that self-paced workers share; None where work is dealt out."""
         return worker.make_queue(roles.shares) if self.self_paced else None
 
-    def _make_server(
-        self, worker: Worker, roles: Roles, slices: list[Slice]
-    ) -> Server | ReplicatedServer:
+    def _make_server(self, worker: Worker, roles: Roles, slices: list[Slice]) -> Server:
         updates, workers = self.returns == "parameters", len(roles.workers)
         by_staleness = self.learning_rate == "by_staleness"
         divisor = workers if self.learning_rate == "divided" else 1
-
-        def make(mirrors: Slice | None = None) -> Server:
-            return exchange.make_server(
-                worker,
-                slices,
-                roles.workers,
-                self._consistency(workers),
-                updates=updates,
-                clips=updates and self.averages,
-                rate_divisor=lambda staleness: max(staleness, 1) if by_staleness else divisor,
-                compensate=self._compensate(),
-                queue=self._queue(worker, roles),
-                mirrors=mirrors,
-            )
-
-        return exchange.make_replicated_server(worker, slices, make) if self.replicas else make()
+        return exchange.make_server(
+            worker,
+            slices,
+            roles.workers,
+            self._consistency(workers),
+            updates=updates,
+            clips=updates and self.averages,
+            rate_divisor=lambda staleness: max(staleness, 1) if by_staleness else divisor,
+            compensate=self._compensate(),
+            make_queue=lambda: self._queue(worker, roles),
+            replicas=bool(self.replicas),
+        )
 
     def _consistency(self, workers: int) -> Consistency:
         if self.backup:
@@ -399,7 +393,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         """Serve until all workers pause or have left."""
         assert state.server is not None
         paused = state.server.serve(worker.transport)
-        worker.step.consumed = state.server.state.consumed
+        worker.step.consumed = state.server.own.state.consumed
         return paused
 
     def quiesce(self, worker: Worker, state: ParameterServerState, step: int) -> bool:
@@ -413,7 +407,6 @@ class ParameterServer(Strategy[ParameterServerState]):
             exchange.agree_on_parameters(worker)
             return
         if not self.replicas:
-            assert not isinstance(state.server, parameter_server.ReplicatedServer)
             exchange.collect_slices(worker, state.slices, state.server)
             if self.synchronous:
                 exchange.broadcast_buffers(worker, worker.everyone)
@@ -440,6 +433,4 @@ class ParameterServer(Strategy[ParameterServerState]):
         self.agree(worker, state)
 
     def optimizer_parts(self, worker: Worker, state: ParameterServerState) -> list[OptimizerPart]:
-        if state.server is None:
-            return []
-        return exchange.optimizer_parts(worker, state.slices, state.server)
+        return [] if state.server is None else state.server.optimizer_parts()

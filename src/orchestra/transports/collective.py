@@ -65,7 +65,7 @@ class StepKind(Enum):
 class Step(NamedTuple):
     """One verb, about a message of the elements [first, end) to or from `peer`.
 
-    `number` counts the messages that the rank sends (SEND, FREE), or those that it receives
+    `number` counts the messages that the rank sends (SEND, FREE), or numbers those that it receives
     (POST, TAKE, ADD). `scratch` names the memory that a message lands in before it is added; it is
     negative for one that lands in its place.
     """
@@ -87,17 +87,17 @@ def steps(parts: Iterable[Part], edges: Sequence[int], segment: int) -> Iterator
     All that a round receives is posted, at most two messages a run of pieces, then all is sent,
     then the messages are taken in the order of the schedule. A message is small enough to be still
     in the processor's cache when it is added, and while one is added the next is on its way: two
-    of scratch are enough. A send has to complete before
-    the rank adds to the elements that it sends. An empty run of pieces makes no message.
+    of scratch are enough. A send has to complete before the rank adds to the elements that it
+    sends. An empty run of pieces makes no message.
     """
-    sent, posted = itertools.count(), itertools.count()
+    sent, received = itertools.count(), itertools.count()
     for part in parts:
-        yield from _round(part, edges, segment, sent, posted)
+        yield from _round(part, edges, segment, sent, received)
         yield Step(StepKind.NEXT)
 
 
 def _round(
-    part: Part, edges: Sequence[int], segment: int, sent: Iterator[int], posted: Iterator[int]
+    part: Part, edges: Sequence[int], segment: int, sent: Iterator[int], received: Iterator[int]
 ) -> Iterator[Step]:
     arriving = []
     for run, (source, first, end, operation) in enumerate(part.receives):
@@ -105,13 +105,12 @@ def _round(
         spans = _cut(edges[first], edges[end], segment)
         arriving.append(
             [
-                Step(StepKind.POST, -1, source, *span, scratch + number % 2)
+                Step(StepKind.POST, next(received), source, *span, scratch + number % 2)
                 for number, span in enumerate(spans)
             ]
         )
     for messages in arriving:
-        for place in range(min(2, len(messages))):
-            yield _numbered(messages, place, posted)
+        yield from messages[:2]
     leaving: dict[Span, list[list[Step]]] = {}
     for target, first, end in part.sends:
         spans = _cut(edges[first], edges[end], segment)
@@ -119,28 +118,32 @@ def _round(
         yield from sending
         leaving.setdefault((first, end), []).append(sending)
     for (_, first, end, _), messages in zip(part.receives, arriving, strict=True):
-        for place, message in enumerate(messages):  # which are numbered when they are posted
+        for place, message in enumerate(messages):
             yield message._replace(kind=StepKind.TAKE)
             if message.scratch >= 0:
                 for sending in leaving.get((first, end), ()):
                     yield sending[place]._replace(kind=StepKind.FREE)
                 yield message._replace(kind=StepKind.ADD)
-            if place + 2 < len(messages):
-                yield _numbered(messages, place + 2, posted)
+            yield from messages[place + 2 : place + 3]
     for sending in itertools.chain(*leaving.values()):
         for step in sending:
             yield step._replace(kind=StepKind.FREE)
-
-
-def _numbered(messages: list[Step], place: int, posted: Iterator[int]) -> Step:
-    messages[place] = step = messages[place]._replace(number=next(posted))
-    return step
 
 
 def _cut(first: int, end: int, segment: int) -> list[Span]:
     if end - first <= segment:
         return [(first, end)] if end > first else []
     return [(start, min(start + segment, end)) for start in range(first, end, segment)]
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_of(
+    schedule: Schedule, index: int, length: int, edges: Sequence[int] | None, segment: int
+) -> tuple[Step, ...]:
+    """The steps of one rank, for a vector of `length` elements."""
+    edges = schedule.edges(length) if edges is None else edges
+    assert edges[-1] == (schedule.pieces * length if schedule.slots else length)
+    return tuple(steps(_parts(schedule, index), edges, segment))
 
 
 def execute(transport: Transport, call: CollectiveCall) -> int:
@@ -154,10 +157,8 @@ def execute(transport: Transport, call: CollectiveCall) -> int:
     if schedule.slots and len(group) > 1:
         memory = vector.new_empty(schedule.pieces * length)
         memory[index * length : (index + 1) * length].copy_(vector)
-    edges = schedule.edges(length) if call.edges is None else call.edges
-    assert edges[-1] == memory.numel()
-    segment = SEGMENT_BYTES // memory.element_size()
-    order = steps(_parts(schedule, index), edges, segment)
+    edges = None if call.edges is None else tuple(call.edges)
+    order = _steps_of(schedule, index, length, edges, SEGMENT_BYTES // memory.element_size())
     peak = _exchange(transport, memory, order, group.ranks, call.tag)
     if memory is vector:
         return peak
@@ -217,6 +218,7 @@ class ThreadHandOver:
             self._changed.notify_all()
 
 
+@dataclass(eq=False)
 class Begun:
     """A collective that was begun; `finish` blocks until it was executed.
 
@@ -224,26 +226,20 @@ class Begun:
         flow: the background flow that executes it.
     """
 
-    def __init__(
-        self,
-        call: CollectiveCall,
-        finish: Callable[[Begun], None],
-        flow: Task[None] | None = None,
-    ) -> None:
-        self.flow = flow
-        self.finished = False
-        self.error: BaseException | None = None
-        self._call = call
-        self._finish = finish
-        self._buffer_bytes = 0
+    call: CollectiveCall
+    finish: Callable[[Begun], None]
+    flow: Task[None] | None = None
+    finished: bool = False
+    error: BaseException | None = None
+    buffer_bytes: int = 0
 
     def wait(self) -> int:
         """Block until it is done: the bytes of buffer used. Raises what it raised."""
         if not self.finished:
-            self._finish(self)
+            self.finish(self)
         if self.error is not None:
             raise self.error
-        return self._buffer_bytes
+        return self.buffer_bytes
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
@@ -252,7 +248,7 @@ class Begun:
     def execute(self, transport: Transport) -> None:
         """Carry it out, or note what it raised; it counts as finished once that is said."""
         try:
-            self._buffer_bytes = transport.execute(self._call)
+            self.buffer_bytes = transport.execute(self.call)
         except BaseException as error:
             self.error = error
 

@@ -18,25 +18,11 @@ MESSAGE = 1
 FAREWELL = 2
 
 # The position of a dtype in this list is its code on the wire: only append.
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.complex64,
-    torch.complex128,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
+_NAMES = (
+    "float32 float64 float16 bfloat16 bool uint8 int8 int16 int32 int64 complex64 complex128 "
+    "uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
 )
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _FIXED = struct.Struct("<BBBqQ")
 

@@ -167,27 +167,20 @@ class _Arrival:
     host: str
     since: float
     hello: bytes = b""
-    shaken: bool = False
 
-    def advance(self) -> int:
-        """Read what is there; the selector's event to wait for, or 0 once the hello is complete.
+    def advance(self) -> None:
+        """Read what is there; returns once the hello is complete.
 
-        Raises OSError where the other end went or does not speak TLS as it should.
+        Raises OSError where more has to come, the other end went, or it does not speak TLS as it
+        should.
         """
-        try:
-            if isinstance(self.connection, ssl.SSLSocket) and not self.shaken:
-                self.connection.do_handshake()
-                self.shaken = True
-            while len(self.hello) < HELLO_BYTES:
-                piece = self.connection.recv(HELLO_BYTES - len(self.hello))
-                if not piece:
-                    raise ConnectionError("closed in the hello")
-                self.hello += piece
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return selectors.EVENT_READ
-        except ssl.SSLWantWriteError:
-            return selectors.EVENT_WRITE
-        return 0
+        if isinstance(self.connection, ssl.SSLSocket):
+            self.connection.do_handshake()  # at once, where it has been done
+        while len(self.hello) < HELLO_BYTES:
+            piece = self.connection.recv(HELLO_BYTES - len(self.hello))
+            if not piece:
+                raise ConnectionError("closed in the hello")
+            self.hello += piece
 
 
 class Reception:
@@ -258,38 +251,38 @@ class Reception:
             return
         arrival = _Arrival(connection, host, time.monotonic())
         self._arrivals[arrival] = None
-        self._watch(arrival, selectors.EVENT_READ)
-
-    def _watch(self, arrival: _Arrival, events: int) -> None:
-        self._selector.register(arrival.connection, events, lambda: self._advance(arrival))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._advance(arrival))
 
     def _advance(self, arrival: _Arrival) -> None:
+        connection = arrival.connection
         if arrival not in self._arrivals:
             return  # pushed out just now
         try:
-            events = arrival.advance()
-            if not events:
-                _, _, peer = _HELLO.unpack_from(arrival.hello)
-                proof = hello(peer, self._receiver, self._token)
-                if not hmac.compare_digest(arrival.hello, proof) or peer not in self._missing:
-                    raise ConnectionError("not of this run, or not expected")
-                # It fits into the empty buffer of a new connection.
-                arrival.connection.send(hello(self._receiver, peer, self._token))
-                arrival.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arrival.advance()
+            _, _, peer = _HELLO.unpack_from(arrival.hello)
+            proof = hello(peer, self._receiver, self._token)
+            if not hmac.compare_digest(arrival.hello, proof) or peer not in self._missing:
+                raise ConnectionError("not of this run, or not expected")
+            # It fits into the empty buffer of a new connection.
+            connection.send(hello(self._receiver, peer, self._token))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as more:
+            writes = isinstance(more, ssl.SSLWantWriteError)
+            events = selectors.EVENT_WRITE if writes else selectors.EVENT_READ
+            self._selector.modify(connection, events, lambda: self._advance(arrival))
         except OSError as error:
             if isinstance(error, ssl.SSLError):
                 self._refused(arrival.host, in_words(error))
             self._drop(arrival)
-            return
-        self._selector.unregister(arrival.connection)
-        if events:
-            self._watch(arrival, events)
         else:
-            del self._arrivals[arrival]
+            self._forget(arrival)
             self._missing.remove(peer)
-            self._welcome(peer, arrival.connection)
+            self._welcome(peer, connection)
 
     def _drop(self, arrival: _Arrival) -> None:
+        self._forget(arrival)
+        arrival.connection.close()
+
+    def _forget(self, arrival: _Arrival) -> None:
         del self._arrivals[arrival]
         self._selector.unregister(arrival.connection)
-        arrival.connection.close()

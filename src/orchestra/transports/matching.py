@@ -35,32 +35,35 @@ class Progress(Protocol):
 
 @dataclass(eq=False)
 class Flow:
-    """One thread of communication of a rank."""
+    """One thread of communication of a rank.
+
+    Attributes:
+        reported: lost ranks that a receive from any source of this flow has already raised.
+    """
 
     rank: int
     progress: Progress
     traffic: Traffic = field(default_factory=Traffic)
     reported: set[int] = field(default_factory=set)
-    """Lost ranks that a receive from any source of this flow has already raised."""
 
 
+@dataclass(eq=False, slots=True)
 class Operation:
     """A send or a receive.
 
-    `finished` is set last, so that it may be read without a lock. `awaited`: a flow is blocked
-    for this one, so that its end is worth waking somebody.
+    Attributes:
+        finished: set last, so that it may be read without a lock.
+        awaited: a flow is blocked for this one, so that its end is worth waking somebody.
+        error: what `wait` raises.
     """
 
-    __slots__ = ("awaited", "error", "finished", "flow")
-
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
-        self.finished = False
-        self.awaited = False
-        self.error: Exception | None = None
+    flow: Flow
+    finished: bool = field(default=False, init=False)
+    awaited: bool = field(default=False, init=False)
+    error: Exception | None = field(default=None, init=False)
 
     def fail(self, error: Exception) -> None:
-        """Finish with `error`, which `wait` raises."""
+        """Finish with `error`."""
         self.error = error
         self.finished = True
 
@@ -74,30 +77,19 @@ class Operation:
             raise self.error
 
 
+@dataclass(eq=False, slots=True)
 class Send(Operation):
-    """Bytes on their way to one rank."""
+    """Bytes on their way to one rank: what the kernel has not taken of `header` and `payload`."""
 
-    __slots__ = ("header", "payload", "tensor", "to")
-
-    def __init__(
-        self, flow: Flow, to: int, tensor: Tensor, header: bytes, payload: memoryview
-    ) -> None:
-        super().__init__(flow)
-        self.to = to
-        self.tensor = tensor
-        self.header = memoryview(header)
-        self.payload = payload
+    to: int
+    tensor: Tensor
+    header: bytes
+    payload: memoryview
 
     @property
     def source(self) -> int:
         """The sending rank."""
         return self.flow.rank
-
-    def advance(self, count: int) -> None:
-        """`count` more bytes have been handed to the kernel."""
-        in_header = min(count, len(self.header))
-        self.header = self.header[in_header:]
-        self.payload = self.payload[count - in_header :]
 
     def wait(self) -> Tensor:
         """The tensor that was sent, free to be changed again."""
@@ -105,40 +97,33 @@ class Send(Operation):
         return self.tensor
 
 
+@dataclass(eq=False, slots=True)
 class Receive(Operation):
-    """A posted receive; `landed` is the memory that the message is read into.
+    """A posted receive.
 
-    `frame_bytes` are those of the message with its header, from when it begins to arrive; 0 for one
-    from the rank itself. `began_at` is when that was, if it was posted before and time is virtual.
+    Attributes:
+        requested: the rank to receive from; None: any.
+        landed: the memory that the message is read into.
+        frame_bytes: of the message with its header, from when it begins to arrive; 0 for one from
+            the rank itself.
+        began_at: when that was, if it was posted before and time is virtual.
     """
 
-    __slots__ = (
-        "began_at",
-        "frame_bytes",
-        "into",
-        "landed",
-        "requested",
-        "sender",
-        "sequence",
-        "tag",
-    )
-
-    def __init__(self, flow: Flow, requested: int | None, tag: int, into: Tensor | None) -> None:
-        super().__init__(flow)
-        self.requested = requested
-        self.tag = tag
-        self.into = into
-        self.sequence = 0
-        self.sender = requested
-        self.landed: Tensor | None = None
-        self.frame_bytes = 0
-        self.began_at = 0.0
+    requested: int | None
+    tag: int
+    into: Tensor | None
+    sequence: int = field(default=0, init=False)
+    sender: int | None = field(default=None, init=False)
+    landed: Tensor | None = field(default=None, init=False)
+    frame_bytes: int = field(default=0, init=False)
+    began_at: float = field(default=0.0, init=False)
 
     @property
     def source(self) -> int:
         """The rank that sent; known for a receive from any source once it is done."""
-        assert self.sender is not None, "the source of a receive from any is known once done"
-        return self.sender
+        source = self.sender if self.requested is None else self.requested
+        assert source is not None, "the source of a receive from any is known once done"
+        return source
 
     def wait(self) -> Tensor:
         """The received tensor: `into` where it was given."""
@@ -156,58 +141,62 @@ class Receive(Operation):
 class Incoming:
     """A message of which at least the header has arrived; `view` is where its bytes go.
 
-    One that has `come` in whole needs none.
+    One that is `complete` needs none.
     """
 
     __slots__ = ("complete", "frame_bytes", "header", "receive", "source", "tensor", "view")
 
     def __init__(
-        self,
-        source: int,
-        header: Header,
-        tensor: Tensor,
-        receive: Receive | None,
-        *,
-        come: bool = False,
+        self, source: int, header: Header, tensor: Tensor, receive: Receive | None, view: memoryview
     ) -> None:
         self.source = source
         self.header = header
         self.tensor = tensor
         self.receive = receive
-        self.view = memoryview(b"") if come else byte_view(tensor)
+        self.view = view
         self.frame_bytes = header.frame_bytes
         self.complete = False
 
 
+_NO_BYTES = memoryview(b"")
+
+
 class Mailbox:
-    """Posted receives and unexpected messages of one rank. The caller holds the lock."""
+    """Posted receives and unexpected messages of one rank. The caller holds the lock.
+
+    Attributes:
+        gone: why nothing more comes from a rank, by rank.
+        lost: those of them that went without a farewell.
+        news: a receive that a flow waits for was finished since this was last cleared.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.gone: dict[int, str] = {}
         self.lost: set[int] = set()
         self.news = False
-        """A receive that a flow waits for was finished since this was last cleared."""
         self._posted: dict[tuple[int | None, int], deque[Receive]] = {}
         self._unexpected: dict[int, list[Incoming]] = {}
         self._sequence = 0
 
     def post(self, receive: Receive) -> None:
         """Give `receive` its message, or queue it, or fail it where no message can come."""
-        message = self._take(receive.requested, receive.tag)
-        if message is not None:
-            self._attach(message, receive)
-            return
-        if receive.requested is None:
+        source, tag = receive.requested, receive.tag
+        for message in self._unexpected.get(tag, ()):  # the oldest first
+            if source is None or message.source == source:
+                self._forget(message)
+                self._attach(message, receive)
+                return
+        if source is None:
             departed = self.lost - receive.flow.reported
         else:
-            departed = {receive.requested} & self.gone.keys()
+            departed = {source} & self.gone.keys()
         if departed:
             self._fail_lost(receive, min(departed))
             return
         self._sequence += 1
         receive.sequence = self._sequence
-        self._posted.setdefault((receive.requested, receive.tag), deque()).append(receive)
+        self._posted.setdefault((source, tag), deque()).append(receive)
 
     def begin(self, source: int, header: Header, content: Tensor | None = None) -> Incoming:
         """A header has arrived: the message to be filled through its `view`.
@@ -215,22 +204,20 @@ class Mailbox:
         With `content`, what will be in it is known, and given away.
         """
         receive = self._claim(source, header.tag)
-        fits = receive is None or self._fits(receive, source, header)
-        taker = receive if fits else None
+        taker = receive if receive is not None and self._fits(receive, source, header) else None
         into = None if taker is None else taker.into
-        landing = content
-        if landing is None or into is not None:
-            # The receiver's own memory wherever possible.
-            on_gpu = into is not None and into.is_cuda
-            if into is not None and not on_gpu:
-                landing = into
-            else:
-                landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=on_gpu)
-        message = Incoming(source, header, landing, taker, come=content is not None)
+        if into is not None and not into.is_cuda:
+            landing = into
+        elif into is None and content is not None:
+            landing = content
+        else:
+            landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=into is not None)
+        view = byte_view(landing) if content is None else _NO_BYTES
+        message = Incoming(source, header, landing, taker, view)
         if taker is not None:
             taker.sender = source
             taker.frame_bytes = message.frame_bytes
-        elif fits:
+        elif receive is None:
             self._unexpected.setdefault(header.tag, []).append(message)
         return message
 
@@ -243,7 +230,7 @@ class Mailbox:
     def deliver_local(self, tensor: Tensor, tag: int) -> None:
         """A message from this rank to itself; `tensor` is given away."""
         header = Header(0, tensor.dtype, tuple(tensor.shape), tag, tensor.nbytes)
-        message = Incoming(self.rank, header, tensor, None, come=True)
+        message = Incoming(self.rank, header, tensor, None, _NO_BYTES)
         message.frame_bytes = 0
         message.complete = True
         receive = self._claim(self.rank, tag)
@@ -261,10 +248,8 @@ class Mailbox:
             self.lost.add(rank)
         if partial is not None and partial.receive is not None:
             self._fail_lost(partial.receive, rank)
-        elif partial is not None:
-            queue = self._unexpected.get(partial.header.tag, [])
-            if partial in queue:  # not so where no receive could take it
-                queue.remove(partial)
+        elif partial is not None and partial in self._unexpected.get(partial.header.tag, ()):
+            self._forget(partial)  # it is not there where no receive could take it
         for key in [key for key in self._posted if key[0] == rank]:
             for receive in self._posted.pop(key):
                 self._fail_lost(receive, rank)
@@ -284,29 +269,20 @@ class Mailbox:
         receive.fail(error)
         self.news = self.news or receive.awaited
 
-    def _take(self, source: int | None, tag: int) -> Incoming | None:
-        """The oldest unexpected message for a receive, no longer unexpected."""
-        queue = self._unexpected.get(tag)
-        if queue is None:
-            return None
-        for index, message in enumerate(queue):
-            if source is None or message.source == source:
-                del queue[index]
-                if not queue:
-                    del self._unexpected[tag]
-                return message
-        return None
+    def _forget(self, message: Incoming) -> None:
+        """Take `message` out of the unexpected ones."""
+        tag = message.header.tag
+        self._unexpected[tag].remove(message)
+        if not self._unexpected[tag]:
+            del self._unexpected[tag]
 
     def _claim(self, source: int, tag: int) -> Receive | None:
         """The receive that was posted first for a message, no longer posted."""
         named = self._posted.get((source, tag))
-        open_to_any = self._posted.get((None, tag))
-        if named and (not open_to_any or named[0].sequence < open_to_any[0].sequence):
-            receive = named[0]
-        elif open_to_any:
-            receive = open_to_any[0]
-        else:
+        receives = [queue[0] for queue in (named, self._posted.get((None, tag))) if queue]
+        if not receives:
             return None
+        receive = min(receives, key=lambda receive: receive.sequence)
         self._remove_posted(receive)
         return receive
 

@@ -6,6 +6,7 @@ group: that one stays free for the user's own program.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Callable
@@ -72,11 +73,10 @@ class Native:
         timeout: float,
     ) -> None:
         self._rank, self._size = rank, size
-        self._make_store = make_store
         self._host = host
         self._device = device
         self._timeout = timedelta(seconds=timeout)
-        self._store: Store | None = None
+        self._store = functools.cache(make_store)
         self._groups: dict[str, Any] = {}  # by the kind of device
         # gloo's threads must not be the last to hold a work: they need the interpreter to let go
         # of a tensor, and closing the group holds the interpreter and waits for them.
@@ -98,34 +98,26 @@ class Native:
             group.shutdown()
         self._groups.clear()
         self._recent.clear()
-        self._store = None
+        self._store.cache_clear()
 
     def _group(self, device: str) -> Any:
         if device not in self._groups:
-            make = self._nccl if device == "cuda" else self._gloo
+            on_gpu = device == "cuda"
+            backend: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
+            options = backend.Options() if on_gpu else backend._Options()
+            options._timeout = self._timeout
             try:
-                if self._store is None:
-                    self._store = self._make_store()
-                self._groups[device] = make(PrefixStore(device, self._store))
+                if on_gpu:
+                    if ip_address(self._host).is_loopback:
+                        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+                    torch.cuda.set_device(self._device)
+                else:
+                    options._devices = [backend.create_device(hostname=self._host)]
+                store = PrefixStore(device, self._store())
+                self._groups[device] = backend(store, self._rank, self._size, options)
             except RuntimeError as error:
                 raise RunAborted(
                     f"torch.distributed could not connect the ranks for tensors on {device}: "
                     f"{error}"
                 ) from error
         return self._groups[device]
-
-    def _gloo(self, store: Store) -> Any:
-        backend: Any = dist.ProcessGroupGloo
-        options = backend._Options()
-        options._devices = [backend.create_device(hostname=self._host)]
-        options._timeout = self._timeout
-        return backend(store, self._rank, self._size, options)
-
-    def _nccl(self, store: Store) -> Any:
-        if ip_address(self._host).is_loopback:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        torch.cuda.set_device(self._device)
-        backend: Any = dist.ProcessGroupNCCL
-        options = backend.Options()
-        options._timeout = self._timeout
-        return backend(store, self._rank, self._size, options)

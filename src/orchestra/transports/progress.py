@@ -43,18 +43,21 @@ class Stream:
     """Frames to and from `rank`: out of a queue, and into a mailbox; one TCP connection.
 
     The caller holds the lock and watches the socket.
+
+    Attributes:
+        events: the selector's events for this stream.
+        farewell: the other end has said that it leaves.
+        read_wants_write: under TLS, reading goes on once something can be written.
     """
 
     def __init__(self, connection: socket.socket, rank: int, mailbox: Mailbox) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.rank = rank
-        self.events = 0
-        """The selector's events for this stream."""
+        self.events = selectors.EVENT_READ
         self.backlog: deque[Send] = deque()
         self.incoming: Incoming | None = None
         self.farewell = False
-        """The other end has said that it leaves."""
         self.encrypted = isinstance(connection, ssl.SSLSocket)
         self.read_wants_write = False
         self._mailbox = mailbox
@@ -65,34 +68,31 @@ class Stream:
     def write(self) -> bool:
         """Hand over what the kernel takes; whether a send was finished that a flow waits for.
 
-        Raises OSError where the connection is broken; what had arrived before is then read.
+        Raises OSError where the connection is broken; what had arrived whole before still counts.
         """
         news = False
         while self.backlog:
             send = self.backlog[0]
-            count = self._transmit(send)
-            if count == 0:
+            try:
+                if self.encrypted:
+                    count = self.connection.send(send.header or send.payload[:CALL_BYTES])
+                else:
+                    count = self.connection.sendmsg((send.header, send.payload[:CALL_BYTES]))
+            except _NOT_NOW:
                 break
-            send.advance(count)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    while self.read():
+                        pass
+                raise
+            in_header = min(count, len(send.header))
+            send.header = send.header[in_header:]
+            send.payload = send.payload[count - in_header :]
             if not send.header and not send.payload:
                 self.backlog.popleft()
                 send.finished = True
                 news = news or send.awaited
         return news
-
-    def _transmit(self, send: Send) -> int:
-        """Bytes taken by the kernel; 0: no room now."""
-        try:
-            if not self.encrypted:
-                return self.connection.sendmsg((send.header, send.payload[:CALL_BYTES]))
-            return self.connection.send(send.header or send.payload[:CALL_BYTES])
-        except _NOT_NOW:
-            return 0
-        except OSError:
-            with contextlib.suppress(OSError):  # what arrived whole before still counts
-                while self.read():
-                    pass
-            raise
 
     def read(self) -> int:
         """Move what has arrived into its messages, a few calls' worth at most; bytes moved.
@@ -100,23 +100,27 @@ class Stream:
         Raises `StreamEnded` at the end of the stream, another OSError where it is broken.
         """
         moved = 0
+        self.read_wants_write = False
         while moved < CALL_BYTES or self._pending():
-            if self.incoming is None:
+            message = self.incoming
+            if message is None:
                 place = self._inbox[self._filled :]
             else:
-                place = self.incoming.view[self._position : self._position + CALL_BYTES]
-            count = self._receive(place)
-            if count < 0:
+                place = message.view[self._position : self._position + CALL_BYTES]
+            try:
+                count = self.connection.recv_into(place)
+            except _NOT_NOW as reason:
+                self.read_wants_write = isinstance(reason, ssl.SSLWantWriteError)
                 break
             if count == 0:
                 raise StreamEnded("its connection closed")
             moved += count
-            if self.incoming is None:
+            if message is None:
                 self._filled += count
                 self._parse()
             else:
                 self._position += count
-                self._complete_if_full(self.incoming)
+                self._complete_if_full(message)
             if count < len(place) and not self.encrypted:
                 break
         return moved
@@ -124,18 +128,6 @@ class Stream:
     def _pending(self) -> bool:
         """Decrypted bytes lie where no selector sees them."""
         return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
-
-    def _receive(self, place: memoryview) -> int:
-        """Bytes read; 0: end of the stream; -1: nothing there now."""
-        try:
-            count = self.connection.recv_into(place)
-        except ssl.SSLWantWriteError:
-            self.read_wants_write = True
-            return -1
-        except _NOT_NOW:
-            return -1
-        self.read_wants_write = False
-        return count
 
     def _parse(self) -> None:
         """Turn the bytes of the inbox into messages; the rest moves to its front."""
@@ -169,12 +161,6 @@ class Stream:
             self.connection.shutdown(socket.SHUT_WR)
         self.connection.close()
 
-    def acknowledged_bytes(self) -> int:
-        """Bytes that the other end's kernel has confirmed, hello included (Linux)."""
-        info = self.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        (count,) = struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)
-        return int(count)
-
 
 class ProgressEngine:
     """The streams and the mailbox of `rank`, shared by its flows; every method is thread-safe."""
@@ -194,11 +180,12 @@ class ProgressEngine:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
-        self._streams: dict[int, Stream] = {}
-        for peer, connection in connections.items():
-            stream = self._streams[peer] = Stream(connection, peer, self._mailbox)
-            stream.events = selectors.EVENT_READ
-            self._selector.register(connection, stream.events, stream)
+        self._streams = {
+            peer: Stream(connection, peer, self._mailbox)
+            for peer, connection in connections.items()
+        }
+        for stream in self._streams.values():
+            self._selector.register(stream.connection, stream.events, stream)
         _engines.add(self)
 
     def send(self, send: Send) -> None:
@@ -304,7 +291,11 @@ class ProgressEngine:
         Linux only, and before `close`: a check on `Traffic.bytes_sent`.
         """
         with self._lock:
-            return sum(stream.acknowledged_bytes() for stream in self._streams.values())
+            infos = [
+                stream.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                for stream in self._streams.values()
+            ]
+        return sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
 
     def release_after_fork(self) -> None:
         """In a child process: close the copies of the sockets.
@@ -322,10 +313,9 @@ class ProgressEngine:
         self._wake_out.close()
 
     def _say_farewell(self, flow: Flow, deadline: float) -> None:
+        nothing, farewell = torch.empty(0), pack_farewell()
         for stream in list(self._streams.values()):
-            nothing = torch.empty(0)
-            farewell = Send(flow, stream.rank, nothing, pack_farewell(), memoryview(b""))
-            stream.backlog.append(farewell)
+            stream.backlog.append(Send(flow, stream.rank, nothing, farewell, memoryview(b"")))
             self._serve(stream, selectors.EVENT_WRITE)
         while self._failure is None and any(s.backlog for s in self._streams.values()):
             remaining = deadline - time.perf_counter()
@@ -338,8 +328,7 @@ class ProgressEngine:
             raise self._failure
 
     def _fail(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = error
+        self._failure = self._failure or error
         self._mailbox.news = True
         self._announce()
 
@@ -383,12 +372,11 @@ class ProgressEngine:
         self._mailbox.news = False
         if self._followers:
             self._changed.notify_all()
-        if self._leading:
-            self._wake()
+        self._wake_leader()
 
-    def _wake(self) -> None:
-        """Interrupt the leader, which is blocked in the selector."""
-        if not self._woken:
+    def _wake_leader(self) -> None:
+        """Interrupt the flow that is blocked in the selector, if there is one."""
+        if self._leading and not self._woken:
             self._woken = True
             self._wake_out.send(b"\0")
 
@@ -413,8 +401,7 @@ class ProgressEngine:
             if events != stream.events:
                 stream.events = events
                 self._selector.modify(stream.connection, events, stream)
-                if self._leading:
-                    self._wake()  # not every selector sees the change while it blocks
+                self._wake_leader()  # not every selector sees the change while it blocks
 
     def _drop(self, stream: Stream, reason: str, *, lost: bool) -> None:
         del self._streams[stream.rank]

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 import torch
@@ -141,20 +142,18 @@ class FlowTask(Generic[T]):
 
     def __init__(self, function: Callable[[], T], spawner: Traffic) -> None:
         self._spawner = spawner
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
-        self._thread.start()
+        self._ended: Future[T] = Future()
+        threading.Thread(target=self._run, args=(function,), daemon=True).start()
 
     def _run(self, function: Callable[[], T]) -> None:
         try:
-            self._results.append(function())
+            self._ended.set_result(function())
         except BaseException as error:
-            self._error = error
+            self._ended.set_exception(error)
 
     def done(self) -> bool:
         """Whether the flow has ended."""
-        return not self._thread.is_alive()
+        return self._ended.done()
 
     def wait(self) -> T:
         """Block until the flow ends: its result, or what it raised.
@@ -162,12 +161,10 @@ class FlowTask(Generic[T]):
         The time blocked counts as waiting of the flow that spawned it.
         """
         started = time.perf_counter()
-        self._thread.join()
-        self._spawner.seconds_waiting += time.perf_counter() - started
-        if self._error is not None:
-            raise self._error
-        (result,) = self._results
-        return result
+        try:
+            return self._ended.result()
+        finally:
+            self._spawner.seconds_waiting += time.perf_counter() - started
 
 
 def connect_mesh(
@@ -190,8 +187,15 @@ def connect_mesh(
     """
     deadline = time.perf_counter() + timeout
     connections: dict[int, socket.socket] = {}
+    missing = set(range(rank + 1, len(addresses)))
+    refused: list[str] = []
+
+    def welcome(peer: int, connection: socket.socket) -> None:
+        connections[peer] = connection
+        on_wait(tuple(sorted(missing)))
+
     try:
-        with listener:
+        with listener, selectors.DefaultSelector() as selector:
             for peer in range(rank):
                 on_wait((peer,))
                 try:
@@ -201,49 +205,24 @@ def connect_mesh(
                 except ConnectionError as error:
                     where = "{}:{}".format(*addresses[peer])
                     raise PeerLost(peer, f"it could not be reached at {where}: {error}") from error
-            missing = set(range(rank + 1, len(addresses)))
-            _accept(rank, listener, token, tls, missing, connections, on_wait, deadline)
-    except BaseException:
+            reception = Reception(
+                selector, listener, rank, token, tls, missing=missing, spare=STRANGERS,
+                welcome=welcome, refused=lambda _, why: refused.append(why),
+            )  # fmt: skip
+            on_wait(tuple(sorted(missing)))
+            try:
+                while missing:
+                    for key, _ in selector.select(remaining(deadline)):
+                        key.data()
+            finally:
+                reception.drop()
+    except BaseException as error:
         for connection in connections.values():
             connection.close()
-        raise
+        if not isinstance(error, TimeoutError):
+            raise
+        first, *rest = sorted(missing)
+        others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
+        why = "".join(f"; a connection was refused: {reason}" for reason in refused[-1:])
+        raise PeerLost(first, f"it did not connect in time{others}{why}") from None
     return SocketTransport(ProgressEngine(rank, connections), on_flow_start)
-
-
-def _accept(
-    rank: int,
-    listener: socket.socket,
-    token: bytes,
-    tls: TLS | None,
-    missing: set[int],
-    connections: dict[int, socket.socket],
-    on_wait: Callable[[tuple[int, ...]], None],
-    deadline: float,
-) -> None:
-    """Accept connections until all of `missing` are among `connections`.
-
-    Raises `PeerLost` with the lowest missing rank when the time is up.
-    """
-    refused: list[str] = []
-
-    def welcome(peer: int, connection: socket.socket) -> None:
-        connections[peer] = connection
-        on_wait(tuple(sorted(missing)))
-
-    with selectors.DefaultSelector() as selector:
-        reception = Reception(
-            selector, listener, rank, token, tls, missing=missing, spare=STRANGERS,
-            welcome=welcome, refused=lambda _, why: refused.append(why),
-        )  # fmt: skip
-        try:
-            on_wait(tuple(sorted(missing)))
-            while missing:
-                for key, _ in selector.select(remaining(deadline)):
-                    key.data()
-        except TimeoutError:
-            first, *rest = sorted(missing)
-            others = f" (nor did {', '.join(map(str, rest))})" if rest else ""
-            why = "".join(f"; a connection was refused: {reason}" for reason in refused[-1:])
-            raise PeerLost(first, f"it did not connect in time{others}{why}") from None
-        finally:
-            reception.drop()

@@ -315,15 +315,8 @@ class InterceptedReporter(PassingReporter):
 
     chain: Chain
 
-    def progress(
-        self,
-        *,
-        step: int,
-        samples: int,
-        loss: float | None = None,
-        fraction: float | None = None,
-    ) -> None:
-        super().progress(step=step, samples=samples, loss=loss, fraction=fraction)
+    def progress(self, *, step: int, **facts: Any) -> None:
+        super().progress(step=step, **facts)
         for interceptor in self.chain.interceptors:
             interceptor.progress(step)
 

@@ -77,9 +77,7 @@ class Reporter(Protocol):
 class SilentReporter:
     """Nobody is told anything, and nobody wants to stop."""
 
-    def progress(
-        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
-    ) -> None: ...
+    def progress(self, *_: Any, **facts: Any) -> None: ...
 
     def phase(self, name: str) -> None: ...
 
@@ -97,10 +95,8 @@ class PassingReporter:
 
     inner: Reporter
 
-    def progress(
-        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
-    ) -> None:
-        self.inner.progress(step=step, samples=samples, loss=loss, fraction=fraction)
+    def progress(self, *_: Any, **facts: Any) -> None:
+        self.inner.progress(**facts)
 
     def phase(self, name: str) -> None:
         self.inner.phase(name)

@@ -252,17 +252,10 @@ class ShapeGradients(Gradients):
     def views(self) -> list[Tensor]:  # type: ignore[override]
         return self._shared.views
 
-    def clear(self) -> None: ...
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Nothing has to be moved."""
 
-    def forget(self) -> None: ...
-
-    def await_collection(self) -> None: ...
-
-    def collect(self, index: int, scale: float) -> None: ...
-
-    def collect_rest(self, scale: float = 1.0) -> None: ...
-
-    def forget_unused(self) -> None: ...
+    clear = forget = await_collection = collect = collect_rest = forget_unused = _nothing
 
     def pass_backward(self) -> None:
         """All slots are ready, in their order."""

@@ -14,10 +14,9 @@ from orchestra.collectives import Group
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.optimizers.state import Moments, install_moments
 from orchestra.schedules.work_queue import WorkQueue
-from orchestra.transports.protocol import Transport
 from orchestra.worker.batches import Batch, split_batch
 from orchestra.worker.layout import FlatModel, Gradients
-from orchestra.worker.runtime import Compute, Reporter, Runtime, Work
+from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.snapshots import Snapshots
 
 
@@ -92,7 +91,7 @@ class Worker(FlatModel):
     """One rank's module, data share and connections, engine and strategy apart.
 
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
-    `agrees` is set they are known to be equal on all ranks.
+    `agrees` is set they are known to be equal on all ranks. `transport` is that of the main flow.
     """
 
     agrees = False
@@ -114,6 +113,10 @@ class Worker(FlatModel):
         own_optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.runtime = runtime
+        self.rank = runtime.rank
+        self.transport = runtime.transport
+        self.compute = runtime.compute
+        self.reporter = runtime.reporter
         self._lay_out(module)
         self.optimizer = optimizer
         self.clip_norm = clip_norm
@@ -140,30 +143,10 @@ class Worker(FlatModel):
         self.gradients = Gradients(module, self.layout, self.runtime.ranks)
 
     @property
-    def rank(self) -> int:
-        """This rank's number in the run."""
-        return self.runtime.rank
-
-    @property
     def everyone(self) -> Group:
         """All ranks that are still there."""
         gone, everyone = self.transport.lost(), _all_of(self.runtime.ranks)
         return Group(tuple(r for r in everyone.ranks if r not in gone)) if gone else everyone
-
-    @property
-    def transport(self) -> Transport:
-        """The transport of the main flow."""
-        return self.runtime.transport
-
-    @property
-    def compute(self) -> Compute:
-        """Where computation is charged."""
-        return self.runtime.compute
-
-    @property
-    def reporter(self) -> Reporter:
-        """The way to the watcher."""
-        return self.runtime.reporter
 
     @property
     def own_loop(self) -> bool:

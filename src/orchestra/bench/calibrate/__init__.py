@@ -56,8 +56,7 @@ def calibrate(
     """
     limit = LIMIT * len(subjects) if limit is None else limit
     with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
-        own = (_of_subject(subject, seconds, folder) for subject in subjects)
-        kept = measure_all([*_general(seconds), *itertools.chain(*own)], limit, on_progress)
+        kept = measure_all(_measurements(subjects, seconds, folder), limit, on_progress)
     messages, slices = kept[:2]
     first, second = messages.value
     time_slice = statistics.median(itertools.chain(*slices.value))
@@ -81,32 +80,26 @@ def calibrate(
     )
 
 
-def _general(seconds: float) -> list[Measurement]:
-    """Return the measurements that are the same for every task."""
+def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> list[Measurement]:
+    """Return those that are the same for every task, and then two of each of `subjects`: of its
+    steps, and of these on all cores at once."""
     cores = len(usable_cores())
 
-    def due(until: float) -> tuple[float, float]:
+    def general(until: float) -> tuple[float, float]:
         return seconds, until
 
-    return [
-        _measurement("messages", 3.0, measure_messages, due, 2, 3 * len(SIZES)),
-        _measurement("one thread more", 0.5, measure_slices, due, cores + 1, 1),
+    found = [
+        _measurement("messages", 3.0, measure_messages, general, 2, 3 * len(SIZES)),
+        _measurement("one thread more", 0.5, measure_slices, general, cores + 1, 1),
     ]
-
-
-def _of_subject(subject: Workload, seconds: float, folder: str) -> list[Measurement]:
-    """Return those of one task: its steps, and these on all cores at once."""
-    cores = len(usable_cores())
-    order = replace(subject, seconds=seconds, folder=folder, threads=thread_counts(cores))
-
-    def due(until: float) -> Workload:
-        return replace(order, until=until)
-
-    total = len(order.threads) * len(order.sizes) + 1
-    return [
-        _measurement(subject.task, 4.0, measure_task, due, 2, total),
-        _measurement("cores at once", 2.5, measure_speeds, due, cores + 1, TURNS),
-    ]
+    for subject in subjects:
+        order = replace(subject, seconds=seconds, folder=folder, threads=thread_counts(cores))
+        figures = len(order.threads) * len(order.sizes) + 1
+        found += [
+            _measurement(subject.task, 4.0, measure_task, order.due, 2, figures),
+            _measurement("cores at once", 2.5, measure_speeds, order.due, cores + 1, TURNS),
+        ]
+    return found
 
 
 def _measurement(

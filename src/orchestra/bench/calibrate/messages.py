@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.stopwatch import Budget, Kept, curve_of, repeat
+from orchestra.bench.calibrate.stopwatch import Budget, Kept, curve_of, repeat, rounds, total
 from orchestra.bench.turns import Progress, check_stopped, teller
 from orchestra.cluster.calibration import Curve, Messages
-from orchestra.collectives import Group, all_reduce, gather_objects
+from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.environment import Launched
 from orchestra.engines.processes.launch import launch
 from orchestra.transports.framing import header_bytes
@@ -36,8 +37,6 @@ FIRST = 10
 """Times that a message goes back and forth before anybody looks at the clock."""
 PASSES = 3
 TAG = 1
-GO = 2
-Times = dict[int, list[float]]
 LONG_AGO = 0.002
 """Seconds after which a rank that waits is asleep."""
 
@@ -65,62 +64,66 @@ def measure_messages(runtime: Runtime, allowed: tuple[float, float]) -> tuple[Me
     transport, kept, (seconds, until) = runtime.transport, Kept(), allowed
     budget = Budget(until, PASSES * (len(SIZES) + len(SMALL)) + KINDS * len(ELEMENTS) + 1)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
+    done = itertools.count(1)
+
+    def between(size: int) -> Sequence[list[float]]:
+        times = _back_and_forth(transport, (0, 1), size, seconds / PASSES, budget.share())
+        runtime.reporter.progress(step=next(done), samples=0)
+        return times
+
     with kept.watched(2):
-        passes: list[dict[int, tuple[list[float], ...]]] = []
-        while len(passes) < PASSES and (not passes or _goes_on(transport, not budget.over)):
-            times: dict[int, tuple[list[float], ...]] = {}
-            for done, size in enumerate(SIZES, start=len(passes) * len(SIZES) + 1):
-                frame = size // 4 * 4 + header_bytes(1)
-                times[frame] = _back_and_forth(transport, size, seconds / PASSES, budget.share())
-                runtime.reporter.progress(step=done, samples=0)
-            passes.append(times)
+        send, receive, one_way = _best_of_passes(
+            SIZES, between, lambda: total(transport, budget.over) > 0, header_bytes(1)
+        )
         two_rounds, one_round = _all_reduces(transport, budget.share())
-    send, receive, one_way = (
-        curve_of(_best([{frame: found[k] for frame, found in times.items()} for times in passes]))
-        for k in range(3)
-    )
     buffer_bytes = _buffer_bytes(transport)
     work, local = {}, curve_of({1: [1.0]})
     if transport.rank == 0:
-        passes_of_one: list[Times] = []
-        while len(passes_of_one) < PASSES and not (passes_of_one and budget.over):
-            passes_of_one.append(
-                {size: _local(transport, size, seconds / 8, budget.share()) for size in SMALL}
-            )
-        local = curve_of(_best(passes_of_one))
+        (local,) = _best_of_passes(
+            SMALL,
+            lambda size: [_local(transport, size, seconds / 8, budget.share())],
+            lambda: budget.over,
+        )
         with kept.watched(1):
             work = elementwise(seconds, kept, budget)
-    _goes_on(transport, False)  # the other rank waits for this one
+    total(transport)  # the other rank waits for this one
     found = MessageTimes(send, receive, one_way, local, work, two_rounds, one_round, buffer_bytes)
     return found, kept
 
 
-def _goes_on(transport: Transport, wish: bool) -> bool:
-    """Return what rank 0 wishes; both know it then."""
-    if transport.rank == 0:
-        transport.send(torch.tensor([float(wish)]), 1, GO).wait()
-        return wish
-    return bool(transport.receive(0, GO).wait())
+def _best_of_passes(
+    sizes: Sequence[int],
+    measure: Callable[[int], Sequence[list[float]]],
+    is_over: Callable[[], bool],
+    header: int = 0,
+) -> list[Curve]:
+    """Measure all sizes again and again; return a curve of each kind of times that this gives.
 
-
-def _best(passes: Sequence[Times]) -> Times:
-    """Take of each size the pass with the lowest median: a machine that wakes up, or has other
-    things to do for a second, only adds."""
-    return {
-        size: min((times[size] for times in passes), key=statistics.median) for size in passes[0]
-    }
+    Take of each size the pass with the lowest median: a machine that wakes up, or has other things
+    to do for a second, only adds.
+    """
+    passes: list[list[Sequence[list[float]]]] = []
+    while len(passes) < PASSES and not (passes and is_over()):
+        passes.append([measure(size) for size in sizes])
+    best = [
+        [min(of_kind, key=statistics.median) for of_kind in zip(*of_size, strict=True)]
+        for of_size in zip(*passes, strict=True)
+    ]
+    amounts = [size + header for size in sizes]
+    return [curve_of(dict(zip(amounts, times, strict=True))) for times in zip(*best, strict=True)]
 
 
 def _back_and_forth(
-    transport: Transport, size: int, seconds: float, most: float
-) -> tuple[list[float], ...]:
+    transport: Transport, pair: tuple[int, int], size: int, seconds: float, most: float
+) -> Sequence[list[float]]:
     """Send messages of one size back and forth; return seconds to send, to receive, and one way.
 
-    They go as often as rank 0 finds time for: for `seconds`, and at least 20 times if that takes no
-    more than `most`. The first times warm up; they count where there are no others.
+    They go for `seconds`, and at least 20 times if that takes no more than `most`. The first times
+    warm up; they count where there are no others.
     """
-    peer = 1 - transport.rank
-    leaving, arriving = torch.zeros(size // 4), torch.zeros(size // 4)
+    leads = transport.rank == pair[0]
+    peer = pair[1] if leads else pair[0]
+    leaving, arriving = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
 
     def send() -> None:
         transport.send(leaving, peer, TAG).wait()
@@ -128,20 +131,19 @@ def _back_and_forth(
     def receive() -> None:
         transport.receive(peer, TAG, arriving).wait()
 
-    rounds: list[tuple[float, float, float]] = []
-    began, go_on = time.perf_counter(), True
-    while go_on:
+    def agreed(enough: bool) -> bool:
+        return total(transport, enough, pair) > 0
+
+    found: list[tuple[float, float, float]] = []
+    for _ in rounds(seconds, most, 2, math.inf, agreed):
         for _ in range(FIRST):
             started = time.perf_counter()
-            if transport.rank == 0:
+            if leads:
                 sent, received = _processor_seconds(send), _processor_seconds(receive)
             else:
                 received, sent = _processor_seconds(receive), _processor_seconds(send)
-            rounds.append((sent, received, (time.perf_counter() - started) / 2))
-        passed = time.perf_counter() - began
-        wanted = len(rounds) < 2 * FIRST or passed < seconds
-        go_on = _goes_on(transport, wanted and passed < most)
-    return tuple(map(list, zip(*(rounds[FIRST:] or rounds), strict=True)))
+            found.append((sent, received, (time.perf_counter() - started) / 2))
+    return [list(times) for times in zip(*(found[FIRST:] or found), strict=True)]
 
 
 def _processor_seconds(function: Callable[[], None]) -> float:
@@ -166,8 +168,7 @@ def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
 
     two: list[float] = []
     one: list[float] = []
-    began = time.perf_counter()
-    while not two or _goes_on(transport, len(two) < ROUNDS and time.perf_counter() - began < most):
+    for _ in rounds(0.0, most, ROUNDS // FIRST, agreed=lambda own: total(transport, own) > 0):
         for _ in range(FIRST):
             two.append(_processor_seconds(ring))
             one.append(_processor_seconds(butterfly))
@@ -185,12 +186,11 @@ def _buffer_bytes(transport: Transport) -> int:
                 pass
             if handle.done():
                 free = size
-            transport.send(torch.zeros(1), 1, GO)
             handle.wait()
         else:
             time.sleep(2 * LONG_AGO)
             transport.receive(0, TAG).wait()
-            transport.receive(0, GO).wait()
+        total(transport)
     return free
 
 
@@ -273,8 +273,6 @@ def _mean(one: Curve, other: Curve) -> Curve:
     return Curve(points, tuple(map(max, one.spread, other.spread)))
 
 
-REPEATS = 15
-
 Matrix = list[list[float]]
 
 
@@ -300,40 +298,14 @@ def calibrate_links(
 
 def measure_links(runtime: Runtime, size: int) -> Matrix | None:
     """On each rank: pair after pair, so that none is in the way of another."""
-    everyone = Group(tuple(range(runtime.ranks)))
-    own: dict[str, float] = {}
-    for done, (one, other) in enumerate(combinations(everyone.ranks, 2), start=1):
-        all_reduce(runtime.transport, torch.zeros(1), "ring", everyone, Tag.AGREE)
+    transport, ranks = runtime.transport, range(runtime.ranks)
+    matrix = torch.zeros(len(ranks), len(ranks), dtype=torch.float64)
+    for done, (one, other) in enumerate(itertools.combinations(ranks, 2), start=1):
+        total(transport)
         if runtime.rank in (one, other):
-            seconds = _one_way(runtime, other if runtime.rank == one else one, size)
+            _, _, one_way = _back_and_forth(transport, (one, other), size, 0.0, math.inf)
             if runtime.rank == one:
-                own[str(other)] = seconds
+                matrix[one, other] = matrix[other, one] = statistics.median(one_way)
         runtime.reporter.progress(step=done, samples=0)
-    rows = gather_objects(runtime.transport, own, everyone, 0)
-    return _matrix(rows) if runtime.rank == 0 else None
-
-
-def _one_way(runtime: Runtime, peer: int, size: int) -> float:
-    """Return half of the median time there and back."""
-    transport = runtime.transport
-    leaving, arriving = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        if runtime.rank < peer:
-            transport.send(leaving, peer, TAG).wait()
-            transport.receive(peer, TAG, arriving).wait()
-        else:
-            transport.receive(peer, TAG, arriving).wait()
-            transport.send(leaving, peer, TAG).wait()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:]) / 2
-
-
-def _matrix(rows: Sequence[dict[str, float]]) -> Matrix:
-    count = len(rows)
-    matrix = [[0.0] * count for _ in range(count)]
-    for one in range(count):
-        for other, seconds in rows[one].items():
-            matrix[one][int(other)] = matrix[int(other)][one] = seconds
-    return matrix
+    all_reduce(transport, matrix.view(-1), "ring", Group(tuple(ranks)), Tag.AGREE)
+    return matrix.tolist() if runtime.rank == 0 else None

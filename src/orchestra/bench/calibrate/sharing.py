@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
-from orchestra.bench.calibrate.stopwatch import Budget, Kept
+from orchestra.bench.calibrate.stopwatch import Budget, Kept, rounds, total
 from orchestra.bench.calibrate.training import Workload
-from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.tasks.task import load_task
-from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
 TURNS = 9
@@ -33,20 +32,20 @@ def measure_speeds(runtime: Runtime, order: Workload) -> tuple[tuple[float, floa
     Of the `TURNS` those that the time is too short for are left out.
     """
     torch.set_num_threads(1)
-    step, everyone = _step_of(order), Group(tuple(range(runtime.ranks)))
+    step = _step_of(order)
     runtime.reporter.phase("training")  # so that memory is kept as it is there
     cores = max(runtime.ranks - 1, 1)
     shared, turns, kept = [], [], Kept()
     budget = Budget(order.until, 3 * TURNS)
     for turn in range(TURNS):
         alone, all_cores, one_more = (
-            _crowd(runtime, everyone, crowd, step, min(order.seconds / 2, budget.share()), kept)
+            _crowd(runtime, crowd, step, min(order.seconds / 2, budget.share()), kept)
             for crowd in (1, cores, runtime.ranks)
         )
         shared.append(alone / all_cores)
         turns.append(1 - all_cores / one_more)
         runtime.reporter.progress(step=turn + 1, samples=0)
-        if _agreed(runtime, everyone, budget.over):
+        if total(runtime.transport, budget.over):  # they read their clock one after another
             break
     found = min(statistics.median(shared), 1.0), max(statistics.median(turns), 0.0)
     return found, kept
@@ -69,35 +68,20 @@ def _step_of(order: Workload) -> Callable[[], None]:
 
 
 def _crowd(
-    runtime: Runtime,
-    everyone: Group,
-    crowd: int,
-    step: Callable[[], None],
-    seconds: float,
-    kept: Kept,
+    runtime: Runtime, crowd: int, step: Callable[[], None], seconds: float, kept: Kept
 ) -> float:
     """Return processor seconds of a step, where as many ranks as `crowd` take them at once."""
-    mine = torch.zeros(1, dtype=torch.float64)
-    all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)  # a barrier
+    total(runtime.transport)
     with kept.watched(crowd):
-        if runtime.rank < crowd:
-            mine += _pace(step, seconds)
-        all_reduce(runtime.transport, mine, "ring", everyone, Tag.AGREE)
-    return float(mine) / crowd
-
-
-def _agreed(runtime: Runtime, everyone: Group, wish: bool) -> bool:
-    """Return whether any rank has this wish: they read their one clock one after another."""
-    wishes = torch.tensor([float(wish)])
-    all_reduce(runtime.transport, wishes, "ring", everyone, Tag.AGREE)
-    return bool(wishes)
+        own = _pace(step, seconds) if runtime.rank < crowd else 0.0
+        return total(runtime.transport, own) / crowd
 
 
 def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list[float], Kept]:
     """On one rank more than there are cores: for how long this one ran without a pause, each time;
     all of the seconds where it never had to pause."""
-    everyone, kept, (seconds, _) = Group(tuple(range(runtime.ranks))), Kept(), allowed
-    all_reduce(runtime.transport, torch.zeros(1), "ring", everyone, Tag.AGREE)
+    kept, (seconds, _) = Kept(), allowed
+    total(runtime.transport)
     runs: list[float] = []
     with kept.watched(runtime.ranks):
         began = since = last = time.perf_counter()
@@ -113,9 +97,7 @@ def measure_slices(runtime: Runtime, allowed: tuple[float, float]) -> tuple[list
 def _pace(step: Callable[[], None], seconds: float) -> float:
     """Return processor seconds of a step; the ends, where others may not be there, do not count."""
     times: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    least = 3 if seconds > 0 else 1
-    while (now := time.perf_counter() - began) < seconds or len(times) < least:
+    for now in rounds(seconds, least=3 if seconds > 0 else 1, limit=math.inf):
         started = time.thread_time()
         step()
         times.append((now, time.thread_time() - started))

@@ -10,12 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from orchestra.bench.turns import Progress
 from orchestra.cluster.calibration import Curve
 from orchestra.cluster.costs import MOST_WAITED
+from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.system import UsageMeter
 from orchestra.errors import RunFailed
 from orchestra.records.report import taken_by_others
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
 
 LEAST, MOST = 9, 400
 """Repeats of a measurement, where there is time for them."""
@@ -108,7 +113,7 @@ def repeat(
             break
     times: list[float] = []
     began, ran = time.perf_counter(), time.thread_time()
-    while _goes_on(len(times), time.perf_counter() - began, seconds, most):
+    for _ in rounds(seconds, most):
         called = time.thread_time()
         function()
         times.append(time.thread_time() - called)
@@ -117,11 +122,38 @@ def repeat(
     return times
 
 
-def _goes_on(count: int, passed: float, seconds: float, most: float) -> bool:
-    """Return whether there is to be a further repeat after `count` of them."""
-    if count == 0:
-        return True
-    return passed < most and (count < LEAST or (passed < seconds and count < MOST))
+def rounds(
+    seconds: float,
+    most: float = math.inf,
+    least: int = LEAST,
+    limit: float = MOST,
+    agreed: Callable[[bool], bool] = bool,
+) -> Iterator[float]:
+    """Yield the seconds that have passed, once for each repeat of a measurement.
+
+    There is at least one. There are `least` of them within `most` seconds, and up to `limit` within
+    `seconds`.
+
+    Args:
+        agreed: makes of this rank's wish to end that of all.
+    """
+    began, passed, count = time.perf_counter(), 0.0, 0
+    enough = False
+    while not enough:
+        yield passed
+        count += 1
+        passed = time.perf_counter() - began
+        enough = agreed(
+            passed >= most or (count >= least and (passed >= seconds or count >= limit))
+        )
+
+
+def total(transport: Transport, own: float = 0.0, ranks: Sequence[int] | None = None) -> float:
+    """Return the sum of what each of `ranks` gives, all by default; each waits for the others."""
+    values = torch.tensor([own], dtype=torch.float64)
+    group = Group(tuple(range(transport.size) if ranks is None else ranks))
+    all_reduce(transport, values, "ring", group, Tag.AGREE)
+    return values.item()
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchestra.bench.calibrate.stopwatch import LEAST, MOST, Budget, Kept, curve_of, repeat
+from orchestra.bench.calibrate.stopwatch import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples
@@ -68,6 +68,10 @@ class Workload:
     def key(self) -> tuple[str, str, str]:
         """What the figures are found by in a calibration."""
         return key_of(self.task, self.optimizer, self.precision)
+
+    def due(self, until: float) -> Workload:
+        """The same, to be done by then."""
+        return replace(self, until=until)
 
     @property
     def batch_size(self) -> int:
@@ -130,7 +134,8 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
     """On rank 0 of two: the figures of a task. The other rank answers messages, and else waits."""
     torch.set_num_threads(1)
     if runtime.rank > 0:
-        _answer(runtime)
+        while not _exchange(runtime):
+            pass
         return None
     kept = Kept()
     task = replace(load_task(order.task), test=None, validation=None)
@@ -141,7 +146,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
     timings = []
     with kept.watched(1):
         updates = _updates(module, order, kept, meter.budget)
-        timings.append(meter.timing(AllReduce(), time.thread_time, elements, updates, 1))
+        timings.append(meter.timing(1, elements, updates))
     cold = meter.cold()
     parameters = _parameters(task, module, order, meter.budget.share())
     for threads in order.threads[1:]:
@@ -150,7 +155,7 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
             continue
         torch.set_num_threads(threads)
         with kept.watched(threads):
-            timings.append(meter.timing(Single(), time.perf_counter, elements, {}, threads))
+            timings.append(meter.timing(threads, elements, {}))
     costs = TaskCosts(
         *order.key,
         batch_size=order.batch_size,
@@ -170,11 +175,6 @@ def _exchange(runtime: Runtime, last: float = 0.0) -> bool:
     vector[0] = last
     all_reduce(runtime.transport, vector, "ring", Group((0, 1)), Tag.GRADIENTS)
     return bool(vector[0])
-
-
-def _answer(runtime: Runtime) -> None:
-    while not _exchange(runtime):
-        pass
 
 
 @dataclass
@@ -200,14 +200,7 @@ class _Meter:
         figures = sizes + 3 + 1 + len(SLICES)  # cold, parameters, updates
         self.budget = Budget(order.until, figures)
 
-    def timing(
-        self,
-        strategy: Strategy[Any],
-        clock: Callable[[], float],
-        elements: int,
-        slices: Mapping[int, float],
-        threads: int,
-    ) -> Timing:
+    def timing(self, threads: int, elements: int, slices: Mapping[int, float]) -> Timing:
         """With so many `threads`. `slices`: what part of the seconds of a whole update those of so
         many elements take.
 
@@ -222,7 +215,7 @@ class _Meter:
                 samples = f"{size} sample{'s' * (size > 1)}"
                 self._kept.left_out.append(f"a gradient of {samples}")
                 continue
-            times = self._steps(strategy, size, clock)
+            times = self._steps(threads, size)
             gradient[size], step[size] = times["gradient"], times["step"]
             update += times["update"]
             self._done += 1
@@ -233,13 +226,13 @@ class _Meter:
 
     def cold(self) -> float:
         """Of a step with an exchange, what neither takes where it is done by itself."""
-        clock, size, runtime = time.thread_time, self._order.batch_size, self._runtime
+        size, runtime = self._order.batch_size, self._runtime
         if self.budget.over:
             self._kept.left_out.append("what steps and exchanges in turn take more")
             _exchange(runtime, last=1.0)
             return 0.0
-        alone = self._steps(AllReduce(), size, clock)["whole"]
-        in_turn = self._steps(AllReduce(), size, clock, lambda: _exchange(runtime))["whole"]
+        alone = self._steps(1, size)["whole"]
+        in_turn = self._steps(1, size, lambda: _exchange(runtime))["whole"]
         seconds, most = self._order.seconds / 2, self.budget.share()
         exchanges = repeat(lambda: _exchange(runtime), seconds, Kept(), most)  # waits for a peer
         _exchange(runtime, last=1.0)
@@ -248,15 +241,16 @@ class _Meter:
         return max(both - step - statistics.median(exchanges), 0.0)
 
     def _steps(
-        self,
-        strategy: Strategy[Any],
-        size: int,
-        clock: Callable[[], float],
-        exchange: Callable[[], object] = lambda: None,
+        self, threads: int, size: int, exchange: Callable[[], object] = lambda: None
     ) -> dict[str, list[float]]:
-        """Train for as many steps as fit into the time, or as few as it took to find that out."""
+        """Train for as many steps as fit into the time, or as few as it took to find that out.
+
+        Of one thread processor seconds are taken, of more the seconds that pass.
+        """
+        clock = time.thread_time if threads == 1 else time.perf_counter
+        strategy: Strategy[Any] = AllReduce() if threads == 1 else Single()
         most, began = self.budget.share(), time.perf_counter()
-        times = self._train(strategy, size, FIRST_STEPS + 2, clock, exchange)
+        times = self._train(strategy, size, FIRST_STEPS + 2, Profile(clock, exchange))
         passed = time.perf_counter() - began
         each = passed / (FIRST_STEPS + 2)
         fit = int(min(max((most - passed) / each, 0.0), MOST)) - FIRST_STEPS
@@ -264,21 +258,16 @@ class _Meter:
             return times
         steps = FIRST_STEPS + min(max(int(self._order.seconds / each), LEAST), fit)
         began, ran = time.perf_counter(), time.thread_time()
-        times = self._train(strategy, size, steps, clock, exchange)
-        if clock is time.thread_time:
+        times = self._train(strategy, size, steps, Profile(clock, exchange))
+        if threads == 1:
             self._kept.passed += time.perf_counter() - began
             self._kept.ran += time.thread_time() - ran
         return times
 
     def _train(
-        self,
-        strategy: Strategy[Any],
-        size: int,
-        steps: int,
-        clock: Callable[[], float],
-        exchange: Callable[[], object],
+        self, strategy: Strategy[Any], size: int, steps: int, profile: Profile
     ) -> dict[str, list[float]]:
-        order, profile = self._order, Profile(clock, exchange)
+        order = self._order
         training = Training(
             ranks=1,
             batch_size=size,
@@ -367,13 +356,7 @@ def _parameters(
         ends = (marks.get(slot, began + whole) for slot in slots.values())
         return forward, [(end - began) / whole for end in ends]
 
-    passes: list[tuple[list[float], list[float]]] = []
-    started = time.perf_counter()
-    while not passes or (
-        (passed := time.perf_counter() - started) < most
-        and (len(passes) < 12 or (passed < order.seconds and len(passes) < 200))
-    ):
-        passes.append(once())
+    passes = [once() for _ in rounds(order.seconds, most, 12, 200)]
     counted = zip(*passes[min(FIRST_STEPS, len(passes) - 1) :], strict=True)
     forward, ready = (
         [statistics.median(of_one) for of_one in zip(*rows, strict=True)] for rows in counted

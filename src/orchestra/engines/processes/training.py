@@ -15,7 +15,7 @@ from orchestra.engines.run import record_of, roles_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
-from orchestra.settings.plain import from_plain, to_plain
+from orchestra.settings.base import from_plain, to_plain
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
 

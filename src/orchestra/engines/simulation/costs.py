@@ -114,7 +114,7 @@ OVERHEAD = Overhead(
     send=Line(20e-6, 1 / BYTES),
     receive=Line(20e-6, 1 / BYTES),
     add=1 / BYTES,
-    buffer_bytes=1 << 17,
+    buffer=1 << 17,
     wire=1538 / 1448,
 )
 

@@ -181,7 +181,7 @@ class Participant:
                     yield BLOCKED
             elif kind is FREE:
                 packet = leaving[number]
-                while packet.frame_bytes > overhead.buffer_bytes and packet.ended == inf:
+                while packet.frame_bytes > overhead.buffer and packet.ended == inf:
                     packet.then(self.go_on)
                     yield BLOCKED
                 self.waiting += scene.events.now() - began

@@ -240,7 +240,7 @@ class PlacedPlan:
         first, rest, receiving, on_wire = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
-        held = payload + HEADER > overhead.buffer_bytes
+        held = payload + HEADER > overhead.buffer
         freed = reduces & (leaving[target] == rows[:, 2:4]).all(axis=1)
         is_ring = follows and len(rows) == len(rates) and not freed.any()
         return Segment(

@@ -90,7 +90,7 @@ class SimulatedTransport(CollectiveMixin):
         self._spend(cost.send_setup + port.warm_up())
         stream.send(message, self._kernel.here())
         self._spend(cost.send_rest)
-        if size <= overhead.buffer_bytes:
+        if size <= overhead.buffer:
             sending.finished = True
         stream.leave(message, self._kernel.here())
         return sending

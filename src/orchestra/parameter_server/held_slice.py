@@ -1,0 +1,271 @@
+"""A slice of the parameters as a server holds it: pushes become updates, updates become answers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import PeerLost
+from orchestra.optimizers.spec import set_rates
+from orchestra.optimizers.state import restore
+from orchestra.parameter_server.requests import Reply, RequestLog
+from orchestra.parameter_server.state import Answer, ServerState, Update
+from orchestra.parameter_server.wire import Kind, Request, encode_reply
+from orchestra.transports.protocol import Handle, Transport
+from orchestra.transports.tags import Tag
+
+Charge = Callable[[str, int, Callable[[], Any]], None]
+
+EPSILON = 1e-7
+"""Inside the root of the adaptive strength, as in the authors' code of DC-ASGD."""
+
+
+class DelayCompensation:
+    """DC-ASGD (Zheng et al., ICML 2017) on one server's slice.
+
+    w_bak(m) are the values that worker m was last given. The gradient g of worker m was computed at
+    w_bak(m), and the slice w has moved since. Its Taylor expansion around w_bak(m), with
+    lambda g*g for the diagonal of the Hessian, gives g + lambda g*g*(w - w_bak(m)), element by
+    element. lambda is `lambda0` where `mean_square` is None (DC-ASGD-c). Otherwise (DC-ASGD-a),
+    with m = `mean_square`,
+
+        MS <- m MS + (1 - m) g*g        lambda = lambda0 / sqrt(MS + 1e-7)
+
+    where each worker has an MS of its own, 0 at first. Memory: a copy of the slice for each
+    worker, and as much again for MS.
+    """
+
+    def __init__(
+        self, lambda0: float, mean_square: float | None, values: Tensor, workers: Sequence[int]
+    ) -> None:
+        self.lambda0 = lambda0
+        self.mean_square = mean_square
+        self._given = dict.fromkeys(workers, values.clone())
+        self._squares: dict[int, Tensor] = {}
+
+    def correct(self, worker: int, gradient: Tensor, values: Tensor) -> None:
+        """Change the `gradient` of `worker`, in place, to what it would be at `values`."""
+        if not self.lambda0:
+            return
+        square = gradient * gradient
+        if self.mean_square is not None:
+            mean = self._squares.setdefault(worker, torch.zeros_like(square))
+            mean.mul_(self.mean_square).add_(square, alpha=1 - self.mean_square)
+            square.div_((mean + EPSILON).sqrt_())
+        gradient.addcmul_(square, values - self._given[worker], value=self.lambda0)
+
+    def give(self, worker: int, values: Tensor) -> None:
+        """`worker` computes its next gradient at `values`, which nobody changes from now on."""
+        self._given[worker] = values
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """State for a checkpoint."""
+        return {
+            "given": {str(worker): values for worker, values in self._given.items()},
+            "squares": {str(worker): mean for worker, mean in self._squares.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        device = next(iter(self._given.values())).device
+        self._given = {int(worker): values.to(device) for worker, values in saved["given"].items()}
+        self._squares = {int(worker): mean.to(device) for worker, mean in saved["squares"].items()}
+
+
+@dataclass(eq=False)
+class HeldSlice:
+    """A slice of the parameters, `values`, flat, [elements of the slice], on a server.
+
+    `tensors` are the parameters inside the slice that `optimizer` updates: by name a view of
+    `values`, and the element of the parameter at which it begins. Without an optimizer the server
+    only averages, and answers with the average. `charge(kind, amount, function)` runs and charges
+    computation; `clip` clips an averaged gradient together with the other servers; `rate_divisor`
+    gives, for the staleness of an update, what its learning rates are divided by; `compensation`
+    corrects a push before it is applied; `on_update` is called with the samples consumed and the
+    new values. An `elastic` slice is a centre c: a push holds x of a worker and, as its rate,
+    alpha; c <- c + alpha (x - c), and the answer is alpha (x - c).
+    """
+
+    state: ServerState
+    values: Tensor
+    tensors: Mapping[str, tuple[Tensor, int]]
+    optimizer: torch.optim.Optimizer | None
+    charge: Charge
+    _: KW_ONLY
+    clip: Callable[[Transport, Tensor], None] | None = None
+    rate_divisor: Callable[[int], int] = lambda staleness: 1
+    compensation: DelayCompensation | None = None
+    on_update: Callable[[int, Tensor], None] | None = None
+    elastic: bool = False
+
+    def __post_init__(self) -> None:
+        self.log = RequestLog(self.state)
+        self.place = 0
+        self._tags = Tag.ANSWER, Tag.VALUES
+        self._total = torch.zeros_like(self.values)
+        self._buffers: dict[int, Tensor] = {}  # the gradient of each worker's last push
+        self._given: dict[int, Tensor] | None = None
+        self._agreed: Tensor | None = None
+        self._sending: dict[int, list[Handle]] = {}
+
+    def replicate(self, place: int, *, backed: bool, is_mirror: bool) -> None:
+        """Let another server hold the slice, too, which is at `place` among all.
+
+        Values are then copied when they are decided on, not when they are sent: what a worker is
+        given must not hold what only this server has taken.
+        """
+        self.place = place
+        self.log.backed = backed
+        self._given = {}
+        if is_mirror:
+            self._tags = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
+
+    def take(self, transport: Transport, request: Request, gradient: Tensor | None) -> None:
+        """Let a new request count, in the values too."""
+        if gradient is not None:
+            self._buffers[request.worker] = gradient.to(self.values.device)
+        elif request.kind is Kind.LOST:
+            self._buffers.pop(request.worker, None)
+        decision = self.log.take(request)
+        for update in decision.apply:
+            self._update(transport, update)
+        if self._given is None:
+            return
+        for answer in decision.answers:
+            self._given[answer.worker] = self._copy_for(answer.worker)
+        if decision.quiet and self.state.live and self.log.gives_values:
+            self._agreed = self.values.clone()
+            self.all_have_read()
+
+    def send(self, transport: Transport, replies: Collection[Reply]) -> None:
+        """Reply to the workers; at a quiet point to the one on this rank last: then all that was
+        sent is counted."""
+        own = transport.rank
+        for reply in sorted(
+            replies, key=lambda r: r.worker == own and not isinstance(r.content, Answer)
+        ):
+            worker, content, handles = reply.worker, reply.content, []
+            values = self._values_of(reply) if reply.values else None
+            if content is not None:
+                handles.append(transport.send(encode_reply(content), worker, self._tags[0]))
+            if values is not None:
+                handles.append(transport.send(values, worker, self._tags[1]))
+            self._sending[worker] = handles
+
+    def finish_sending(self) -> None:
+        """Wait until all that was sent has left; a worker that is lost meanwhile is left out."""
+        for handles in self._sending.values():
+            with contextlib.suppress(PeerLost):
+                for handle in handles:
+                    handle.wait()
+        self._sending.clear()
+
+    def _values_of(self, reply: Reply) -> Tensor:
+        if isinstance(reply.content, Answer):
+            given = self._given
+            return self._copy_for(reply.worker) if given is None else given[reply.worker]
+        if reply.content is None:
+            return self.values
+        assert self._agreed is not None
+        return self._agreed
+
+    def _copy_for(self, worker: int) -> Tensor:
+        """Copy the values, so that a slow worker holds up nobody."""
+        copy = self._buffers[worker]
+        if self.elastic:
+            return copy
+        values = self.values if self.optimizer is not None else self._total
+        self.charge("encode", values.numel(), lambda: copy.copy_(values))
+        if self.compensation is not None:
+            self.compensation.give(worker, copy)  # its next gradient comes in a new buffer
+        return copy
+
+    def _update(self, transport: Transport, update: Update) -> None:
+        """Apply `update`, from the gradients of its pushes."""
+        elements, count = self.values.numel(), len(update.pushes)
+        if count > 1:
+            self.charge("mix", 2 * count * elements, functools.partial(self._add_up, update))
+        self.charge("update", elements, functools.partial(self._apply, transport, update))
+        if self.on_update is not None:
+            self.on_update(self.state.consumed, self.values)
+
+    def _add_up(self, update: Update) -> None:
+        """Form the sample-weighted average of several pushes, summed in rank order."""
+        samples = sum(push.samples for push in update.pushes)
+        self._total.zero_()
+        for push in update.pushes if samples else ():
+            self._total.add_(self._buffers[push.worker].mul_(push.samples / samples))
+
+    def _apply(self, transport: Transport, update: Update) -> None:
+        """Step from the gradient of the one push, or from the average of several."""
+        pushes = update.pushes
+        first = pushes[0]
+        gradient = self._buffers[first.worker] if len(pushes) == 1 else self._total
+        if self.elastic:
+            self.values.add_(gradient.sub_(self.values).mul_(first.rates[0]))
+            return
+        if not any(push.samples for push in pushes):
+            return
+        if self.clip is not None:
+            self.clip(transport, gradient)
+        if self.optimizer is None:
+            self._total.copy_(gradient)
+            return
+        set_rates(self.optimizer, self._allow_for_staleness(update, gradient))
+        begin = self.values.storage_offset()
+        used = map(any, zip(*(push.used for push in pushes), strict=True))
+        for (tensor, _), is_used in zip(self.tensors.values(), used, strict=True):
+            own = gradient[tensor.storage_offset() - begin :][: tensor.numel()]
+            tensor.grad = own.view(tensor.shape) if is_used else None
+        self.optimizer.step()
+
+    def _allow_for_staleness(self, update: Update, gradient: Tensor) -> list[float]:
+        """The rule for stale pushes: correct the `gradient` for what has changed since it was read;
+        return the learning rates that it counts with."""
+        if self.compensation is not None:
+            (push,) = update.pushes
+            self.compensation.correct(push.worker, gradient, self.values)
+        divisor = self.rate_divisor(update.staleness)
+        return [rate / divisor for rate in update.pushes[0].rates]
+
+    def all_have_read(self) -> None:
+        """At a quiet point: every worker was given the values as they are now."""
+        self.state.all_have_read()
+        if self.compensation is not None:
+            given = self.values.clone()
+            for worker in self.state.live:
+                self.compensation.give(worker, given)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """State for a checkpoint, taken at a quiet point."""
+        return {
+            "values": self.values,
+            "version": self.state.version,
+            "consumed": self.state.consumed,
+            "clocks": {str(worker): clock for worker, clock in self.state.clocks.items()},
+            "read": {str(worker): version for worker, version in self.state.read.items()},
+            "staleness": self.state.staleness,
+            "dropped": self.state.dropped,
+            "optimizer": self.optimizer,
+            "compensation": self.compensation,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`."""
+        if self.optimizer is not None:
+            restore(self.optimizer, saved["optimizer"])
+        if self.compensation is not None:
+            restore(self.compensation, saved["compensation"])
+        self.values.copy_(saved["values"])
+        self.state.version = saved["version"]
+        self.state.consumed = saved["consumed"]
+        self.state.clocks = {int(worker): clock for worker, clock in saved["clocks"].items()}
+        self.state.read = {int(worker): version for worker, version in saved["read"].items()}
+        self.state.staleness = list(saved["staleness"])
+        self.state.dropped = saved["dropped"]
