@@ -9,8 +9,6 @@ hooks, `Join`, subgroups, objects. Tensors are on the CPU. A collective names th
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work, _create_work_from_future
 from torch.futures import Future
 
-from orchestra.transports.shared_memory import Operation, SharedMemory, connect
+from orchestra.transports.shared_memory import Operation, connect
 
 _COMBINE: dict[Any, Operation] = {
     dist.ReduceOp.SUM: Tensor.add_,
@@ -39,26 +37,22 @@ _COMBINE: dict[Any, Operation] = {
 class ProcessGroupSHM(dist.ProcessGroup):
     """The ranks of one host, or a subgroup of them.
 
-    Collectives run in the order in which they are called. A blocking one runs in the calling
-    thread; others run in a thread of the group's own.
+    A collective runs where it is called, also with `async_op=True`, since the cores of the host have
+    nothing to do beside it: its work is complete when the call returns. So what a hook's callback
+    calls comes in the same order on all ranks. Messages have threads of their own.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
         self._memory, self._messages = connect(rank, size, store.set, store.get, seconds)
-        self._queue: queue.SimpleQueue[tuple[Callable[[], object], Any, Future[Any]]] = (
-            queue.SimpleQueue()
-        )
-        self._under_way = 0
-        self._thread: threading.Thread | None = None
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "shm"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
-        return self._begin(partial(self._all_reduce, tensors, opts.reduceOp.op), tensors, opts)
+        return self._run(partial(self._all_reduce, tensors, opts.reduceOp.op), tensors)
 
     allreduce_coalesced = allreduce
 
@@ -72,41 +66,41 @@ class ProcessGroupSHM(dist.ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         run = partial(self._all_reduce, tensors, opts.reduceOp.op, opts.rootRank)
-        return self._begin(run, tensors, opts)
+        return self._run(run, tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         (tensor,), root = tensors, opts.rootRank
         rows, wanted = [tensor], []
         if self.rank() != root:
             rows, wanted = [tensor.new_empty(0)], [(root, 0, tensor)]
-        return self._copy(rows, wanted, tensor.nbytes, tensors, opts)
+        return self._copy(rows, wanted, tensor.nbytes, tensors)
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._begin(self._memory.barrier, [], opts)
+        return self._run(self._memory.barrier, [])
 
     def allgather(self, into: list[list[Tensor]], own: list[Tensor], opts: Any = None) -> Work:
         wanted = [(source, 0, target) for source, target in enumerate(into[0])]
-        return self._copy(own, wanted, own[0].nbytes, into, opts)
+        return self._copy(own, wanted, own[0].nbytes, into)
 
     def _allgather_base(self, into: Tensor, own: Tensor, opts: Any = None) -> Work:
-        return self.allgather([list(into.view(-1).chunk(self.size()))], [own], opts)
+        return self.allgather([list(into.view(-1).chunk(self.size()))], [own])
 
     all_gather_single = _allgather_base
 
     def gather(self, into: list[list[Tensor]], own: list[Tensor], opts: Any) -> Work:
         targets = into[0] if self.rank() == opts.rootRank else []
         wanted = [(source, 0, target) for source, target in enumerate(targets)]
-        return self._copy(own, wanted, own[0].nbytes, into, opts)
+        return self._copy(own, wanted, own[0].nbytes, into)
 
     def scatter(self, into: list[Tensor], rows: list[list[Tensor]], opts: Any) -> Work:
         empty = [into[0].new_empty(0)] * self.size()
         shown = rows[0] if self.rank() == opts.rootRank else empty
         wanted = [(opts.rootRank, self.rank(), into[0])]
-        return self._copy(shown, wanted, into[0].nbytes, into, opts)
+        return self._copy(shown, wanted, into[0].nbytes, into)
 
     def alltoall(self, into: list[Tensor], rows: list[Tensor], opts: Any = None) -> Work:
         wanted = [(source, self.rank(), target) for source, target in enumerate(into)]
-        return self._begin(partial(self._all_to_all, rows, wanted), into, opts)
+        return self._run(partial(self._all_to_all, rows, wanted), into)
 
     def alltoall_base(
         self, into: Tensor, rows: Tensor, into_sizes: list[int], sizes: list[int], opts: Any = None
@@ -115,7 +109,7 @@ class ProcessGroupSHM(dist.ProcessGroup):
             list(tensor.split(split) if split else tensor.chunk(self.size()))
             for tensor, split in ((into, into_sizes), (rows, sizes))
         ]
-        return self.alltoall(*parts, opts)
+        return self.alltoall(*parts)
 
     all_to_all_single = alltoall_base
 
@@ -130,17 +124,16 @@ class ProcessGroupSHM(dist.ProcessGroup):
         wanted: Sequence[tuple[int, int, Tensor]],
         length: int,
         result: Any,
-        opts: Any,
     ) -> Work:
-        return self._begin(partial(self._memory.copy_rows, rows, wanted, length), result, opts)
+        return self._run(partial(self._memory.copy_rows, rows, wanted, length), result)
 
     def reduce_scatter(self, into: list[Tensor], rows: list[list[Tensor]], opts: Any) -> Work:
         run = partial(self._reduce_scatter, rows[0], into[0], opts.reduceOp.op)
-        return self._begin(run, into, opts)
+        return self._run(run, into)
 
     def _reduce_scatter_base(self, into: Tensor, rows: Tensor, opts: Any) -> Work:
         chunks = rows.view(-1).chunk(self.size())
-        return self._begin(partial(self._reduce_scatter, chunks, into, opts.reduceOp.op), into, opts)
+        return self._run(partial(self._reduce_scatter, chunks, into, opts.reduceOp.op), into)
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -158,32 +151,17 @@ class ProcessGroupSHM(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         return _Received(self._messages.receive(tensors[0], None, tag))
 
-    def _begin(self, run: Callable[[], object], result: Any, opts: Any) -> Work:
-        """Run it here, if the caller waits for it at once and nothing else is under way."""
-        done: Future[Any] = Future()
-        if self._under_way == 0 and not getattr(opts, "asyncOp", True):
-            run()
-            done.set_result(result)
-        else:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True)
-                self._thread.start()
-            self._under_way += 1
-            self._queue.put((run, result, done))
-        return _create_work_from_future(done)
+    def shutdown(self) -> None:
+        """Disconnect; the others are not waited for."""
+        self._messages.close()
+        self._memory.close()
 
-    def _work(self) -> None:
-        while True:
-            run, result, done = self._queue.get()
-            try:
-                with torch.no_grad():
-                    run()
-            except Exception as error:
-                self._under_way -= 1
-                done.set_exception(error)
-            else:
-                self._under_way -= 1
-                done.set_result(result)
+    def _run(self, collective: Callable[[], object], result: Any) -> Work:
+        with torch.no_grad():
+            collective()
+        done: Future[Any] = Future()
+        done.set_result(result)
+        return _create_work_from_future(done)
 
 
 class _Received(Work):

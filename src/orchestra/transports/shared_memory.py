@@ -7,6 +7,7 @@ needs no spinning, and its end says that a rank is gone.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import mmap
 import os
@@ -15,6 +16,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -64,16 +66,25 @@ class SharedMemory:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
+        peer = self.rank
         try:
             for peer, door in self._doors:
                 os.write(door, _ARRIVED)
             for peer, door in self._doors:
-                if not os.read(door, 1):
-                    raise PeerLost(peer)
+                news = os.read(door, 1)
+                if news != _ARRIVED:
+                    self._lose(news[0] - 1 if news else peer)
         except BlockingIOError as error:
             raise TimeoutError(f"rank {peer} has not joined a collective in time") from error
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise PeerLost(peer) from error
+        except (BrokenPipeError, ConnectionResetError):
+            self._lose(peer)
+
+    def _lose(self, lost: int) -> NoReturn:
+        """Tell the others which rank is gone, who would blame this one when it leaves."""
+        for _, door in self._doors:
+            with contextlib.suppress(OSError):
+                os.write(door, bytes([1 + lost]))
+        raise PeerLost(lost)
 
     def all_reduce(
         self, vector: Tensor, combine: Operation = Tensor.add_, root: int | None = None
@@ -211,9 +222,7 @@ def connect(
         listener.settimeout(timeout)
         publish(f"host/{rank}", _host())
         publish(f"address/{rank}", token + listener.getsockname())
-        peers = {
-            peer: _call(rank, peer, lookup, timeout) for peer in range(rank)
-        }
+        peers = {peer: _call(rank, peer, lookup, timeout) for peer in range(rank)}
         while len(peers) < size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +48,14 @@ class UnixMessages:
         self._posted: list[_Posted] = []
         self._unexpected: dict[int, deque[tuple[int, Tensor]]] = defaultdict(deque)  # by tag
         self._lost: set[int] = set()
+        self._threads: list[threading.Thread] = []
         self._reading = False
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Future[Any]:
         """Begin to send a contiguous `tensor`."""
         if to not in self._outgoing:
             self._outgoing[to] = queue.SimpleQueue()
-            threading.Thread(target=self._send_all, args=(to,), daemon=True).start()
+            self._start(self._send_all, to)
         done: Future[Any] = Future()
         self._outgoing[to].put((tensor, tag, done))
         return done
@@ -65,7 +67,7 @@ class UnixMessages:
             if not self._reading:
                 self._reading = True
                 for peer in self._peers:
-                    threading.Thread(target=self._receive_all, args=(peer,), daemon=True).start()
+                    self._start(self._receive_all, peer)
             waiting = self._unexpected[tag]
             for message in waiting:
                 if source in (None, message[0]):
@@ -79,11 +81,20 @@ class UnixMessages:
         return posted.done
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect, once what was sent has gone."""
         for outgoing in self._outgoing.values():
             outgoing.put(None)
         for connection in self._peers.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # which ends the thread that reads
+        for thread in self._threads:
+            thread.join()
+        for connection in self._peers.values():
             connection.close()
+
+    def _start(self, function: Callable[[int], None], peer: int) -> None:
+        self._threads.append(threading.Thread(target=function, args=(peer,), daemon=True))
+        self._threads[-1].start()
 
     def _send_all(self, to: int) -> None:
         connection = self._peers[to]
