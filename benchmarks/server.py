@@ -12,14 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from orchestra.bench.turns import (
-    Progress,
-    check_stopped,
-    join_gloo,
-    median_ratio,
-    take_turns,
-    teller,
-)
+from orchestra.bench.turns import Progress, join_gloo, median_ratio, run_ranks, take_turns
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,
@@ -29,7 +22,6 @@ from orchestra.cli.bench import (
     write_figures,
 )
 from orchestra.cli.main import guarded
-from orchestra.engines.processes.launch import launch
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime
@@ -80,12 +72,13 @@ def bench_server(
     """
     rows = []
     for count in workers:
-        tell = teller(on_progress, f"{count} workers", 2 * (rounds + 1))
         with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
             assignment = Assignment(pushes, rounds, str(Path(folder) / "store"))
-            outcome = launch(measure, assignment, count + 1, on_event=tell)
-        check_stopped(outcome)
-        blocks = outcome.results[count]  # the server's clock: from the first push to the last
+            results = run_ranks(
+                measure, assignment, count + 1,
+                steps=2 * (rounds + 1), what=f"{count} workers", on_progress=on_progress,
+            )  # fmt: skip
+        blocks = results[count]  # the server's clock: from the first push to the last
         ours, peer = blocks[repr(OURS)], blocks[PEER]
         total = count * pushes
         rows.append(
@@ -185,10 +178,10 @@ def print_rates(rows: Iterable[ServerRow]) -> None:
 def main(arguments: list[str]) -> int:
     """Measure, and print the rates."""
     options = read_options(
-        bench_parser("python -m benchmarks.server", DESCRIPTION, rounds="7"), arguments
+        bench_parser("python -m benchmarks.server", DESCRIPTION, rounds=7), arguments
     )
     with progress_line() as tell:
-        rows = bench_server(rounds=options.rounds or 7, on_progress=tell)
+        rows = bench_server(rounds=options.rounds, on_progress=tell)
     print_rates(rows)
     write_figures(options.json, "server", rows)
     return 0

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.bench.turns import Progress, check_stopped, teller
+from orchestra.bench.turns import Progress, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
-    listed_words,
+    listed,
     print_remarks,
     print_table,
     progress_line,
@@ -24,10 +24,9 @@ from orchestra.cli.bench import (
 )
 from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
-from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
-from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.errors import InputError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
@@ -110,18 +109,6 @@ class ScaleRow:
     peak_megabytes: float | None
 
 
-def labels_named(names: Sequence[str] | None) -> list[str]:
-    """These labels of `SCALED`; all without any.
-
-    Raises:
-        InputError: there is no such label.
-    """
-    for name in names or ():
-        if name not in SCALED:
-            raise InputError(f"--strategies: unknown {name!r}; {nearest(name, SCALED)}")
-    return list(SCALED) if names is None else list(names)
-
-
 def bench_scale(
     labels: Sequence[str],
     scale: Scale,
@@ -160,16 +147,16 @@ def _measured(
     label: str, scale: Scale, limit_seconds: float, on_progress: Progress | None
 ) -> ScaleRow:
     assignment = Assignment(label, scale, limit_seconds)
-    tell = teller(on_progress, f"{label}, {scale.workers} workers", scale.steps)
+    what = f"{label}, {scale.workers} workers"
     result: Measured | None = None
     try:
-        outcome = launch(measure, assignment, 1, patience=limit_seconds, on_event=tell)
+        (result,) = run_ranks(
+            measure, assignment, 1,
+            steps=scale.steps, what=what, on_progress=on_progress, patience=limit_seconds,
+        )  # fmt: skip
     except RunFailed as failed:
         if "hangs" not in str(failed):  # not a step within three times the limit
             raise
-    else:
-        check_stopped(outcome)
-        (result,) = outcome.results
     steps = 0 if result is None else result.steps
     complete = result if steps >= scale.steps else None
     return ScaleRow(
@@ -296,7 +283,7 @@ def main(arguments: list[str]) -> int:
         help="for each simulation (default: 600)",
     )  # fmt: skip
     options = read_options(parser, arguments)
-    labels = labels_named(listed_words(options.strategies))
+    labels = list(listed("--strategies", options.strategies, SCALED))
     if options.workers < 32:
         raise InputError(f"--workers: {options.workers} is below 32: some strategies need as many")
     if not options.limit > 0:

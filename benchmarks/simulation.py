@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from orchestra.bench.turns import Blocks, Progress, check_stopped, median_ratio, teller
+from orchestra.bench.turns import Blocks, Progress, median_ratio, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,
@@ -25,7 +25,6 @@ from orchestra.cli.bench import (
 from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
 from orchestra.data.feed import open_samples
-from orchestra.engines.processes.launch import launch
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.optimizers.settings import Optimizer
@@ -81,10 +80,10 @@ def bench_simulation(
 
 def measured(contest: Contest, on_progress: Progress | None = None) -> SimulationRow:
     """The figures of one contest, from a process of its own."""
-    tell = teller(on_progress, f"{contest.workers} workers", contest.rounds)
-    outcome = launch(measure, contest, 1, on_event=tell)
-    check_stopped(outcome)
-    blocks: Blocks = outcome.results[0]
+    blocks: Blocks = run_ranks(
+        measure, contest, 1,
+        steps=contest.rounds, what=f"{contest.workers} workers", on_progress=on_progress,
+    )[0]  # fmt: skip
     pairs = zip(blocks[SIMULATED], blocks[PLAIN], strict=True)
     return SimulationRow(
         contest.workers,
@@ -220,14 +219,14 @@ def _part(values: Sequence[float], part: float) -> float:
 
 def main(arguments: list[str]) -> int:
     """Measure, and print the times."""
-    parser = bench_parser("python -m benchmarks.simulation", DESCRIPTION, rounds="40")
+    parser = bench_parser("python -m benchmarks.simulation", DESCRIPTION, rounds=ROUNDS)
     parser.add_argument(
         "--ranks", default="64", metavar="N,...", help="numbers of workers (default: 64)"
     )
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks)
     with progress_line() as tell:
-        rows = bench_simulation(ranks, options.rounds or ROUNDS, tell)
+        rows = bench_simulation(ranks, options.rounds, tell)
     print_simulations(rows)
     write_figures(options.json, "simulation", rows)
     return 0

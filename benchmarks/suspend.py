@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.server import RATE, make_worker, mean_output
-from orchestra.bench.turns import Progress, check_stopped
+from orchestra.bench.turns import Progress, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,
@@ -40,7 +40,6 @@ from orchestra.cli.bench import (
     write_figures,
 )
 from orchestra.cli.main import guarded
-from orchestra.engines.processes.launch import launch
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step
@@ -160,11 +159,10 @@ class Conductor:
         with ThreadPoolExecutor(1) as pool:
             measuring = pool.submit(self._measure)
             try:
-                outcome = launch(step_on, assignment, WORKERS + 1)
+                results = run_ranks(step_on, assignment, WORKERS + 1, steps=1)
             finally:
                 self._over.set()
-            check_stopped(outcome)
-            return list(outcome.results), measuring.result()
+            return list(results), measuring.result()
 
     def _measure(self) -> list[Pair]:
         try:
@@ -280,10 +278,10 @@ def print_paces(rows: Sequence[SuspendRow]) -> None:
 def main(arguments: list[str]) -> int:
     """Measure both loads, and print the paces."""
     options = read_options(
-        bench_parser("python -m benchmarks.suspend", DESCRIPTION, rounds="5"), arguments
+        bench_parser("python -m benchmarks.suspend", DESCRIPTION, rounds=5), arguments
     )
     with progress_line() as tell:
-        rows = bench_suspend(options.rounds or 5, on_progress=tell)
+        rows = bench_suspend(options.rounds, on_progress=tell)
     print_paces(rows)
     write_figures(options.json, "suspend", rows)
     return 0

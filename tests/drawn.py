@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def drawn(folder: Path, baseline: str | None = None) -> Drawn:
     return Drawn(study.sources, study.rows, {figure.name: figure for figure in found})
 
 
-def drawn_alone(folder: Path, family: Callable[[Study], Sequence[Figure]]) -> Drawn:
+def drawn_alone(folder: Path, family: Callable[[Study], Iterable[Figure]]) -> Drawn:
     """With the figures of one family, which is quicker."""
     study = Study(collect([folder]))
     return Drawn(study.sources, study.rows, {figure.name: figure for figure in family(study)})

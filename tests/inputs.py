@@ -22,15 +22,14 @@ from orchestra.cluster.units import Unit
 from orchestra.data.sharding import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.optimizers.settings import SCHEDULES, Schedule
-from orchestra.settings import Call, Registry, Settings
+from orchestra.settings import Call, Registry, Settings, write
 from orchestra.settings.base import REQUIRED, Limits, default_of, settings_of, type_hints
-from orchestra.settings.notation import value_text
 from orchestra.settings.reading import yaml_text
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.settings import Target, Training
 
@@ -318,7 +317,7 @@ def _some_of(names: Sequence[str], most: int) -> SearchStrategy[list[str]]:
 def _shown(value: Any) -> str:
     if isinstance(value, Raw):
         return value.text
-    return value if isinstance(value, str) else value_text(text_of(value), str)
+    return value if isinstance(value, str) else write(text_of(value))
 
 
 def _damage(draw: some.DrawFn, mapping: dict[str, Any]) -> None:

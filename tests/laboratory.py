@@ -8,6 +8,7 @@ from math import inf
 from tests.virtual_clock import VirtualClock
 
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
+from orchestra.engines.simulation.kernel import Kernel
 
 
 def nothing() -> None:
@@ -30,13 +31,22 @@ class Laboratory:
         bound: float = inf,
         then: Callable[[], object] = nothing,
     ) -> Activity:
+        """Begin one whose rate is at most `bound`, the capacity of a resource of its own."""
+
         def end() -> None:
             self.ended.append((name, self.clock.now()))
             then()
 
-        return self.fluid.start(amount, resources, end, bound=bound)
+        own = [] if bound == inf else [Resource(f"{name}'s own", bound)]
+        return self.fluid.start(amount, [*resources, *own], end)
 
     def run(self) -> dict[str, float]:
         """When each has ended."""
         self.clock.run()
         return dict(self.ended)
+
+
+def sleep(kernel: Kernel, seconds: float) -> None:
+    """Let so many virtual seconds pass for the present flow."""
+    kernel.call_at(kernel.now() + seconds, kernel.resume, kernel.current)
+    kernel.park()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,8 +26,11 @@ Vector = NDArray[np.float64]
 
 INPUTS, HIDDEN = 2, 4
 SIZE = HIDDEN * INPUTS + 2 * HIDDEN  # of float64: no padding in a flat layout
-BATCHES: dict[int, list[tuple[Vector, Vector]]] = {}
-"""Of each module, by its id: the inputs and targets of the batches it has had a gradient of."""
+BATCHES: WeakKeyDictionary[nn.Module, list[tuple[Vector, Vector]]] = WeakKeyDictionary()
+"""Of each module: the inputs and targets of the batches it has had a gradient of.
+
+Not by its id, which another rank's module may have once a copy for warming up is gone.
+"""
 
 
 class Net(nn.Module):
@@ -64,7 +68,7 @@ def task(samples: int) -> Task:
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if torch.is_grad_enabled():
-            BATCHES.setdefault(id(model), []).append((batch[0].numpy(), batch[1].numpy()))
+            BATCHES.setdefault(model, []).append((batch[0].numpy(), batch[1].numpy()))
         value: Tensor = 0.5 * (model(batch[0]) - batch[1]).square().mean()
         return value
 
@@ -87,7 +91,7 @@ class Run:
         run = settings(strategy, ranks, "", **{"work": "equal", **training})
         run = replace(run, task=f"tests.tanh_net:task({samples})")
         self.trained: Trained = train_recorded(run, folder)
-        self.batches = [BATCHES.get(id(module), []) for module in self.trained.modules]
+        self.batches = [BATCHES.get(module, []) for module in self.trained.modules]
         self.final = vector(self.trained.final)
 
     @property

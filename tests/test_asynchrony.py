@@ -15,7 +15,7 @@ from tests.rank_programs import Running, pids
 from tests.training import step_lines
 from tests.waiting import is_stopped, wait_until
 
-from orchestra.engines.events import Beat, Event, Notice
+from orchestra.engines.events import Event, Heartbeat, Notice
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.settings import Run, Training
 
@@ -37,8 +37,8 @@ class Steps:
         self.of = dict.fromkeys(range(WORKERS + 1), 0)
 
     def on_event(self, event: Event | Notice) -> None:
-        if isinstance(event, Beat):
-            self.of[event.rank] = event.pulse.step
+        if isinstance(event, Heartbeat):
+            self.of[event.rank] = event.step
 
     def wait_for(self, ranks: set[int], steps: int) -> None:
         """Until each of `ranks` has completed `steps` steps."""

@@ -16,13 +16,14 @@ from benchmarks.server import ServerRow, bench_server
 from benchmarks.suspend import RankSteps, Window, row_of
 
 from orchestra.bench import step
-from orchestra.bench.step import SUBJECTS, subjects_named
+from orchestra.bench.step import SUBJECTS
 from orchestra.bench.turns import median_ratio, order
+from orchestra.cli.bench import listed
 from orchestra.cli.main import main
 from orchestra.errors import InputError
 from orchestra.strategies.parameter_server import ParameterServer
 
-SMALL = replace(SUBJECTS[0], steps=2, batch_size=4)
+SMALL = replace(SUBJECTS["lenet"], steps=2, batch_size=4)
 PEERS = [step.PEER.format(size) for size in step.BUCKET_MEGABYTES]
 
 
@@ -64,7 +65,7 @@ def test_steps_of_every_contestant_are_measured() -> None:
 
 
 def test_the_sizes_of_the_models() -> None:
-    sizes = [sum(p.numel() for p in subject.build().parameters()) for subject in SUBJECTS]
+    sizes = [sum(p.numel() for p in subject.build().parameters()) for subject in SUBJECTS.values()]
     assert sizes[0] == 61_706
     assert sizes[1] == pytest.approx(25e6, rel=0.01)
 
@@ -114,7 +115,7 @@ def test_the_measure_sees_a_server_that_waits_for_everybody() -> None:
         (["step", "--ranks", "2,x"], "--ranks: '2,x' is not a list of whole numbers"),
         (["step", "--ranks", "1,2"], "--ranks: 1 is below 2"),
         (["step", "--rounds", "0"], "--rounds: 0 is below 1"),
-        (["step", "--model", "lennet"], "--model: unknown model 'lennet'; did you mean 'lenet'?"),
+        (["step", "--model", "lennet"], "--model: unknown 'lennet'; did you mean 'lenet'?"),
         (["step", "--json", "here"], "--json: here exists; name a new file"),
         (["step", "--json", "no/file"], "--json: there is no folder no"),
         (["step", "--round", "2"], "did you mean '--rounds'?"),
@@ -137,17 +138,17 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def test_one_model_or_all() -> None:
-    assert subjects_named("all") == SUBJECTS
-    assert subjects_named("mlp25m") == SUBJECTS[1:]
+    assert listed("--model", None, SUBJECTS) == SUBJECTS
+    assert listed("--model", "mlp25m", SUBJECTS) == {"mlp25m": SUBJECTS["mlp25m"]}
     with pytest.raises(InputError):
-        subjects_named("mlp")
+        listed("--model", "mlp", SUBJECTS)
 
 
 def test_figures_as_a_table_and_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(step, "SUBJECTS", (SMALL,))
+    monkeypatch.setattr(step, "SUBJECTS", {"lenet": SMALL})
     file = tmp_path / "figures.json"
     assert main(["bench", "step", "--ranks", "2", "--rounds", "1", "--json", str(file)]) == 0
     captured = capsys.readouterr()

@@ -143,7 +143,7 @@ def test_what_was_interrupted_does_not_count_and_is_written_over(tmp_path: Path)
     write(tmp_path, 2)
     assert sorted(checkpoints.complete(tmp_path)) == [1, 2]
     checkpoints.verify(tmp_path, 2, RANKS)
-    assert not checkpoints.pending_folder(tmp_path, 2).exists()
+    assert not (tmp_path / ".0002").exists()
 
 
 def test_a_damaged_one_is_written_over(tmp_path: Path) -> None:

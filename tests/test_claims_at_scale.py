@@ -19,7 +19,7 @@ from studies.claims_at_scale.search import ROUNDS, Outcomes, at_edge, search
 from studies.claims_at_scale.verdicts import SECONDS
 from studies.pool import Job, Pool, make
 
-from orchestra.experiments.experiment import Experiment, Tune, refusal
+from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.experiments.file import load
 from orchestra.experiments.run import finished
 from orchestra.experiments.tuning import Choice, Trial, trials
@@ -44,7 +44,7 @@ def test_every_difference_is_of_two_rows_that_are_run(workers: int, tmp_path: Pa
                 scale = Scale(tmp_path, 1 if name == study.ONE_WORKER else workers)
                 experiment = scale.experiment(name, STUDIES[name][1][0])
                 assert experiment.ranks == (ranks,)
-                assert refusal(experiment.strategies[label], ranks) is None
+                assert experiment.strategies[label].refusal(ranks) is None
                 assert claim.figure != SECONDS or experiment.training.snapshots
     assert {claim.comparison for claim in claims_of(workers)} == STUDIES.keys()
 

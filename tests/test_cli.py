@@ -16,7 +16,7 @@ from orchestra.engines import run as engines_run
 from orchestra.errors import RunFailed
 from orchestra.records.record import RunRecord
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 from orchestra.trainer.settings import Run
 
 TRAIN = ["train", "--task", "digits", "--strategy", "AllReduce", "--ranks", "2"]

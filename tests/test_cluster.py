@@ -137,7 +137,6 @@ def test_placement(placement: object, ranks: int, names: str) -> None:
     cluster = star(placement=placement)
     expected = [f"w-{name}" for name in names.split()]
     assert [node.name for node in cluster.nodes_of(ranks)] == expected
-    assert [cluster.node_of(rank, ranks).name for rank in range(ranks)] == expected
 
 
 def test_ranks_of_a_node_with_devices_take_one_each() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,14 @@ def test_a_node_that_has_a_flops_of_its_own_has_no_speed_of_all(load: Load) -> N
     assert (gpu.speed, gpu.flops) == (2, None)
 
 
+def test_an_overhead_may_say_all_that_a_calibration_does(load: Load) -> None:
+    cluster = load(ALL.replace("wire: 1.06\n", "wire: 1.06\n  cold: 3 us\n  collective: 7 us\n"))
+    overhead = everything().overhead
+    assert overhead is not None
+    assert cluster.overhead == replace(overhead, cold=3e-6, collective=7e-6)
+    assert load(cluster_text(cluster)) == cluster
+
+
 def test_merge_keys_of_yaml_work_and_keep_their_places(load: Load) -> None:
     common = "x: &x {cores: 4, speed: 1, loopback: {bandwidth: 3 GB/s, latency: 15 us}}"
     with pytest.raises(InputError, match=r"c\.yaml:1: unknown key 'x'"):
@@ -237,6 +246,9 @@ CHANGES: list[tuple[str, str, str]] = [
     ("wire: 1.06", "wire: 0.9", "c.yaml:27 overhead.wire: 0.9 is below 1"),
     ("fixed: 20 us", "fixed: -1 us", "c.yaml:23 overhead.send.fixed: -1e-06 is below 0"),
     ("fixed: 20 us, ", "", "c.yaml:23 overhead.send: fixed is missing; add it, such as fixed: 50"),
+    ("{fixed: 20 us, each: 0.2 ns/B}", "null", "c.yaml:23 overhead.send: has to be a mapping, su"),
+    ("local:", "loca:", "c.yaml:28 overhead: unknown key 'loca'; did you mean 'local'?"),
+    ("  local: {fixed: 9 us, each: 0 s/B}\n", "", "c.yaml:22 overhead: local is missing; add it,"),
     ("buffer: 128 KiB", "buffer: 128", "c.yaml:26 overhead.buffer: 128 has no unit"),
     ("SlowDown:", "Slowdown:", "c.yaml:30 faults: unknown key 'Slowdown'; did you mean 'SlowDown'"),
     ("node: gpu", "node: gnu", "c.yaml:30 faults.SlowDown: there is no node 'gnu'; did you mean"),

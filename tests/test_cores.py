@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
+from tests.laboratory import sleep
 from tests.simulated import FREE, Second, cluster
 
 from orchestra.cluster.costs import Line, Sharing
 from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Kernel
-from orchestra.engines.simulation.processor import Cores, Turn
+from orchestra.engines.simulation.processor import Cores, Thread
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
@@ -118,16 +119,16 @@ def test_a_thread_that_is_held_starts_nothing() -> None:
     fluid = Fluid(kernel)
     cores = Cores(kernel, fluid, 1, time_slice=10, refill=0)
     own, both = [Resource(name, 1.0) for name in ("one", "other")], Resource("cores", 1.0)
-    held, other = (Turn((resource, both)) for resource in own)
+    held, other = (Thread(kernel, fluid, (each, both), lambda: False, cores) for each in own)
     ended: dict[str, float] = {}
 
     def begin() -> None:
-        cores.hold(held)
-        cores.start(held, 1, lambda: ended.update(held=kernel.now()))
-        cores.start(other, 2, lambda: ended.update(other=kernel.now()))
-        kernel.at(5, lambda: cores.let_go(held))
+        held.hold()
+        held.start(1, lambda: ended.update(held=kernel.now()))
+        other.start(2, lambda: ended.update(other=kernel.now()))
+        kernel.at(5, held.let_go)
 
     kernel.at(0, begin)
-    kernel.start(0, lambda: kernel.sleep(9), Idle(), main=True)
+    kernel.start(0, lambda: sleep(kernel, 9), Idle(), main=True)
     kernel.run()
     assert ended == {"other": 2, "held": 6}

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from orchestra.data.feed import Feed, GlobalOrder, epoch_samples, open_samples
-from orchestra.data.own_loop import shard_loader
+from orchestra.data.loaders import shard_loader
 from orchestra.data.plan import Plan, apportion
 from orchestra.errors import InputError
 

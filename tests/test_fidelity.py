@@ -13,16 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tests.test_calibrate import CALIBRATION, COSTS, flat
 
-from orchestra.bench.cases import (
-    TASKS,
-    Case,
-    cases,
-    closed_formula,
-    constant,
-    tasks_named,
-)
+from orchestra.bench.cases import TASKS, Case, cases, predicted
 from orchestra.bench.fidelity import (
-    Fidelity,
     FidelityRow,
     Observation,
     bench_fidelity,
@@ -38,7 +30,7 @@ from orchestra.cluster.calibration import Calibration, Parameter, Timing
 from orchestra.engines.simulation.figures import key_of
 from orchestra.errors import InputError
 
-CNN = TASKS[0]
+CNN = TASKS["cnn"]
 
 
 def row(
@@ -109,7 +101,7 @@ def test_a_row_puts_all_runs_together() -> None:
         Observation(3.0, 104, {0: 1.0}),
     ]
     virtual = Observation(2.7, 100, {1: 1.0})
-    made = row_of(case, real, virtual, formula=1.0, constant=1.0, parameters_differ=None)
+    made = row_of(case, real, virtual, 1.0, 1.0, None)
     assert (made.real_seconds, made.noise) == (3.0, 3.5)
     assert made.error("simulated") == pytest.approx(-0.1)
     assert made.bytes_difference == 0
@@ -118,7 +110,7 @@ def test_a_row_puts_all_runs_together() -> None:
 
 def test_where_nothing_is_stale_there_is_no_distance() -> None:
     one = Observation(1.0, 7, {})
-    made = row_of(Case("ring", CNN, 2), [one], one, formula=1, constant=1, parameters_differ=0.0)
+    made = row_of(Case("ring", CNN, 2), [one], one, 1.0, 1.0, 0.0)
     assert made.staleness_distance is None
 
 
@@ -147,25 +139,26 @@ def test_the_largest_difference_of_any_parameter(tmp_path: Path) -> None:
 
 def test_every_strategy_has_a_formula() -> None:
     for case in cases(tasks=[CNN]):
-        assert closed_formula(case, calibration()) > 0
+        assert predicted(case, calibration())[0] > 0
 
 
 def test_the_constant_is_the_step_of_one_worker() -> None:
     known = calibration(1e-3)
-    assert constant(Case("ring", CNN, 2), known) == pytest.approx(3e-3)
-    assert constant(Case("tree", CNN, 4), known) == pytest.approx(3e-3)
+    assert predicted(Case("ring", CNN, 2), known)[1] == pytest.approx(3e-3)
+    assert predicted(Case("tree", CNN, 4), known)[1] == pytest.approx(3e-3)
 
 
 def test_the_formula_of_the_ring() -> None:
     """4 ranks on 2 cores; 400 bytes, 1 us each: alpha is the time of the shortest message, 1 us."""
     compute = 2 * 3e-3
     ring = 6e-6 + 0.75 * (2 * 399e-6 + 4 * 100 * 0.5)
-    assert closed_formula(Case("ring", CNN, 4), calibration()) == pytest.approx(compute + ring)
+    formula, _ = predicted(Case("ring", CNN, 4), calibration())
+    assert formula == pytest.approx(compute + ring)
 
 
 def test_a_calibration_without_the_task_is_refused() -> None:
     with pytest.raises(InputError, match="does not hold digits28"):
-        closed_formula(Case("ring", TASKS[1], 2), calibration())
+        predicted(Case("ring", TASKS["lenet"], 2), calibration())
 
 
 # Cases
@@ -176,14 +169,13 @@ def test_cases_are_those_that_can_run() -> None:
     assert [(case.label, case.ranks) for case in found] == [
         ("ring", 2), ("pipeline", 2), ("ring", 6), ("pipeline", 6),
     ]  # fmt: skip
-    assert tasks_named(["cnn"]) == (CNN,)
     with pytest.raises(InputError, match="none of them runs"):
         cases(["asynchronous"], [CNN], [1])
 
 
 def test_a_table_says_all(tmp_path: Path) -> None:
     rows = (row("ring", 2e-3, 2.1e-3), dataclasses.replace(row("gossip", 1e-3, 1e-3), ranks=3))
-    lines = markdown(Fidelity(rows, CALIBRATION)).splitlines()
+    lines = markdown(rows, CALIBRATION).splitlines()
     assert lines[0].startswith("Measured on 2026-11-21: abacus, 2 cores, torch 2; 3 runs")
     assert "| simulation | 2.5% | 5.0% | 0 of 0 |" in lines
     assert "| task | 2 | ring | 2.00 ms | ±0% | +5.0% | +99900% | +49900% | 0 |  |  |" in lines
@@ -200,14 +192,14 @@ def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return calibration()
 
     monkeypatch.setattr("orchestra.bench.fidelity.calibrate", calibrate)
-    result = bench_fidelity(chosen, [small], rounds=1, seconds=0.001)
+    rows, measured = bench_fidelity(chosen, rounds=1, seconds=0.001)
     assert asked == [([small.subject], 0.001, None)]
-    assert result.calibration == calibration()
-    ring, asynchronous = result.rows
+    assert measured == calibration()
+    ring, asynchronous = rows
     assert (ring.label, ring.bytes_difference, ring.parameters_differ) == ("ring", 0, 0)
     assert asynchronous.parameters_differ is None
     assert asynchronous.staleness_distance is not None
-    assert all(r.simulated > 0 and r.real_seconds > 0 for r in result.rows)
+    assert all(r.simulated > 0 and r.real_seconds > 0 for r in rows)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ def test_equal_flows_over_one_link_end_together(lab: Laboratory, flows: int) -> 
     ended = lab.run()
     assert ended == {str(number): pytest.approx(3.0 * flows, rel=1e-14) for number in range(flows)}
     assert len({*ended.values()}) == 1
-    assert lab.fluid.solves == 1
 
 
 def test_unequal_flows_over_one_link(lab: Laboratory) -> None:
@@ -67,9 +66,7 @@ def test_as_many_jobs_as_cores_do_not_share(lab: Laboratory) -> None:
         jobs = [lab.start("job", 1.0, cores, bound=speed) for _ in range(count)]
         lab.clock.run(lab.clock.now())
         assert {job.rate for job in jobs} == {speed}
-        assert {job.finish - job.started_at for job in jobs} == {
-            jobs[0].finish - jobs[0].started_at
-        }
+        assert {job.finish for job in jobs} == {jobs[0].finish}
         lab.run()
     assert lab.fluid.shares == 0
 
@@ -96,11 +93,11 @@ def test_a_job_with_several_threads_has_what_the_others_leave(lab: Laboratory) -
 
 def test_a_link_that_is_cut_slow_and_restored(lab: Laboratory) -> None:
     link = Resource("link", 2.0)
-    lab.start("flow", 20.0, link)
+    flow = lab.start("flow", 20.0, link)
     for time, capacity in ((4.0, 0.0), (7.0, 0.5), (11.0, 2.0)):
         lab.clock.at(time, partial(lab.fluid.set_capacity, link, capacity))
     lab.clock.run(5.0)
-    assert lab.fluid.use(link) == 8.0
+    assert flow.left_at(5.0) == 12.0
     lab.start("during the cut", 1.0, link)
     assert lab.run() == {"during the cut": 7.0 + 1.0 / 0.25, "flow": 11.0 + (12.0 - 1.0) / 2.0}
 
@@ -122,9 +119,8 @@ def test_a_cancelled_flow_leaves_its_share_to_the_others(lab: Laboratory) -> Non
     lab.start("other", 10.0, link)
     lab.clock.at(6.0, lambda: lab.fluid.cancel(doomed))
     assert lab.run() == {"other": 13.0}
-    assert lab.fluid.use(link) == 13.0
     lab.fluid.cancel(doomed)  # it has ended
-    assert lab.fluid.use(link) == 13.0
+    assert not link.activities
 
 
 def test_rates_that_change_often_leave_no_drift(lab: Laboratory) -> None:
@@ -146,7 +142,7 @@ def test_rates_that_change_often_leave_no_drift(lab: Laboratory) -> None:
     assert crowd == 3000
     assert ended["steady"] == 1000.0 / 0.1
     assert lab.fluid.shares > 3000
-    assert lab.fluid.use(wide) == pytest.approx(1000.0 + 0.3 * 3000, rel=1e-12)
+    assert max(ended.values()) == ended["steady"]
 
 
 def test_an_end_that_was_put_off_does_not_come_with_another_at_its_time(lab: Laboratory) -> None:
@@ -166,11 +162,11 @@ def test_nothing_is_left_at_the_time_of_the_end(lab: Laboratory, amount: float) 
     link = Resource("link", 0.3)
     seen = []
     lab.clock.run(0.1)
-    lab.clock.at(0.1 + amount / 0.3, lambda: seen.append(lab.fluid.use(link)))
+    lab.clock.at(0.1 + amount / 0.3, lambda: seen.append(flow.left_at(lab.clock.now())))
     flow = lab.start("flow", amount, link)
     assert flow.left_at(0.1 + amount / 0.3) == 0.0
     lab.run()
-    assert seen == [amount]
+    assert seen == [0.0]
 
 
 def test_rounding_does_not_leave_less_than_nothing(lab: Laboratory) -> None:
@@ -213,7 +209,7 @@ def test_all_to_all_is_one_sharing(lab: Laboratory) -> None:
         f"{a} to {b}" for a, b in itertools.permutations(nodes, 2)
     ]
     assert {*ended.values()} == {1.3 / (0.7 / 12)}
-    assert (lab.fluid.solves, lab.fluid.shares) == (1, 13 * 12)
+    assert lab.fluid.shares == 13 * 12
     assert lab.clock.events == 2
 
 
@@ -245,7 +241,7 @@ def test_what_is_cancelled_by_another_that_ends_at_that_time_is_not_called(
     lab.start("first", 1.0, link, then=lambda: lab.fluid.cancel(second[0]))
     second.append(lab.start("second", 1.0, link))
     assert lab.run() == {"first": 2.0}
-    assert lab.fluid.use(link) == 2.0
+    assert not link.activities
 
 
 def test_those_that_end_together_are_gone_before_one_that_follows(lab: Laboratory) -> None:
@@ -253,7 +249,6 @@ def test_those_that_end_together_are_gone_before_one_that_follows(lab: Laborator
     for name in ("first", "second"):
         lab.start(name, 1.0, link, then=lambda: lab.start("next", 1.0, link))
     lab.clock.run(2.0)
-    assert lab.fluid.solves == 2
     assert [a.rate for a in link.activities] == [0.5, 0.5]
 
 
@@ -298,18 +293,18 @@ def test_only_the_connected_are_computed(lab: Laboratory) -> None:
         for group in groups
     ]
     lab.clock.run(1.0)
-    assert (lab.fluid.solves, lab.fluid.shares) == (5, 30)
+    assert lab.fluid.shares == 30
     before = [[(f.finish, f.updated_at) for f in group] for group in flows]
 
     lab.start("one more", 1.0, groups[2][0])
     lab.clock.run(1.0)
-    assert (lab.fluid.solves, lab.fluid.shares) == (6, 30 + 7)
+    assert lab.fluid.shares == 30 + 7
     lab.fluid.cancel(flows[3][0])
     lab.clock.run(1.0)
-    assert (lab.fluid.solves, lab.fluid.shares) == (7, 37 + 5)
+    assert lab.fluid.shares == 37 + 5
     lab.fluid.set_capacity(groups[4][0], 0.5)
     lab.clock.run(1.0)
-    assert (lab.fluid.solves, lab.fluid.shares) == (8, 42 + 6)
+    assert lab.fluid.shares == 42 + 6
 
     after = [[(f.finish, f.updated_at) for f in group] for group in flows]
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, False, False, False]
@@ -327,7 +322,6 @@ def test_two_groups_become_one_and_two_again(lab: Laboratory) -> None:
     lab.fluid.cancel(bridge)
     lab.clock.run(1.0)
     assert lab.fluid.shares == 9 + 4
-    assert lab.fluid.solves == 2 + 1 + 2
 
 
 def test_what_takes_nothing_from_others_is_not_computed(lab: Laboratory) -> None:
@@ -336,7 +330,6 @@ def test_what_takes_nothing_from_others_is_not_computed(lab: Laboratory) -> None
         lab.start("flow", 1.0 + number, Resource(f"up {number}", 1.0), backbone)
     assert lab.run()["flow"] == 10.0
     assert lab.fluid.shares == 0
-    assert lab.fluid.use(backbone) == 55.0
 
 
 def test_ends_that_were_computed_and_changed_do_not_pile_up(lab: Laboratory) -> None:
@@ -347,21 +340,3 @@ def test_ends_that_were_computed_and_changed_do_not_pile_up(lab: Laboratory) -> 
         lab.clock.at(number, lambda: lab.start("short", 1e-3, link))
     lab.clock.run(1000.0)
     assert len(lab.fluid._ends) < 300
-
-
-# The log
-
-
-def test_the_log_has_every_change_of_the_rate(lab: Laboratory) -> None:
-    link, other = Resource("link", 3.0), Resource("other", 1.0)
-    link.log = []
-    lab.start("a", 2.0, link, other)
-    lab.start("b", 4.0, link)
-    lab.clock.at(5.0, lambda: lab.start("c", 3.0, link))
-    lab.run()
-    assert link.log == [(0.0, 3.0), (2.0, 0.0), (5.0, 3.0), (6.0, 0.0)]
-    assert other.log is None
-    lab.start("d", 3.0, link, then=lambda: lab.start("e", 6.0, link))
-    lab.run()
-    assert link.log == [(0.0, 3.0), (2.0, 0.0), (5.0, 3.0), (9.0, 0.0)]  # no gap, no change
-    assert (lab.fluid.use(link), lab.fluid.use(other)) == (18.0, 2.0)

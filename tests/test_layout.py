@@ -246,14 +246,14 @@ def test_the_tail_lies_behind_the_gradient() -> None:
 def test_a_callback_hears_of_each_gradient_in_the_last_backward() -> None:
     module, _, gradients = flat_model()
     ready: list[int] = []
-    gradients.when_ready(lambda first, _: ready.append(first))
+    gradients.on_ready = lambda first, _: ready.append(first)
     gradients.last_backward = False
     backward(module, randn(4, 5))
     assert ready == []
     gradients.last_backward = True
     backward(module, randn(4, 5))
     assert sorted(ready) == [index for index, used in enumerate(gradients.used) if used]
-    gradients.when_ready(None)
+    gradients.on_ready = None
     backward(module, randn(4, 5))
     assert len(ready) == sum(gradients.used)
 
@@ -318,7 +318,7 @@ def test_mapping_keeps_the_nest() -> None:
 
 def test_snapshots_are_copies_taken_at_the_first_offer_past_a_due_point() -> None:
     snapshots = Snapshots([10, 20, 30], now=iter([101.0, 103.0]).__next__)
-    snapshots.start_clock(100.0)
+    snapshots.started = 100.0
     values = torch.zeros(2)
     for samples in (4, 9, 12, 16, 33, 40):
         values.fill_(samples)

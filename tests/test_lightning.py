@@ -15,7 +15,7 @@ from tests.threads import run_ranks
 
 from orchestra.errors import InputError
 from orchestra.integrations.lightning import OrchestraStrategy
-from orchestra.integrations.lightning_workers import WorkerGroup
+from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.worker.runtime import Runtime
 
 SCRIPT = ROOT / "tests" / "scripts" / "lightning_fits.py"

@@ -16,9 +16,9 @@ from tests.training import settings, step_lines
 
 from orchestra.cluster import load_cluster
 from orchestra.collectives import Group, all_reduce
-from orchestra.engines.simulation.links import links_of
 from orchestra.engines.simulation.network import Meter
 from orchestra.engines.simulation.simulate import Outcome, simulate
+from orchestra.engines.simulation.training import links_of
 from orchestra.errors import InputError
 from orchestra.records.record import MOST_LINKS, Link, RunRecord, combine, read_links
 from orchestra.records.trace import write_trace

@@ -275,6 +275,24 @@ def test_what_is_left_of_an_accumulation_is_averaged_before_it_is_clipped(strate
         distributed(loop, strategy, lambda: stream, accumulation=3)
 
 
+@pytest.mark.parametrize("strategy", [IN_BACKWARD[0], IN_BACKWARD[2], IN_STEP[0]])
+def test_a_step_after_fewer_backward_passes_averages_what_there_is(strategy: str) -> None:
+    """As far as a stream tells, more batches may follow; nobody has changed the gradient."""
+
+    def loop(model: nn.Module, optimizer: Optimizer, batches: Iterable[Any]) -> None:
+        for number, batch in enumerate(batches, start=1):
+            mean_square(model, batch).backward()
+            if number in (3, 5):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    count = 5 * RANKS * BATCH
+    expected = alone(loop, of_all(count))
+    stream = DataLoader(Stream(samples(count)), BATCH)
+    for state in distributed(loop, strategy, lambda: stream, accumulation=3):
+        close(state, expected)
+
+
 # What is refused
 
 

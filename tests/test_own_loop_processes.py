@@ -20,8 +20,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import orchestra
+from orchestra.engines.processes.distribute import Channel
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.processes.own_loop import Channel
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import runs
 from orchestra.experiments.run import idle_nodes
@@ -194,9 +194,9 @@ def test_a_loop_that_ended_refuses_to_train() -> None:
 
 def test_a_forward_pass_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an evaluation, too: it is no exchange, but what the watcher sees has moved."""
-    from orchestra.engines.processes import own_loop
+    from orchestra.engines.processes import distribute
 
-    runtime = own_loop._alone()
+    runtime = distribute._alone()
     model, _, _ = loop_of(runtime, "AllReduce")
     calls = runtime.compute.calls  # type: ignore[attr-defined]
     with torch.no_grad():

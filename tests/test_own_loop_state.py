@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from orchestra import exchange, optimizers
-from orchestra.engines.processes.own_loop import Channel
+from orchestra.engines.processes.distribute import Channel
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.parameter_server import ParameterServerState
@@ -239,6 +239,25 @@ def test_the_order_of_any_loader_goes_on(kind: str) -> None:
     through_and_resumed("AllReduce", (2, -1), ranks=2, loader=LOADERS[kind])
 
 
+def test_models_that_are_trained_by_turns_agree_in_mid_epoch() -> None:
+    def train(runtime: Runtime) -> list[State]:
+        first = Run(runtime, PACED, shuffled(), work="equal")
+        second = Run(intercepted(runtime, Channel(1)), PACED, first.batches, initial=3)
+        batches = iter(first.batches)
+        for batch in (next(batches) for _ in range(3)):
+            first.step(batch)
+            second.step(batch)
+        first.batches.agree()
+        agreed = [state_of(run.model) for run in (first, second)]
+        batches.close()
+        for run in (first, second):
+            run.loop.finish()
+        return agreed
+
+    one, other = run_ranks(2, train)
+    assert all(equal(*pair) for pair in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("strategy", ["AllReduce", BESIDE])
 def test_models_that_are_trained_by_turns(strategy: str) -> None:
     """Each has a state of its own; saved in mid-epoch, with half of a step accumulated before."""
@@ -256,7 +275,7 @@ def test_models_that_are_trained_by_turns(strategy: str) -> None:
             for batch in first.batches:
                 first.step(batch)
                 nn.functional.mse_loss(second.model(batch[0]), batch[1]).backward()
-                if second.loop.backwards % 2 == 0:
+                if second.loop.batches.passes.done % 2 == 0:
                     second.optimizer.step()
                     second.optimizer.zero_grad()
                 steps += 1
@@ -521,7 +540,7 @@ def test_states_of_something_else_are_refused() -> None:
         run.load(first[1])
 
     def load_another_optimizers(run: Run) -> None:
-        run.loop.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        run.batches.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         load(run)
 
     def load_another_models(run: Run) -> None:

@@ -33,7 +33,7 @@ from tests.own_loops import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from orchestra.data.own_loop import shard_loader
+from orchestra.data.loaders import shard_loader
 from orchestra.errors import InputError
 
 Optimizer = torch.optim.Optimizer

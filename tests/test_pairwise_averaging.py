@@ -181,7 +181,7 @@ class Repeatable(PairwiseAveraging):
 
     def start(self, worker: Worker) -> PairwiseState:
         transport = Recorded(worker.transport, LOGS[self.log], self.repeats)
-        worker.runtime = replace(worker.runtime, transport=transport)
+        worker.transport = transport
         return super().start(worker)
 
 

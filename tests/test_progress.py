@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 
 import pytest
 from tests.waiting import wait_until
 
-from orchestra.engines.events import Beat, Interrupted, Notice, Pulse
+from orchestra.engines.events import Heartbeat, Interrupted, Notice
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Training
@@ -38,8 +39,8 @@ def make_two_of_three(progress: Progress, drawn: Callable[[], bool] = lambda: Tr
         progress.skip()
         progress.begin("ring, 1 rank, seed 0")
         with Display(run, Single().roles(1), progress=progress) as display:
-            pulse = Pulse(step=3, samples=96, loss=0.25, fraction=0.5, phase="training")
-            display.on_event(Beat(0, pulse))
+            beat = Heartbeat(0, step=3, samples=96, loss=0.25, fraction=0.5, phase="training")
+            display.on_event(beat)
             display.on_event(Notice("resumed"))
             wait_until(drawn, "the line of the run")
         progress.finish("accuracy 0.9, 1.0 s")
@@ -74,7 +75,7 @@ def test_a_terminal_has_a_bar_over_all_and_one_of_the_run(
     text = terminal.getvalue()
     for words in ("run 1 of 3", "run 2 of 3", "run 3 of 3", "loss 0.2500"):
         assert words in text, words
-    assert "0:00 elapsed, about 0:00 left" in text
+    assert re.search(r"\d:\d\d elapsed, about \d:\d\d left", text)
     assert "ring, 1 rank, seed 0: resumed" in text
     assert "3/3 ring, 1 rank, seed 1: failed: rank 0 is gone" in text
     assert "accuracy 0.9" not in text, "a run that went well needs no line there"
@@ -87,8 +88,8 @@ def test_on_80_columns_nothing_of_a_runs_line_is_cut_but_its_name(
     monkeypatch.setenv("COLUMNS", "80")
     run = Run("StochasticGradientPush", "digits", Single(), 0, Training(ranks=1))
     with Display(run, Single().roles(1)) as display:
-        pulse = Pulse(step=3, samples=1_234_567, loss=0.25, fraction=0.01, phase="training")
-        display.on_event(Beat(0, pulse))
+        beat = Heartbeat(0, step=3, samples=1_234_567, loss=0.25, fraction=0.01, phase="training")
+        display.on_event(beat)
         wait_until(lambda: "s left, loss 0.2500" in terminal.getvalue(), "the line of the run")
     assert "StochasticGra…" in terminal.getvalue()
 

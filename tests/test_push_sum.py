@@ -31,6 +31,7 @@ from tests.waiting import wait_until
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
+from orchestra.optimizers import capture, restore
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import (
@@ -96,7 +97,7 @@ class PatientPush(StochasticGradientPush):
     """All mass is added exactly `overlap` steps after it was sent."""
 
     def start(self, worker: Worker) -> PushState:
-        worker.runtime = replace(worker.runtime, transport=Patient(worker.transport))
+        worker.transport = Patient(worker.transport)
         return super().start(worker)
 
 
@@ -267,10 +268,10 @@ def saved_and_restored(push: PushSum) -> None:
     push.drain()
     saved: Mapping[str, Any] = {
         name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in push.state_dict().items()
+        for name, value in capture(push).items()
     }
     push.mass.zero_()
-    push.load_state_dict(saved)
+    restore(push, saved)
     push.mix()
     push.mix()
     push.drain()
@@ -280,13 +281,10 @@ def test_mass_on_its_way_is_missing_until_it_is_drained() -> None:
     """What a checkpoint would lose that did not drain."""
 
     def late(push: PushSum) -> None:
-        push._worker.runtime = replace(
-            push._worker.runtime,
-            transport=Patient(push._worker.transport),
-        )
+        push.worker.transport = Patient(push.worker.transport)
         for _ in range(3):
             push.mix()
-        before[push._worker.rank] = push.w
+        before[push.worker.rank] = push.w
         push.drain()
 
     before: dict[int, float] = {}
@@ -363,7 +361,7 @@ class Gated(StochasticGradientPush):
 
     def start(self, worker: Worker) -> PushState:
         watched = Watched(worker.transport, GATES[self.gate])
-        worker.runtime = replace(worker.runtime, transport=watched)
+        worker.transport = watched
         return super().start(worker)
 
     def before_forward(self, worker: Worker, state: PushState) -> None:

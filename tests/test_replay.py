@@ -6,7 +6,6 @@ import gzip
 import json
 import shutil
 import sys
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import orchestra
 from orchestra import InputError
 from orchestra.cli.main import main
 from orchestra.records.record import RunRecord
-from orchestra.trainer.order import FlowOrder, Order, from_plain
+from orchestra.settings.base import from_plain, to_plain
+from orchestra.trainer.order import FlowOrder, Order
 
 SERVER = "ParameterServer"
 BY_CHANCE = [
@@ -149,4 +149,4 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
 
 def test_an_order_survives_being_written() -> None:
     order = Order({"main.0": FlowOrder([1, -1], [True], [0.25], [[2]])}, [1.5], [False], 3)
-    assert from_plain(json.loads(json.dumps(asdict(order)))) == order
+    assert from_plain(Order, json.loads(json.dumps(to_plain(order)))) == order

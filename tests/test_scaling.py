@@ -131,8 +131,8 @@ def test_runs_without_results_are_ranked_by_speed(tmp_path: Path) -> None:
     assert "time_to_target_seconds" not in keys
     said = answer(study)
     assert said.headline == (
-        "Ring on 4 ranks was the fastest with 30.0\u202fsamples/s, and the next server on 4 ranks "
-        "with 20.0\u202fsamples/s; these runs tell of time alone, and of no result."
+        "These runs tell of time alone, and of no result; ring on 4 ranks was the fastest with "
+        "30.0\u202fsamples/s; the next was server on 4 ranks with 20.0\u202fsamples/s."
     )
     assert "3.0 times as many as one process" in said.detail[0]
 

@@ -17,7 +17,7 @@ from orchestra.schedules import (
     ring_all_gather,
     ring_reduce_scatter,
 )
-from orchestra.schedules.collectives import transfers as rows
+from orchestra.schedules import transfers as rows
 
 RANKS = range(1, 18)
 EVERY = [(name, ranks) for name in ALL_REDUCE for ranks in RANKS]

@@ -20,7 +20,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.settings import Target, Training
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.laboratory import sleep
 from tests.simulated import Second, run_ranks, simulated
 from tests.test_contract import SIZES, TABLE, Row, with_sizes
 from tests.training import settings, step_lines, train_processes
@@ -282,7 +283,7 @@ def test_events_happen_in_the_order_of_time_and_then_of_their_making(kernel: Ker
     def flow(name: str, naps: list[float]) -> Any:
         def live() -> None:
             for nap in naps:
-                kernel.sleep(nap)
+                sleep(kernel, nap)
                 seen.append((kernel.now(), name))
 
         return live
@@ -340,7 +341,7 @@ def test_garbage_is_not_sought_among_what_lives_as_long_as_the_run() -> None:
 def test_a_cancelled_event_does_not_happen(kernel: Kernel) -> None:
     seen: list[int] = []
     kernel.at(1.0, lambda: seen.append(1)).cancel()
-    kernel.start(0, lambda: kernel.sleep(2.0), Free(), main=True)
+    kernel.start(0, lambda: sleep(kernel, 2.0), Free(), main=True)
     kernel.run()
     assert seen == []
 
@@ -381,7 +382,7 @@ def test_ctrl_c_ends_a_run_while_a_flow_runs(kernel: Kernel) -> None:
     def go_on_for_ever(rank: int) -> None:
         try:
             while True:
-                kernel.sleep(1.0)
+                sleep(kernel, 1.0)
                 if kernel.now() == 3.0 and rank == 0:
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         finally:
@@ -403,8 +404,8 @@ def test_what_fails_at_the_end_of_a_flow_ends_the_run(kernel: Kernel) -> None:
     def fail(_: Flow) -> None:
         raise ValueError("at the end")
 
-    kernel.start(0, lambda: kernel.sleep(1.0), Free(), main=True).on_end.append(fail)
-    kernel.start(1, lambda: kernel.sleep(2.0), Free(), main=True)
+    kernel.start(0, lambda: sleep(kernel, 1.0), Free(), main=True).on_end.append(fail)
+    kernel.start(1, lambda: sleep(kernel, 2.0), Free(), main=True)
     with pytest.raises(ValueError, match="at the end"):
         kernel.run()
     kernel.abort("over")
@@ -416,7 +417,7 @@ def test_each_of_hundreds_of_flows_begins_another_and_waits_for_its_end(kernel: 
     ended = []
 
     def live(rank: int) -> None:
-        other = kernel.start(rank, lambda: kernel.sleep(1.0 + rank), Free())
+        other = kernel.start(rank, lambda: sleep(kernel, 1.0 + rank), Free())
         kernel.join(other)
         ended.append((kernel.now(), rank))
 

@@ -20,9 +20,10 @@ from tests.simulated import FREE, Second, run_ranks
 from orchestra.cluster.calibration import Curve
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.collectives import Group, execute
+from orchestra.engines.simulation import rounds
 from orchestra.engines.simulation.participant import Participant
 from orchestra.engines.simulation.rendezvous import Collective
-from orchestra.engines.simulation.rounds import PlacedPlan
+from orchestra.engines.simulation.rounds import PlacedPlan, State
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
 from orchestra.transports import collective
@@ -289,6 +290,20 @@ def test_messages_that_meet_on_no_link_are_evaluated_at_once(name: str) -> None:
         Trial(name, 8, 600, delays).run(at_once=True)
     assert (counts["participants"], counts["disturbed"]) == (0, 0)
     assert counts["evaluated"]
+
+
+@pytest.mark.parametrize(("length", "buffer"), [(1003, 700), (400_003, 700), (400_003, 1 << 20)])
+@pytest.mark.parametrize("on", ["lan_1gbit(nodes=8)", "stragglers(nodes=8)"])
+def test_rounds_of_a_ring_have_the_bits_of_any_other_rounds(
+    length: int, buffer: int, on: str
+) -> None:
+    """With pieces of unequal length, where processors, links or the senders' memory hold it up."""
+    trial = Trial("ring", 7, length, staggered(7), on, replace(COSTLY, buffer=buffer))
+    with mock.patch.object(State, "pass_ring", autospec=True, side_effect=State.pass_ring) as ring:
+        as_ring = trial.run(at_once=True)
+    assert ring.call_count
+    with mock.patch.object(rounds, "_is_ring", return_value=False):
+        assert trial.run(at_once=True) == as_ring
 
 
 def test_ranks_that_come_as_before_are_not_computed_anew() -> None:

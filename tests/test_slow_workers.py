@@ -11,7 +11,7 @@ from tests.rank_programs import Running, pids
 from tests.training import step_lines
 from tests.waiting import wait_until
 
-from orchestra.engines.events import Beat, Event, Notice
+from orchestra.engines.events import Event, Heartbeat, Notice
 from orchestra.records.report import RankReport
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.trainer.settings import Run, Training
@@ -32,11 +32,11 @@ class Beats:
         self.in_a_row = dict.fromkeys(range(WORKERS + 1), 0)
 
     def on_event(self, event: Event | Notice) -> None:
-        if not isinstance(event, Beat):
+        if not isinstance(event, Heartbeat):
             return
-        same = self.steps[event.rank] == event.pulse.step
+        same = self.steps[event.rank] == event.step
         self.in_a_row[event.rank] = self.in_a_row[event.rank] + 1 if same else 1
-        self.steps[event.rank] = event.pulse.step
+        self.steps[event.rank] = event.step
 
     def all_at(self, ranks: set[int], steps: int, beats: int = 1) -> Callable[[], bool]:
         return lambda: all(

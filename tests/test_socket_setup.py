@@ -30,7 +30,7 @@ from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec
 from orchestra.engines.processes.watcher import Watcher
 from orchestra.errors import InputError, PeerLost, RunFailed
-from orchestra.transports import progress
+from orchestra.transports import framing
 from orchestra.transports.framing import pack_header
 from orchestra.transports.handshake import MAGIC, TLS, address_of, hello, listen
 from orchestra.transports.matching import Mailbox
@@ -167,7 +167,7 @@ def test_tls_leaves_no_decrypted_message_where_no_selector_sees_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One record holds the end of a message, where a turn of reading ends, and the next one."""
-    monkeypatch.setattr(progress, "CALL_BYTES", 45_000)
+    monkeypatch.setattr(framing, "CALL_BYTES", 45_000)
     tls = make_tls(tmp_path)
     first, second = torch.ones(46_000, dtype=torch.uint8), torch.ones(900, dtype=torch.uint8)
     wire = b"".join(pack_header(t, 0) + t.numpy().tobytes() for t in (first, second))
@@ -183,7 +183,7 @@ def test_tls_leaves_no_decrypted_message_where_no_selector_sees_it(
             for start in range(0, len(wire), 10_000):
                 client.sendall(wire[start : start + 10_000])
             mailbox = Mailbox(0)
-            stream = progress.Stream(server, 1, mailbox)
+            stream = framing.Stream(server, 1, mailbox)
             assert stream.read() == len(wire)  # in one turn
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ from orchestra.strategies.switch_rules import (
     NoiseScale,
     NoiseState,
     Straggler,
+    SwitchState,
 )
-from orchestra.strategies.switch_state import SwitchState
 from orchestra.tasks import load_task
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
@@ -135,6 +135,7 @@ def test_a_former_server_has_no_moments_to_keep(first: Any, then: Any, tmp_path:
     strategy = Switch(first, then, when=AfterSteps(7), moments="reset")
     result = train_threads(strategy, 3, tmp_path, "images(samples=240)", optimizer=MOMENTUM)
     assert all(equal(replica, result.final) for replica in result.replicas)
+    assert switched_at(result) == {7}, "the former server counts as the others do"
 
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM])
@@ -226,6 +227,12 @@ APART: list[Any] = [
 ]
 
 
+def test_a_server_learns_at_the_switch_how_many_steps_the_workers_took(tmp_path: Path) -> None:
+    strategy = Switch(ASYNCHRONOUS, AllReduce(), when=AfterSteps(5), moments="reset")
+    task = "scripted(samples=403)"
+    assert switched_at(train_threads(strategy, 4, tmp_path, task, work="equal")) == {5}
+
+
 @pytest.mark.parametrize("then", [AllReduce(), ParameterServer(), *APART[:6]], ids=repr)
 @pytest.mark.parametrize("first", APART, ids=repr)
 def test_phases_whose_workers_go_apart_may_come_first(
@@ -234,8 +241,7 @@ def test_phases_whose_workers_go_apart_may_come_first(
     """Counted steps are everybody's; every sample is used once, and all parameters are agreed."""
     strategy = Switch(first, then, when=AfterSteps(5), moments="reset")
     result = train_threads(strategy, 4, tmp_path, "scripted(samples=403)", batch_size=8)
-    workers = first.roles(4).workers
-    assert {result.reports[rank].switched_at_step for rank in workers} == {5}
+    assert switched_at(result) == {5}
     seen = [sample for module in result.modules for batch in module.seen for sample in batch]
     assert sorted(seen) == list(range(403))
     agreed = [replica["weight"] for replica in result.replicas]
@@ -253,7 +259,7 @@ def test_where_losses_are_not_shared_one_worker_judges_for_all(
     task = "scripted(plateau=12, samples=4803)"
     result = train_threads(strategy, 4, tmp_path, task, batch_size=8)
     workers = first.roles(4).workers
-    (step,) = {result.reports[rank].switched_at_step for rank in workers}
+    (step,) = switched_at(result)
     assert step is not None
     assert 14 <= step < 4803 / 8 / 4
     assert sum(len(result.modules[rank].seen) for rank in workers) >= step * len(workers)
@@ -340,7 +346,7 @@ class Slowed(Switch):
     slow: tuple[int, ...] = ()
 
     def start(self, worker: Worker) -> SwitchState:
-        worker.runtime = replace(worker.runtime, compute=FreeCompute())
+        worker.compute = FreeCompute()
         return super().start(worker)
 
     def update(self, worker: Worker, state: SwitchState) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from orchestra.records.layout import cache_folder
 from orchestra.tasks import Task, TensorData, evaluate, load_task
 from orchestra.tasks import digits as module
-from orchestra.tasks.cache import cached
+from orchestra.tasks.classification import cached
 from orchestra.tasks.digits import distorted_digits, split_digits
 from orchestra.tasks.settings import Digits28
 
@@ -66,7 +66,7 @@ def splits(task: Task) -> list[tuple[torch.Tensor, ...]]:
 
 def test_settings_of_all_tasks_need_no_torch() -> None:
     code = (
-        "import sys; from orchestra.tasks.registry import TASKS\n"
+        "import sys; from orchestra.tasks.settings import TASKS\n"
         "assert {'characters', 'cifar10', 'digits28', 'images', 'mnist'} <= set(TASKS.names())\n"
         "for name in TASKS.names(): TASKS.resolve(name, where=name)\n"
         "sys.exit(bool({'torch', 'numpy', 'sklearn', 'safetensors'} & set(sys.modules)))"
@@ -264,7 +264,7 @@ def test_processes_that_start_at_once_make_one_file(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from orchestra.tasks.cache import cached\n"
+        "from orchestra.tasks.classification import cached\n"
         "def make():\n"
         "    with Path(sys.argv[1]).open('a') as file: file.write('made\\n')\n"
         "    return {'numbers': torch.arange(2_000_000)}\n"

@@ -33,7 +33,7 @@ from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
-from orchestra.trainer.evaluation import all_cores
+from orchestra.trainer.curve import all_cores
 
 MOMENTUM = "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)"
 WORKERS = 2

@@ -12,7 +12,6 @@ import pytest
 
 from orchestra.engines.events import (
     Abort,
-    Beat,
     Disconnect,
     Disconnected,
     Event,
@@ -20,12 +19,12 @@ from orchestra.engines.events import (
     Failed,
     Failure,
     Finished,
+    Heartbeat,
     Instruction,
     Interrupted,
     Joined,
     Kill,
     Notice,
-    Pulse,
     Stop,
     follow_waits,
     stuck,
@@ -43,7 +42,7 @@ class Story:
     def __init__(self, ranks: int = 3, *, children: bool = True, step: int = 1) -> None:
         self.now = 0.0
         self.detector = FailureDetector(ranks, LIMITS, start=0.0, children=children)
-        self.pulses = {rank: Pulse(step=step, phase="training") for rank in range(ranks)}
+        self.beats = {rank: Heartbeat(rank, step=step, phase="training") for rank in range(ranks)}
         self.silent: set[int] = set()
         self.held: set[int] = set()
         self.done: list[Instruction] = []
@@ -57,12 +56,12 @@ class Story:
         return instructions
 
     def change(self, rank: int, **fields: Any) -> None:
-        self.pulses[rank] = replace(self.pulses[rank], **fields)
+        self.beats[rank] = replace(self.beats[rank], **fields)
 
     def beat(self) -> None:
-        for rank, pulse in self.pulses.items():
+        for rank, beat in self.beats.items():
             if rank not in self.silent | self.held:
-                self.tell(Beat(rank, pulse))
+                self.tell(beat)
 
     def pass_time(self, seconds: float, *, busy: tuple[int, ...] = ()) -> list[Instruction]:
         """What the watcher did in these seconds; ranks in `busy` show progress all the time."""
@@ -70,7 +69,7 @@ class Story:
         for _ in range(int(seconds * 4)):
             self.now += 0.25
             for rank in busy:
-                self.change(rank, activity=self.pulses[rank].activity + 1)
+                self.change(rank, activity=self.beats[rank].activity + 1)
             self.beat()
             held = [rank for rank in self.detector.suspects(self.now) if rank in self.held]
             self.done += self.detector.tick(self.now, held)
@@ -290,7 +289,7 @@ def test_progress_of_any_kind_is_a_new_start() -> None:
     for _ in range(5):
         assert story.pass_time(50) == []
         for rank in range(3):
-            story.change(rank, activity=story.pulses[rank].activity + 1)
+            story.change(rank, activity=story.beats[rank].activity + 1)
 
 
 def test_ranks_that_wait_for_each_other_are_named_as_a_cycle() -> None:
@@ -383,7 +382,7 @@ def test_ranks_that_never_join_are_named() -> None:
     detector.observe(0.0, Joined(1, "host"))
     for now in range(1, 299):
         assert detector.tick(now) == []
-        detector.observe(float(now), Beat(1, Pulse(activity=now)))
+        detector.observe(float(now), Heartbeat(1, activity=now))
     detector.tick(300.0)
     assert detector.cause == "rank 0, rank 2 did not join within 300 s"
 
@@ -438,7 +437,7 @@ def test_a_rank_that_has_not_joined_is_the_cause_and_no_innocent_one() -> None:
     while not (done := detector.tick(now)):
         now += 0.25
         for rank in (0, 2):
-            detector.observe(now, Beat(rank, Pulse(phase="set-up")))
+            detector.observe(now, Heartbeat(rank, phase="set-up"))
     assert now == LIMITS.joining
     assert done == [Abort("rank 1 did not join within 300 s; a connection was refused")]
 
@@ -449,12 +448,12 @@ def test_patience_begins_when_the_last_rank_has_joined() -> None:
     now = 0.0
     while now < 250.0:
         now += 0.25
-        detector.observe(now, Beat(0, Pulse(phase="set-up")))
+        detector.observe(now, Heartbeat(0, phase="set-up"))
         assert detector.tick(now) == []
     detector.observe(now, Joined(1, "host"))
     while not (done := detector.tick(now)):
         now += 0.25
         for rank in (0, 1):
-            detector.observe(now, Beat(rank, Pulse(phase="set-up")))
+            detector.observe(now, Heartbeat(rank, phase="set-up"))
     assert now > 250.0 + 3 * LIMITS.patience
     assert "rank 0 on host hangs" in str(done[0])

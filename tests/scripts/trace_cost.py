@@ -30,7 +30,7 @@ from orchestra.worker.worker import Step, Worker
 
 RANKS = 4
 STRATEGY = AllReduce("ring")
-SUBJECT = next(subject for subject in SUBJECTS if subject.name == "lenet")
+SUBJECT = SUBJECTS["lenet"]
 FOR_EVER = 1_000_000_000
 PLAIN, CLOSED, OPEN = "no timeline", "outside the window", "inside the window"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from orchestra.bench.calibrate import Workload
-from orchestra.cluster.calibration import Calibration, TaskCosts
-from orchestra.errors import InputError, nearest
+from orchestra.cluster.calibration import Calibration
+from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES as KNOWN
@@ -43,18 +43,14 @@ class Terms:
         return self.message + self.adding
 
     @property
-    def ring(self) -> float:
-        """A ring all-reduce."""
-        part = (self.ranks - 1) / self.ranks
-        bytes_only = self.message - self.alpha
-        return 2 * (self.ranks - 1) * self.alpha + part * (2 * bytes_only + self.adding)
+    def spread(self) -> float:
+        """A reduce-scatter and an all-gather, but for the latencies of their messages."""
+        return (self.ranks - 1) / self.ranks * (2 * (self.message - self.alpha) + self.adding)
 
     @property
-    def halving_doubling(self) -> float:
-        """A reduce-scatter by halving, and an all-gather by doubling."""
-        part = (self.ranks - 1) / self.ranks
-        bytes_only = self.message - self.alpha
-        return self.rounds * 2 * self.alpha + part * (2 * bytes_only + self.adding) + self.uneven
+    def ring(self) -> float:
+        """A ring all-reduce."""
+        return 2 * (self.ranks - 1) * self.alpha + self.spread
 
     @property
     def rounds(self) -> int:
@@ -83,7 +79,7 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
     "ring": ('AllReduce("ring")', lambda t: t.step + t.ring),
     "halving_doubling": (
         'AllReduce("halving_doubling")',
-        lambda t: t.step + t.halving_doubling,
+        lambda t: t.step + 2 * t.rounds * t.alpha + t.spread + t.uneven,
     ),
     "butterfly": ('AllReduce("butterfly")', lambda t: t.step + t.rounds * t.whole + t.uneven),
     "tree": (
@@ -123,44 +119,25 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
 
 @dataclass(frozen=True)
 class Subtask:
-    """A task with the length of its runs and the numbers of ranks that it is run on; `model` is
-    what it trains, in words."""
+    """A task, the `model` that it trains in words, the steps of its runs, and numbers of ranks."""
 
-    name: str
     model: str
     subject: Workload
     steps: int
     ranks: tuple[int, ...]
 
 
-def _subtask(
-    name: str, model: str, task: str, optimizer: str, batch: int, steps: int, *ranks: int
-) -> Subtask:
-    subject = Workload(task, Optimizer.parse(optimizer, where=name), batch_sizes=(batch,))
-    return Subtask(name, model, subject, steps, ranks)
+def _workload(task: str, optimizer: str, batch: int) -> Workload:
+    return Workload(task, Optimizer.parse(optimizer, where=task), batch_sizes=(batch,))
 
 
-TASKS = (
-    _subtask("cnn", "CNN, 72k", "digits()", "SGD(lr=0.05)", 16, 80, 2, 3, 4),
-    _subtask("lenet", "LeNet-5, 62k, Adam", "digits28()", "Adam(lr=0.001)", 32, 60, 4),
-    _subtask(
-        "mlp", "MLP, 1.1M", "regression(hidden=1024)", "SGD(lr=0.01, momentum=0.9)", 64, 60, 3
-    ),
-)
+LARGE = "regression(hidden=1024)"
+TASKS = {
+    "cnn": Subtask("CNN, 72k", _workload("digits()", "SGD(lr=0.05)", 16), 80, (2, 3, 4)),
+    "lenet": Subtask("LeNet-5, 62k, Adam", _workload("digits28()", "Adam(lr=0.001)", 32), 60, (4,)),
+    "mlp": Subtask("MLP, 1.1M", _workload(LARGE, "SGD(lr=0.01, momentum=0.9)", 64), 60, (3,)),
+}
 """The models that are trained: convolutions, another optimizer, and large messages."""
-
-
-def tasks_named(names: Sequence[str] | None) -> tuple[Subtask, ...]:
-    """The tasks of these names; all without any.
-
-    Raises:
-        InputError: an unknown name.
-    """
-    by_name = {task.name: task for task in TASKS}
-    for name in names or ():
-        if name not in by_name:
-            raise InputError(f"--tasks: unknown {name!r}; {nearest(name, by_name)}")
-    return tuple(by_name[name] for name in names) if names else TASKS
 
 
 @dataclass(frozen=True)
@@ -200,87 +177,56 @@ class Case:
 
 
 def cases(
-    strategies: Sequence[str] | None = None,
-    tasks: Sequence[Subtask] = TASKS,
+    strategies: Iterable[str] = STRATEGIES,
+    tasks: Iterable[Subtask] = tuple(TASKS.values()),
     ranks: Sequence[int] | None = None,
 ) -> list[Case]:
-    """The strategies with these labels (None: all) on every task, on every number of ranks that
-    they can run on: `ranks`, or the task's own.
+    """The strategies with these labels on every task, on every number of ranks that they can run
+    on: `ranks`, or the task's own.
 
     Raises:
-        InputError: an unknown label, or nothing is left.
+        InputError: nothing is left.
     """
-    for label in strategies or ():
-        if label not in STRATEGIES:
-            raise InputError(f"--strategies: unknown {label!r}; {nearest(label, STRATEGIES)}")
     found = [
         case
         for task in tasks
         for count in ranks or task.ranks
-        for label in strategies or STRATEGIES
-        if _can_run(case := Case(label, task, count))
+        for label in strategies
+        if (case := Case(label, task, count)).run.strategy.refusal(count) is None
     ]
     if not found:
         raise InputError("--strategies: none of them runs on that many ranks")
     return found
 
 
-def _can_run(case: Case) -> bool:
-    try:
-        case.run.strategy.roles(case.ranks)
-    except InputError:
-        return False
-    return True
+def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
+    """Seconds a step by a closed formula, and by the step of one worker with nobody beside it.
 
-
-def constant(case: Case, calibration: Calibration) -> float:
-    """Seconds of the step of one worker, whatever the strategy and the number of ranks."""
-    return _alone(_costs(case, calibration), case, calibration)
-
-
-def closed_formula(case: Case, calibration: Calibration) -> float:
-    """Seconds a step by the usual sums: computation, plus a latency for each message and a time
-    for each byte on the longest way, plus additions.
-
-    alpha, beta and gamma come from the calibration, and processors are shared evenly by the ranks
-    that compute at the same time.
+    The formula is the usual sum: computation, plus a latency for each message and a time for each
+    byte on the longest way, plus additions. alpha, beta and gamma come from the calibration, and
+    processors are shared evenly by the ranks that compute at the same time.
     """
-    costs = _costs(case, calibration)
+    subject = case.task.subject
+    costs = calibration.task(*subject.key)
+    if costs is None:
+        raise InputError(f"--calibration: it does not hold {subject.task}; leave the option out")
+    batch, threads = subject.batch_sizes[0], max(1, calibration.cores // case.ranks)
     elements = sum(parameter.elements for parameter in costs.parameters)
-    way, threads = calibration.messages.one_way, _threads(case, calibration)
+    update = costs.seconds("update", elements, threads)
+    gradient, rest = (costs.seconds(part, batch, threads) for part in ("gradient", "step"))
+    alone = gradient + rest + update
     workers = len(case.run.strategy.roles(case.ranks).workers)
     crowding = max(1.0, workers / calibration.cores)
-    micro_batch = case.task.subject.batch_sizes[0] * case.ranks / MICROBATCHES
+    stage = costs.seconds("gradient", batch * case.ranks / MICROBATCHES, threads) / case.ranks
+    way = calibration.messages.one_way
     terms = Terms(
         ranks=case.ranks,
         workers=workers,
-        step=_alone(costs, case, calibration) * crowding,
-        update=costs.seconds("update", elements, threads),
-        stage=costs.seconds("gradient", micro_batch, threads) / case.ranks * crowding,
+        step=alone * crowding,
+        update=update,
+        stage=stage * crowding,
         alpha=way.points[0][1],
         message=way.at(4 * elements),
         adding=calibration.overhead(costs).add * 4 * elements,
     )
-    return STRATEGIES[case.label][1](terms)
-
-
-def _threads(case: Case, calibration: Calibration) -> int:
-    """Return the threads that each rank computes with."""
-    return max(1, calibration.cores // case.ranks)
-
-
-def _alone(costs: TaskCosts, case: Case, calibration: Calibration) -> float:
-    """Return the seconds of a step of one worker with nobody beside it."""
-    threads, batch = _threads(case, calibration), case.task.subject.batch_sizes[0]
-    elements = sum(parameter.elements for parameter in costs.parameters)
-    gradient, rest = (costs.seconds(part, batch, threads) for part in ("gradient", "step"))
-    return gradient + rest + costs.seconds("update", elements, threads)
-
-
-def _costs(case: Case, calibration: Calibration) -> TaskCosts:
-    found = calibration.task(*case.task.subject.key)
-    if found is None:
-        raise InputError(
-            f"--calibration: it does not hold {case.task.subject.task}; leave the option out"
-        )
-    return found
+    return STRATEGIES[case.label][1](terms), alone

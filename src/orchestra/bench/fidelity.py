@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors.torch import load_file
 
 from orchestra.bench.calibrate import calibrate
-from orchestra.bench.cases import Case, Subtask, closed_formula, constant
+from orchestra.bench.cases import Case, predicted
 from orchestra.bench.turns import Progress, order
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.engines.run import train_run
@@ -70,64 +71,47 @@ class FidelityRow:
         return (max(self.runs) - min(self.runs)) / 2
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """The rows, and the calibration that all predictions were made with."""
-
-    rows: tuple[FidelityRow, ...]
-    calibration: Calibration
-
-
 def bench_fidelity(
     chosen: Sequence[Case],
-    tasks: Sequence[Subtask],
     rounds: int = 3,
     seconds: float = 0.4,
     calibration: Path | None = None,
     on_progress: Progress | None = None,
-) -> Fidelity:
+) -> tuple[list[FidelityRow], Calibration]:
     """Calibrate, predict, then run for real in `rounds` rounds, every other one in reverse.
 
     With `calibration`, that file is taken, and nothing is measured. Nothing that is predicted has
-    been run before, and nothing is fitted afterwards.
+    been run before, and nothing is fitted afterwards. The calibration comes with the rows.
     """
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
         folder = Path(name)
         path = calibration or folder / "calibration.json"
         if calibration is None:
-            subjects = [task.subject for task in tasks]
-            path.write_text(calibrate(subjects, seconds, on_progress).to_json())
+            subjects = {case.task.model: case.task.subject for case in chosen}
+            path.write_text(calibrate([*subjects.values()], seconds, on_progress).to_json())
         measured = read_calibration(path)
         turns = [("predicting", place) for place in range(len(chosen))]
         for number in range(rounds):
             turns += [("running", place) for place in order(range(len(chosen)), number)]
-        virtual: list[Observation] = []
-        real: list[list[Observation]] = [[] for _ in chosen]
-        for done, (doing, place) in enumerate(turns, start=1):
-            case = chosen[place]
+        observed: dict[tuple[str, int], list[Observation]] = defaultdict(list)
+        for done, turn in enumerate(turns, start=1):
+            doing, place = turn
+            run = chosen[place].run
             if doing == "predicting":
-                run = case.simulated(measured.cluster, str(path))
-                virtual.append(observe(run, folder / f"{place}-virtual"))
-            else:
-                real[place].append(observe(case.run, folder / f"{place}-real"))
+                run = chosen[place].simulated(measured.cluster, str(path))
+            observed[turn].append(observe(run, folder / f"{place}-{doing}"))
             if on_progress is not None:
-                on_progress(f"{doing} {case.label}", done / len(turns))
+                on_progress(f"{doing} {chosen[place].label}", done / len(turns))
         rows = []
         for place, case in enumerate(chosen):
-            files = folder / f"{place}-virtual", folder / f"{place}-real"
-            # Parameters are not compared where the order of arrivals decides on them.
-            comparable = case.run.strategy.synchronous
-            rows.append(
-                row_of(
-                    case,
-                    real[place],
-                    virtual[place],
-                    formula=closed_formula(case, measured),
-                    constant=constant(case, measured),
-                    parameters_differ=largest_difference(*files) if comparable else None,
-                )
-            )
-    return Fidelity(tuple(rows), measured)
+            formula, constant = predicted(case, measured)
+            differ = None
+            if case.run.strategy.synchronous:  # elsewhere the order of arrivals decides on them
+                files = (folder / f"{place}-{done}" for done in ("predicting", "running"))
+                differ = largest_difference(*files)
+            (virtual,), real = observed["predicting", place], observed["running", place]
+            rows.append(row_of(case, real, virtual, formula, constant, differ))
+    return rows, measured
 
 
 def observe(run: Run, keep: Path) -> Observation:
@@ -168,7 +152,6 @@ def row_of(
     case: Case,
     real: Sequence[Observation],
     virtual: Observation,
-    *,
     formula: float,
     constant: float,
     parameters_differ: float | None,
@@ -213,8 +196,7 @@ def largest_difference(one: Path, other: Path) -> float:
 PREDICTORS = {"simulated": "simulation", "formula": "closed formula", "constant": "constant"}
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Of one predictor: absolute errors of step times, and pairs of strategies in the right order.
 
     `pairs` are those on the same task and ranks that differ by more than the runs of both do.
@@ -236,10 +218,10 @@ def verdicts(rows: Sequence[FidelityRow]) -> list[Verdict]:
         and abs(difference := one.real_seconds - other.real_seconds) > one.noise + other.noise
     ]
     found = []
-    for name in PREDICTORS:
+    for name, title in PREDICTORS.items():
         errors = [abs(row.error(name)) for row in rows]
         kept = sum((getattr(a, name) - getattr(b, name)) * real > 0 for a, b, real in pairs)
-        found.append(Verdict(name, statistics.median(errors), max(errors), len(pairs), kept))
+        found.append(Verdict(title, statistics.median(errors), max(errors), len(pairs), kept))
     return found
 
 
@@ -249,9 +231,8 @@ CASE_HEADINGS = (
 )  # fmt: skip
 
 
-def markdown(result: Fidelity) -> str:
+def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
     """When and where, then two tables, for docs/fidelity.md: the predictors, and every case."""
-    rows, calibration = result.rows, result.calibration
     machine = calibration.machine
     reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
     doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))
@@ -263,11 +244,10 @@ def markdown(result: Fidelity) -> str:
         "",
     ]
     if doubts:
-        text = f"**The calibration is not to be trusted**, nor are these figures: {doubts}."
-        lines += [text, ""]
+        lines += [f"**The calibration is not to be trusted**, nor are these figures: {doubts}.", ""]
     headings = ("predictor", "median error", "worst error", "pairs in the right order")
     summary = [
-        (PREDICTORS[v.predictor], f"{v.median:.1%}", f"{v.worst:.1%}", f"{v.kept} of {v.pairs}")
+        (v.predictor, f"{v.median:.1%}", f"{v.worst:.1%}", f"{v.kept} of {v.pairs}")
         for v in verdicts(rows)
     ]
     lines += [*_table(headings, summary), "", *_table(CASE_HEADINGS, map(_cells, rows))]

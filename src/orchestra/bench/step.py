@@ -12,24 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestra.bench.turns import (
-    Blocks,
-    Progress,
-    check_stopped,
-    join_gloo,
-    median_ratio,
-    take_turns,
-    teller,
-)
-from orchestra.engines.processes.launch import launch
-from orchestra.errors import InputError, nearest
+from orchestra.bench.turns import Blocks, Progress, join_gloo, median_ratio, run_ranks, take_turns
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.tasks.classification import cross_entropy, lenet5
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
-
-ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -64,20 +52,10 @@ def perceptron() -> nn.Module:
     )  # fmt: skip
 
 
-SUBJECTS = (
-    BenchmarkModel("lenet", lenet5, 64, 10, (1, 28, 28), steps=25),
-    BenchmarkModel("mlp25m", perceptron, 32, 10, (1024,), steps=3),
-)
-
-
-def subjects_named(name: str) -> tuple[BenchmarkModel, ...]:
-    """The subject of that name, or all of them for "all"."""
-    if name == ALL:
-        return SUBJECTS
-    by_name = {subject.name: subject for subject in SUBJECTS}
-    if name not in by_name:
-        raise InputError(f"--model: unknown model {name!r}; {nearest(name, [*by_name, ALL])}")
-    return (by_name[name],)
+SUBJECTS = {
+    "lenet": BenchmarkModel("lenet", lenet5, 64, 10, (1, 28, 28), steps=25),
+    "mlp25m": BenchmarkModel("mlp25m", perceptron, 32, 10, (1024,), steps=3),
+}
 
 
 BUCKET_MEGABYTES = (1, 5, 25, 100)
@@ -117,7 +95,7 @@ class StepRow:
 def bench_step(
     ranks: Sequence[int] = (2, 4),
     rounds: int = 7,
-    subjects: Sequence[BenchmarkModel] = SUBJECTS,
+    subjects: Sequence[BenchmarkModel] = tuple(SUBJECTS.values()),
     on_progress: Progress | None = None,
 ) -> list[StepRow]:
     """Measure every subject on every number of ranks (2 or more), in `rounds` rounds.
@@ -127,14 +105,15 @@ def bench_step(
     rows = []
     for subject in subjects:
         for count in ranks:
-            total = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
-            tell = teller(on_progress, f"{subject.name}, {count} ranks", total)
+            blocks = (rounds + 1) * (len(BUCKET_MEGABYTES) + len(OURS) + 1)
+            what = f"{subject.name}, {count} ranks"
             with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
                 store = str(Path(folder) / "store")
                 contest = Contest(subject, rounds, store, torch.get_num_threads())
-                outcome = launch(measure, contest, count, on_event=tell)
-            check_stopped(outcome)
-            rows += step_rows(subject, count, outcome.results[0])
+                first, *_ = run_ranks(
+                    measure, contest, count, steps=blocks, what=what, on_progress=on_progress
+                )
+            rows += step_rows(subject, count, first)
     return rows
 
 

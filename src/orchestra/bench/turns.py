@@ -12,14 +12,14 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from orchestra.engines.events import Beat, Event, Notice
-from orchestra.engines.processes import Outcome
+from orchestra.engines.events import Event, Heartbeat, Notice
+from orchestra.engines.processes.launch import launch
 from orchestra.worker.runtime import Runtime
 
 T = TypeVar("T")
@@ -82,21 +82,28 @@ def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-def teller(
-    on_progress: Progress | None, what: str, total: int
-) -> Callable[[Event | Notice], None] | None:
-    """What tells `on_progress` how many of `total` blocks rank 0 has done."""
-    if on_progress is None:
-        return None
+def run_ranks(
+    program: Callable[..., Any],
+    argument: object,
+    ranks: int,
+    *,
+    steps: int,
+    what: str = "",
+    on_progress: Progress | None = None,
+    **limits: Any,
+) -> Sequence[Any]:
+    """Launch `program` and return what each rank did; `on_progress` hears how many of its `steps`
+    rank 0 has done. `limits` are those of `launch`.
+
+    Raises:
+        KeyboardInterrupt: the user stopped it: it has no result.
+    """
 
     def tell(event: Event | Notice) -> None:
-        if isinstance(event, Beat) and event.rank == 0:
-            on_progress(what, event.pulse.step / total)
+        if on_progress is not None and isinstance(event, Heartbeat) and event.rank == 0:
+            on_progress(what, event.step / steps)
 
-    return tell
-
-
-def check_stopped(outcome: Outcome) -> None:
-    """A benchmark that the user stopped has no result."""
+    outcome = launch(program, argument, ranks, on_event=tell, **limits)
     if outcome.stopped:
         raise KeyboardInterrupt
+    return outcome.results

@@ -8,12 +8,13 @@ import itertools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.file import KNOWN_KEYS
 from orchestra.settings.reading import Entry
 
+ENGINES = ("processes", "simulation")
 _SETTINGS = {
     **{f"--{key.replace('_', '-')}": key for key in KNOWN_KEYS},
     **{f"--{key.replace('_', '-')}": f"optimizer.{key}" for key in (
@@ -38,37 +39,31 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see {self.prog} --help")
 
+    def option(self, name: str, value: str, meaning: str, **more: Any) -> None:
+        """Add an option that takes a value, named in the help by `value`."""
+        self.add_argument(name, metavar=value, help=meaning, **more)
+
+    def flag(self, name: str, meaning: str, **more: Any) -> None:
+        """Add an option without a value, False by default."""
+        self.add_argument(name, action="store_true", help=meaning, **more)
+
     def add_run_options(self, out: str) -> None:
         """What every command that makes runs takes; `out` says what --out is there."""
-        self.add_argument(
-            "--engine",
-            choices=["processes", "simulation"],
-            help="real processes (default), or a simulation in virtual time",
-        )
-        self.add_argument(
-            "--cluster", metavar="CLUSTER", help="what is simulated: a preset or a file"
-        )
-        self.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable",
-        )
-        self.add_argument(
-            "--record-order",
-            action="store_const",
-            const=True,
-            help="write down what depends on chance, for orchestra replay",
-        )
-        self.add_argument("--out", type=Path, metavar="DIR", help=out)
+        engine = "real processes (default), or a simulation in virtual time"
+        self.option("--engine", "{processes,simulation}", engine, choices=ENGINES)
+        self.option("--cluster", "CLUSTER", "what is simulated: a preset or a file")
+        changes = "change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable"
+        self.option("--set", "KEY=VALUE", changes, action="append", default=[])
+        order = "write down what depends on chance, for orchestra replay"
+        self.flag("--record-order", order, default=None)
+        self.option("--out", "DIR", out, type=Path)
 
     @staticmethod
-    def run_settings(options: argparse.Namespace) -> dict[str, Entry]:
-        """What the options of `add_run_options` say in place of the file."""
+    def run_settings(options: argparse.Namespace, *more: str) -> dict[str, Entry]:
+        """What the options of `add_run_options`, and `more`, say in place of the file."""
         return {
             key: Entry(value, f"--{key.replace('_', '-')}")
-            for key in ("engine", "cluster", "record_order")
+            for key in ("engine", "cluster", "record_order", *more)
             if (value := getattr(options, key)) is not None
         }
 
@@ -118,7 +113,7 @@ def numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     dots = [place for place, part in enumerate(parts) if part in ELLIPSES]
     try:
-        given = [int(part) for place, part in enumerate(parts) if place not in dots]
+        given = [int(part) for part in parts if part not in ELLIPSES]
     except ValueError:
         reason = "is not a list of whole numbers such as 1,2,4 or 1,2,4,...,256"
         raise _refused(text, reason) from None
@@ -147,12 +142,10 @@ def counts(option: str, text: str, *, low: int, why: str = "") -> list[int]:
 
 def _continued(text: str, first: list[int], last: int) -> list[int]:
     """Go on as `first` does, which has to rise, up to `last`."""
-    step, factor = first[1] - first[0], first[1] // first[0] if first[0] > 0 else 0
-    pairs = list(itertools.pairwise(first))
-    if all(0 < b - a == step for a, b in pairs):
-        factor = 1
-    elif all(a < b == a * factor for a, b in pairs):
-        step = 0
+    rules = (1, first[1] - first[0]), (first[1] // max(first[0], 1), 0)
+    for factor, step in rules if first[1] > first[0] else ():
+        if all(b == a * factor + step for a, b in itertools.pairwise(first)):
+            break
     else:
         raise _refused(text, "rises neither by equal steps nor by equal factors")
     if last <= first[-1]:

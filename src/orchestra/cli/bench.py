@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich import progress
 from rich.console import Console
@@ -22,6 +22,8 @@ from orchestra.errors import InputError, nearest
 if TYPE_CHECKING:
     from orchestra.bench.step import StepRow
     from orchestra.bench.turns import Progress
+
+T = TypeVar("T")
 
 HELP = """\
 usage: orchestra bench BENCHMARK [ARGUMENT ...]
@@ -72,74 +74,76 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _step(arguments: Sequence[str]) -> int:
-    parser = bench_parser("orchestra bench step", STEP, rounds="7")
-    parser.add_argument(
-        "--ranks", default="2,4", metavar="N,...", help="numbers of processes (default: 2,4)"
-    )
-    parser.add_argument(
-        "--model", default="all", metavar="NAME", help="lenet, mlp25m or all (default: all)"
-    )
+    parser = bench_parser("orchestra bench step", STEP, rounds=7)
+    parser.option("--ranks", "N,...", "numbers of processes (default: 2,4)", default="2,4")
+    parser.option("--model", "NAME", "lenet, mlp25m or all (default: all)", default="all")
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks)
-    from orchestra.bench.step import bench_step, subjects_named
+    from orchestra.bench.step import SUBJECTS, bench_step
 
-    subjects = subjects_named(options.model)
+    model = None if options.model == "all" else options.model
+    subjects = listed("--model", model, SUBJECTS)
     with progress_line() as tell:
-        rows = bench_step(ranks, options.rounds or 7, subjects, tell)
+        rows = bench_step(ranks, options.rounds, list(subjects.values()), tell)
     _print_steps(rows)
     write_figures(options.json, "step", rows)
     return 0
 
 
 def _fidelity(arguments: Sequence[str]) -> int:
-    parser = bench_parser("orchestra bench fidelity", FIDELITY, rounds="3")
-    parser.add_argument("--ranks", metavar="N,...", help="in place of each task's own numbers")
-    parser.add_argument("--strategies", metavar="LABEL,...", help="some of those that it prints")
-    parser.add_argument("--tasks", metavar="NAME,...", help="some of cnn, lenet and mlp")
-    parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="of orchestra calibrate; measures no more"
-    )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to a file")
+    parser = bench_parser("orchestra bench fidelity", FIDELITY, rounds=3)
+    parser.option("--ranks", "N,...", "in place of each task's own numbers")
+    parser.option("--strategies", "LABEL,...", "some of those that it prints")
+    parser.option("--tasks", "NAME,...", "some of cnn, lenet and mlp")
+    parser.option("--calibration", "FILE", "of orchestra calibrate; measures no more", type=Path)
+    parser.option("--markdown", "FILE", "write the tables to a file", type=Path)
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks) if options.ranks is not None else None
-    from orchestra.bench.cases import cases, tasks_named
+    from orchestra.bench.cases import STRATEGIES, TASKS, cases
     from orchestra.bench.fidelity import bench_fidelity, markdown
 
-    tasks = tasks_named(listed_words(options.tasks))
-    chosen = cases(listed_words(options.strategies), tasks, ranks)
+    tasks = listed("--tasks", options.tasks, TASKS).values()
+    chosen = cases(listed("--strategies", options.strategies, STRATEGIES), tasks, ranks)
     with progress_line() as tell:
-        result = bench_fidelity(
-            chosen, tasks, options.rounds or 3, calibration=options.calibration, on_progress=tell
+        rows, calibration = bench_fidelity(
+            chosen, options.rounds, calibration=options.calibration, on_progress=tell
         )
-    text = markdown(result)
+    text = markdown(rows, calibration)
     print(text, end="")
     if options.markdown is not None:
         options.markdown.write_text(text)
-    write_figures(options.json, "fidelity", result.rows)
+    write_figures(options.json, "fidelity", rows)
     return 0
 
 
-def listed_words(text: str | None) -> list[str] | None:
-    """The parts of a list such as ring,server."""
-    return None if text is None else [word.strip() for word in text.split(",")]
+def listed(option: str, text: str | None, known: Mapping[str, T]) -> dict[str, T]:
+    """Those of `known` that the value of `option`, such as ring,server, names; all without any.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    names = list(known) if text is None else [word.strip() for word in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise InputError(f"{option}: unknown {name!r}; {nearest(name, known)}")
+    return {name: known[name] for name in names}
 
 
-def bench_parser(program: str, description: str, *, rounds: str = "") -> Parser:
+def bench_parser(program: str, description: str, *, rounds: int | None = None) -> Parser:
     """A parser with the options of every benchmark; `rounds` is the default."""
     parser = Parser("bench", description)
     parser.prog = program
-    if rounds:
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help=f"how often all take turns (default: {rounds})"
-        )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a new file")
+    if rounds is not None:
+        meaning = f"how often all take turns (default: {rounds})"
+        parser.option("--rounds", "N", meaning, type=int, default=rounds)
+    parser.option("--json", "FILE", "write the figures to a new file", type=Path)
     return parser
 
 
 def read_options(parser: Parser, arguments: Sequence[str]) -> Namespace:
     """The options, checked before minutes are spent."""
     options = parser.read(arguments)
-    if getattr(options, "rounds", None) is not None and options.rounds < 1:
+    if getattr(options, "rounds", 1) < 1:
         raise InputError(f"--rounds: {options.rounds} is below 1")
     if options.json is not None and options.json.exists():
         raise InputError(f"--json: {options.json} exists; name a new file")
@@ -178,11 +182,8 @@ def progress_line() -> Iterator[Progress]:
 
         yield Lines()
         return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=24),
-        progress.TimeElapsedColumn(),
-    )
+    text, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
+    columns = (text, bar, progress.TimeElapsedColumn())
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as line:
         task = line.add_task("starting", total=1.0)
 
@@ -218,8 +219,7 @@ def print_table(title: str, headings: Sequence[str], lines: Iterable[Sequence[st
         table.add_row(*line)
     console = Console(highlight=False, markup=False)
     console.print(title, style="bold", soft_wrap=True)
-    console.print(table)
-    console.print()
+    console.print(table, end="\n\n")
 
 
 def print_remarks(text: str) -> None:

@@ -20,7 +20,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.file import load
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import write_atomically
-from orchestra.tasks.registry import task_text
+from orchestra.tasks.settings import task_text
 
 if TYPE_CHECKING:
     from orchestra.bench.calibrate import Workload
@@ -105,36 +105,22 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("calibrate", DESCRIPTION, EPILOG)
     parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
-    parser.add_argument("--task", metavar="TASK", help=f"in place of the file's ({TASK})")
-    parser.add_argument("--optimizer", metavar="CALL", help=f"in place of the file's ({OPTIMIZER})")
-    parser.add_argument(
-        "--batch-size", metavar="N[,N...]", help="of one worker; others around it are measured, too"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=0.5, metavar="S",
-        help="for each figure, where there is time (default: 0.5)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--limit", type=float, metavar="SECONDS",
-        help="for everything; what it leaves no time for is left out, and said (default: 120)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--keep-anyway", action="store_true", help="also figures that are not to be trusted"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: calibration.json in ~/.cache/orchestra"
-    )
-    parser.add_argument(
+    parser.option("--task", "TASK", f"in place of the file's ({TASK})")
+    parser.option("--optimizer", "CALL", f"in place of the file's ({OPTIMIZER})")
+    sizes = "of one worker; others around it are measured, too"
+    parser.option("--batch-size", "N[,N...]", sizes)
+    each = "for each figure, where there is time (default: 0.5)"
+    parser.option("--seconds", "S", each, type=float, default=0.5)
+    limit = "for everything; what it leaves no time for is left out, and said (default: 120)"
+    parser.option("--limit", "SECONDS", limit, type=float)
+    parser.flag("--keep-anyway", "also figures that are not to be trusted")
+    parser.option("--out", "FILE", "default: calibration.json in ~/.cache/orchestra", type=Path)
+    parser.flag(
         "--links",
-        action="store_true",
-        help="nothing but the links between ranks: those that a launcher started, or local ones",
+        "nothing but the links between ranks: those that a launcher started, or local ones",
     )
-    parser.add_argument(
-        "--ranks", type=int, default=4, metavar="N", help="local ranks, with --links (default: 4)"
-    )
-    parser.add_argument(
-        "--bytes", type=int, default=1_000_000, metavar="N", help="of a message, with --links"
-    )
+    parser.option("--ranks", "N", "local ranks, with --links (default: 4)", type=int, default=4)
+    parser.option("--bytes", "N", "of a message, with --links", type=int, default=1_000_000)
     return parser
 
 

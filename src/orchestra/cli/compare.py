@@ -25,7 +25,6 @@ from orchestra.report.numbers import significant, uncertain
 from orchestra.report.page import TABLES, write_report
 from orchestra.report.rows import SENT, TIME_TO_TARGET, TRAIN, Measure, Row
 from orchestra.report.study import Study
-from orchestra.settings.reading import Entry
 
 DESCRIPTION = """\
 Train one task under every strategy of an experiment file, with every seed, and report on them side
@@ -96,12 +95,8 @@ def _compare(options: Namespace) -> int:
             f"orchestra compare starts the processes of its runs itself: call it without "
             f"{launched.launcher}, or train one strategy with orchestra train"
         )
-    given = {
-        key: Entry(value, f"--{key}")
-        for key in ("ranks", "seeds")
-        if (value := getattr(options, key)) is not None
-    }
-    experiment = load(options.experiment, options.set, Parser.run_settings(options) | given)
+    given = Parser.run_settings(options, "ranks", "seeds")
+    experiment = load(options.experiment, options.set, given)
     check_task(experiment.task)
     comparison = carry_out(
         experiment,
@@ -117,22 +112,16 @@ def _compare(options: Namespace) -> int:
 def _parser(command: str, description: str, epilog: str) -> Parser:
     parser = Parser(command, description, epilog)
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help="a YAML file")
-    parser.add_argument(
-        "--ranks",
-        type=numbers,
-        metavar="N[,N...]",
-        help="processes, servers included; 1,2,4,...,256 stands for all powers of two between",
-    )
+    ranks = "processes, servers included; 1,2,4,...,256 stands for all powers of two between"
+    parser.option("--ranks", "N[,N...]", ranks, type=numbers)
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=int, nargs="+", dest="seeds", metavar="N", help="seeds")
     seeds.add_argument("--seeds", type=numbers, metavar="N[,N...]", help="the same")
     parser.add_run_options(
         out="the comparison's folder (default: a new one in runs/); one of the same goes on"
     )
-    parser.add_argument(
-        "--baseline", metavar="LABEL", help="the strategy that the report's differences refer to"
-    )
-    parser.add_argument("--retry", action="store_true", help="make failed runs again")
+    parser.option("--baseline", "LABEL", "the strategy that the report's differences refer to")
+    parser.flag("--retry", "make failed runs again")
     parser.add_argument(
         "--no-report", action="store_false", dest="report", help="write no report.html"
     )
@@ -257,19 +246,12 @@ def report(arguments: Sequence[str]) -> int:
     """Report as the command line says."""
     parser = Parser("report", REPORT, REPORT_EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where to (default: the folder itself if there is one, else report)",
-    )
-    parser.add_argument(
-        "--baseline",
-        metavar="LABEL",
-        help="the row that differences refer to (default: one process with all cores)",
-    )
-    parser.add_argument("--csv", action="store_true", help="write the table as table.csv, too")
-    parser.add_argument("--latex", action="store_true", help="write it as table.tex, for booktabs")
+    out_folder = "where to (default: the folder itself if there is one, else report)"
+    parser.option("--out", "DIR", out_folder, type=Path)
+    baseline = "the row that differences refer to (default: one process with all cores)"
+    parser.option("--baseline", "LABEL", baseline)
+    parser.flag("--csv", "write the table as table.csv, too")
+    parser.flag("--latex", "write it as table.tex, for booktabs")
     options = parser.read(arguments)
     folders: list[Path] = options.runs
     out: Path = options.out or (folders[0] if len(folders) == 1 else Path("report"))

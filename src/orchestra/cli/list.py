@@ -25,7 +25,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.outer import Outer
 from orchestra.strategies.registry import STRATEGIES, Standing
 from orchestra.strategies.switch_rules import Rule
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 from orchestra.topologies import Topology
 from orchestra.trainer.settings import Target, Training
 
@@ -78,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     """List everything, or describe one name."""
     parser = Parser("list", DESCRIPTION, EPILOG)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name, or package.module:Name")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw a cluster: .png or .svg")
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --draw: show where they are")
+    parser.option("--draw", "FILE", "draw a cluster: .png or .svg", type=Path)
+    parser.option("--ranks", "N", "with --draw: show where they are", type=int)
     options = parser.read(arguments)
     name: str | None = options.name
     if options.draw is not None or options.ranks is not None:
@@ -270,10 +270,12 @@ def _print_names(titles: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
 def _print_indented(text: str, indent: int, before: str = "", style: str | None = None) -> None:
     """Print `text` in lines that fit the terminal, `indent` from its edge; `before` the first."""
     console = _console()
-    lines = textwrap.wrap(text, max(console.width - indent, _NARROWEST), break_on_hyphens=False)
-    for number, line in enumerate(lines or [""]):
-        start = before.ljust(indent) if number == 0 else " " * indent
-        console.print(f"{start}{line}".rstrip(), style=style, soft_wrap=True)
+    width = max(console.width, indent + _NARROWEST)
+    wrapper = textwrap.TextWrapper(width, before.ljust(indent), " " * indent)
+    wrapper.break_on_hyphens = False
+    lines = wrapper.wrap(text)
+    for line in lines or [before]:
+        console.print(line.rstrip(), style=style, soft_wrap=True)
 
 
 def _console() -> Console:

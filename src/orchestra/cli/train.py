@@ -14,8 +14,9 @@ from rich.table import Table
 from orchestra.cli.arguments import Parser
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.system import handling
+from orchestra.engines.processes.training import take_part
 from orchestra.errors import InputError, RunEnded, RunFailed
-from orchestra.experiments.experiment import Experiment, for_training, runs
+from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT, fresh_folder, idle_nodes, make_run, write_failure
 from orchestra.records.record import RunRecord
@@ -24,7 +25,7 @@ from orchestra.report.numbers import fixed, places_of
 from orchestra.settings import read
 from orchestra.settings.notation import bound
 from orchestra.settings.reading import Entry
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 from orchestra.trainer.settings import Run
 
 DESCRIPTION = """\
@@ -57,12 +58,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("train", DESCRIPTION, EPILOG)
     parser.add_argument("experiment", nargs="?", type=Path, metavar="EXPERIMENT")
-    parser.add_argument("--task", metavar="TASK", help="digits, or package.module:function")
-    parser.add_argument(
-        "--strategy", metavar="EXPRESSION", help="in place of the file's: 'AllReduce(\"ring\")'"
-    )
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes, servers included")
-    parser.add_argument("--seed", type=int, metavar="N", help="in place of the file's first one")
+    parser.option("--task", "TASK", "digits, or package.module:function")
+    parser.option("--strategy", "EXPRESSION", "in place of the file's: 'AllReduce(\"ring\")'")
+    parser.option("--ranks", "N", "processes, servers included", type=int)
+    parser.option("--seed", "N", "in place of the file's first one", type=int)
     parser.add_run_options(
         out="the record's folder (default: a new one in runs/); one of the same run is resumed"
     )
@@ -71,25 +70,26 @@ def _parser() -> Parser:
 
 def _run(options: Namespace, launched: Launched | None) -> int:
     experiment = resolve(options, launched)
-    check_task(experiment.task)
-    (run,) = runs(experiment)
+    run = only_run(experiment, str(options.experiment or "command line"))
+    check_task(run.task)
     if launched is not None and launched.rank > 0:
         return _follow(run, options.out, launched, experiment.name)
     folder = options.out or fresh_folder(PARENT, f"{experiment.name}-{run.name}")
 
     def tell_resumed(completed: RunRecord | None) -> None:
-        state = "going on with this run"
-        if completed is not None:
-            state = "this run was completed before; its record:"
-        print(f"{folder}: {state}")
+        if completed is None:
+            print(f"{folder}: going on with this run")
+            return
+        print(f"{folder}: this run was completed before; its record:")
+        if launched is not None:  # the other ranks wait to hear of it
+            take_part(run, folder, launched, completed=completed)
 
-    def train(run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
-        from orchestra.engines.processes.training import take_part
+    def train(run: Run, folder: Path) -> RunRecord:
         from orchestra.engines.run import train_run
 
         if launched is None:  # this process starts the ranks, else it is rank 0 of them
-            return completed or train_run(run, folder)
-        record = take_part(run, folder, launched, completed=completed)
+            return train_run(run, folder)
+        record = take_part(run, folder, launched)
         assert record is not None  # on rank 0
         return record
 
@@ -101,7 +101,7 @@ def _run(options: Namespace, launched: Launched | None) -> int:
 
 
 def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
-    """The experiment of one strategy and one seed that the command line asks for."""
+    """The experiment that the command line asks for."""
     if options.experiment is None and not (options.task and options.strategy):
         raise InputError(
             "give an experiment file, or both --task and --strategy; see orchestra train --help"
@@ -112,20 +112,15 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
                 f"under {launched.launcher} give --out DIR: every rank has to know the folder"
             )
         options.ranks = launched.ranks if options.ranks is None else options.ranks
-    given = Parser.run_settings(options)
+    given = Parser.run_settings(options, "task", "ranks")
     given["tune"] = Entry(None, "train")  # it tunes nothing
-    if options.task is not None:
-        given["task"] = Entry(options.task, "--task")
     if options.strategy is not None:
         label = read(options.strategy, where="--strategy").name.rpartition(":")[2]
         given["strategies"] = Entry({label: options.strategy}, "--strategy")
         given["devices"] = Entry({}, "--strategy")
-    if options.ranks is not None:
-        given["ranks"] = Entry(options.ranks, "--ranks")
     if options.seed is not None:
         given["seeds"] = Entry([options.seed], "--seed")
-    experiment = load(options.experiment, options.set, given)
-    return for_training(experiment, str(options.experiment or "command line"))
+    return load(options.experiment, options.set, given)
 
 
 def check_task(text: str) -> None:
@@ -136,7 +131,6 @@ def check_task(text: str) -> None:
 def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
     """Take part as a rank beside the first, which keeps the record and tells how the run ended;
     where that one is gone, this one does. The first rank of each node tells it in any case."""
-    from orchestra.engines.processes.training import take_part
 
     def first_is_gone(reason: str) -> None:
         write_failure(run, folder, experiment, RunFailed(reason))
@@ -239,8 +233,8 @@ def replay(arguments: Sequence[str]) -> int:
     """Replay as the command line says."""
     parser = Parser("replay", REPLAY, REPLAY_EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a recorded run")
-    parser.add_argument("--until", type=int, metavar="STEP", help="stop each worker there")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="a new folder")
+    parser.option("--until", "STEP", "stop each worker there", type=int)
+    parser.option("--out", "DIR", "a new folder", type=Path)
     options = parser.read(arguments)
     from orchestra.experiments import api
 

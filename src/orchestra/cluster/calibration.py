@@ -64,6 +64,11 @@ class Curve:
             return max(seconds, first * max(amount, 1) / least)
         return max(seconds, last) if amount > most else seconds
 
+    def spread_at(self, amount: float) -> float:
+        """Of the repeats at a point; 0 where none were made, or none were noted."""
+        known = zip(self.points, self.spread, strict=False)
+        return next((spread for point, spread in known if point[0] == amount), 0.0)
+
     def plus(self, seconds: float) -> Curve:
         """The same, and `seconds` more for each amount."""
         return Curve(tuple((amount, value + seconds) for amount, value in self.points), self.spread)
@@ -144,11 +149,6 @@ class TaskCosts:
         """With as many as were measured at most."""
         return self.timings[-1]
 
-    @property
-    def threads(self) -> int:
-        """As many as were measured at most."""
-        return self.all.threads
-
     def seconds(
         self, part: Literal["gradient", "update", "step"], amount: float, threads: int
     ) -> float:
@@ -164,10 +164,7 @@ class TaskCosts:
     @property
     def jitter(self) -> Jitter | None:
         """How the durations of gradients varied on a core that had nothing else to do."""
-        gradient = self.one.gradient
-        known = zip(gradient.points, gradient.spread, strict=False)  # or none
-        spreads = {amount: spread for (amount, _), spread in known}
-        sigma = spreads.get(self.batch_size, 0.0) / NORMAL_QUARTILE
+        sigma = self.one.gradient.spread_at(self.batch_size) / NORMAL_QUARTILE
         return LogNormal(sigma) if sigma > 0 else None
 
     @property
@@ -255,8 +252,7 @@ class Calibration:
 
     def task(self, task: str, optimizer: str, precision: str) -> TaskCosts | None:
         """The figures of a task; None where it was not measured with these."""
-        found = (costs for costs in self.tasks if costs.key == (task, optimizer, precision))
-        return next(found, None)
+        return next((t for t in self.tasks if t.key == (task, optimizer, precision)), None)
 
     def with_task(self, costs: TaskCosts) -> Calibration:
         """A copy in which `costs` are the figures of their task."""
@@ -308,24 +304,16 @@ def read_calibration(path: Path) -> Calibration:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict):
+            raise ValueError("it is no mapping")
+        if (schema := document.pop("schema", None)) != SCHEMA:
+            raise ValueError(f"its schema is {schema!r}, not {SCHEMA}")
+        calibration: Calibration = from_plain(Calibration, document)
     except FileNotFoundError:
         raise InputError(f"calibration: there is no file {path}; run orchestra calibrate") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from None
-    if not isinstance(document, dict):
-        raise _damaged(path, "it is no mapping")
-    schema = document.pop("schema", None)
-    if schema != SCHEMA:
-        raise _damaged(path, f"its schema is {schema!r}, not {SCHEMA}")
-    try:
-        calibration: Calibration = from_plain(Calibration, document)
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, str(error)) from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InputError(
+            f"calibration: {path} is damaged or of another version ({error}); delete it and run "
+            "orchestra calibrate again"
+        ) from None
     return calibration
-
-
-def _damaged(path: Path, reason: str) -> InputError:
-    return InputError(
-        f"calibration: {path} is damaged or of another version ({reason}); delete it and run "
-        "orchestra calibrate again"
-    )

@@ -86,10 +86,6 @@ class Cluster(Settings):
             self._placed[ranks] = self._place(ranks)
         return self._placed[ranks]
 
-    def node_of(self, rank: int, ranks: int) -> Node:
-        """The node of one of `ranks` ranks; errors as of `nodes_of`."""
-        return self.nodes_of(ranks)[rank]
-
     def threads_of(self, ranks: int, chosen: int | None = None) -> tuple[int, ...]:
         """How many threads each of `ranks` ranks computes with; see `Node.threads`."""
         nodes = self.nodes_of(ranks)
@@ -134,11 +130,13 @@ class Cluster(Settings):
     def channels(self) -> dict[str, Channel]:
         """Every capacity that there is, by its name: "worker-3 up", "worker-3 loopback"."""
         found: dict[str, Channel] = {}
-        for part in (*self.nodes, *self.switches):
-            node = isinstance(part, Node)
-            shared = None if node or part.shared is None else Link(part.shared, 0.0)
-            links = {"shared": shared, "up": part.up, "down": part.down}
-            links["loopback"] = part.loopback if node else None
+        for part in self._parts:
+            links: dict[str, Link | None] = {}
+            if isinstance(part, Switch) and part.shared is not None:
+                links["shared"] = Link(part.shared, 0.0)
+            links |= {"up": part.up, "down": part.down}
+            if isinstance(part, Node):
+                links["loopback"] = part.loopback
             for kind, link in links.items():
                 if link is not None:
                     name = f"{part.name} {kind}"
@@ -215,9 +213,13 @@ class Cluster(Settings):
         )
 
     def _means(self, name: str | None, rank: int, ranks: int) -> bool:
-        return name in (None, f"rank {rank}", self.node_of(rank, ranks).name)
+        return name in (None, f"rank {rank}", self.nodes_of(ranks)[rank].name)
 
     # Names
+
+    @cached_property
+    def _parts(self) -> list[Node | Switch]:
+        return [*self.nodes, *self.switches]
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:
@@ -265,7 +267,7 @@ class Cluster(Settings):
 
     def _check_fault(self, part: Part, fault: Fault) -> None:
         if isinstance(fault, LinkCut | LinkSlow):
-            linked = [each.name for each in (*self.nodes, *self.switches) if each.up is not None]
+            linked = [each.name for each in self._parts if each.up is not None]
             _require(part, fault.of, linked, "no link of")
             return
         for name in fault.names:

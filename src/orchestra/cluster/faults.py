@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from orchestra.cluster.units import SECONDS, quantity
 from orchestra.errors import InputError
@@ -21,10 +22,15 @@ Changes = tuple[tuple[float, float], ...]
 class Fault(Settings):
     """Something that happens at a time. Base of all faults."""
 
+    WORDS: ClassVar[str]
+    """For `words`: `self` is the fault; `at` and `seconds` are texts with their units."""
+
     @property
     def words(self) -> str:
         """What happens, when, in a few words: "dies at 90 s"."""
-        raise NotImplementedError
+        times = ((name, getattr(self, name, None)) for name in ("at", "seconds"))
+        texts = {name: SECONDS.write(time) for name, time in times if time is not None}
+        return self.WORDS.format(self=self, **texts)
 
     @property
     def names(self) -> list[str]:
@@ -54,7 +60,8 @@ class Lasting(Fault):
         return self.at <= time < (math.inf if self.until is None else self.until)
 
     @property
-    def _span(self) -> str:
+    def span(self) -> str:
+        """From when to when it is there."""
         begin = SECONDS.write(self.at)
         return f"from {begin}" if self.until is None else f"{begin} to {SECONDS.write(self.until)}"
 
@@ -63,41 +70,33 @@ class Lasting(Fault):
 class SlowDown(Lasting):
     """A node computes more slowly: each piece of compute takes `factor` times as long."""
 
+    WORDS: ClassVar = "{self.factor:g}x slower {self.span}"
     node: str = setting(REQUIRED, "name of the node")
     factor: float = setting(REQUIRED, "how many times as long", above=1, high=1e9)
-
-    @property
-    def words(self) -> str:
-        return f"{self.factor:g}x slower {self._span}"
 
 
 @dataclass(frozen=True, repr=False)
 class LinkSlow(Lasting):
     """A link carries less, in both directions: its bandwidth divided by `factor`."""
 
+    WORDS: ClassVar = "link {self.factor:g}x slower {self.span}"
     of: str = setting(REQUIRED, "name of the node or switch, whose link upwards it is")
     factor: float = setting(REQUIRED, "what the bandwidth is divided by", above=1, high=1e9)
-
-    @property
-    def words(self) -> str:
-        return f"link {self.factor:g}x slower {self._span}"
 
 
 @dataclass(frozen=True, repr=False)
 class LinkCut(Lasting):
     """Nothing passes a link, in both directions; what is under way continues after its end."""
 
+    WORDS: ClassVar = "link cut {self.span}"
     of: str = setting(REQUIRED, "name of the node or switch, whose link upwards it is")
-
-    @property
-    def words(self) -> str:
-        return f"link cut {self._span}"
 
 
 @dataclass(frozen=True, repr=False)
 class Delay(Lasting):
     """Messages that are sent meanwhile arrive later; the way is free for others in the meantime."""
 
+    WORDS: ClassVar = "messages {self.ends}{seconds} late {self.span}"
     seconds: float = quantity(SECONDS, REQUIRED, "how much later", above=0)
     source: str | None = setting(None, "from this node or rank alone ('rank 2'); none: from any")
     target: str | None = setting(None, "to this node or rank alone; none: to any")
@@ -109,36 +108,30 @@ class Delay(Lasting):
             raise InputError("Delay has neither source nor target; name a node or a rank")
 
     @property
-    def words(self) -> str:
-        ends = f"from {self.source} " * bool(self.source) + f"to {self.target} " * bool(self.target)
-        return f"messages {ends}{SECONDS.write(self.seconds)} late {self._span}"
+    def ends(self) -> str:
+        """Of the messages, for `words`."""
+        return f"from {self.source} " * bool(self.source) + f"to {self.target} " * bool(self.target)
 
 
 @dataclass(frozen=True, repr=False)
 class Pause(Fault):
     """A rank, or every rank of a node, is stopped for a while, as by SIGSTOP, and continues."""
 
+    WORDS: ClassVar = "paused {seconds} at {at}"
     of: str = setting(REQUIRED, "name of the node, or 'rank 2'")
     _: KW_ONLY
     at: float = quantity(SECONDS, REQUIRED, "when it stops", low=0)
     seconds: float = quantity(SECONDS, REQUIRED, "how long it stands still", above=0)
-
-    @property
-    def words(self) -> str:
-        return f"paused {SECONDS.write(self.seconds)} at {SECONDS.write(self.at)}"
 
 
 @dataclass(frozen=True, repr=False)
 class Death(Fault):
     """A rank, or every rank of a node, ends without a farewell, as by SIGKILL, for good."""
 
+    WORDS: ClassVar = "dies at {at}"
     of: str = setting(REQUIRED, "name of the node, or 'rank 2'")
     _: KW_ONLY
     at: float = quantity(SECONDS, REQUIRED, "when it dies", low=0)
-
-    @property
-    def words(self) -> str:
-        return f"dies at {SECONDS.write(self.at)}"
 
 
 FAULTS: dict[str, type[Fault]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.cluster import Cluster, Part, Unfit
-from orchestra.cluster.costs import Line, Overhead
+from orchestra.cluster.costs import Line
 from orchestra.cluster.faults import FAULTS, Fault
 from orchestra.cluster.nodes import Drift, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS, Preset
@@ -36,12 +36,7 @@ LINK = "{bandwidth: 1 Gbit/s, latency: 50 us}"
 LINE = "{fixed: 20 us, each: 0.3 ns/B}"
 LINES = ("send", "receive", "local")
 
-
-def _line(entry: Entry, key: str) -> Line:
-    return READER.read_settings(Line, entry, key)
-
-
-READER = Reader(
+READER: Reader = Reader(
     examples={
         "cores": "4",
         "down": LINK,
@@ -58,7 +53,7 @@ READER = Reader(
     },
     special={
         "jitter": lambda entry, key: parse(entry.value, CLUSTERS, where=entry.at(key)),
-        **dict.fromkeys(LINES, _line),
+        **dict.fromkeys(LINES, lambda entry, key: READER.read_settings(Line, entry, key)),
     },
 )
 
@@ -116,7 +111,14 @@ def read_cluster(path: Path) -> Cluster:
         if key in document:
             values[name] = READER.read_setting(Cluster, name, document[key], key)
     if "overhead" in document:
-        values["overhead"] = _overhead(document["overhead"])
+        entry = document["overhead"]
+        inside = mapping(entry, "overhead", f"{{send: {LINE}, receive: {LINE}}}")
+        for end in LINES:
+            if end in inside:
+                mapping(inside[end], f"overhead.{end}", LINE)
+        values["overhead"] = READER.read_setting(Cluster, "overhead", entry, "overhead")
+        # In a file, no default would be true everywhere.
+        require(inside, {"local": LINE}, entry.at("overhead"))
     try:
         return Cluster(**values)
     except Unfit as unfit:
@@ -192,12 +194,6 @@ def _faults(entry: Entry | None, places: dict[Part, str]) -> Iterator[Fault]:
         places["faults", index] = item.at(key)
         inside = mapping(settings, key, "{of: worker-3, at: 90 s}")
         yield READER.read_settings(FAULTS[name], item, key, inside)
-
-
-def _overhead(entry: Entry) -> Overhead:
-    inside = mapping(entry, "overhead", f"{{send: {LINE}, receive: {LINE}}}")
-    require(inside, {"local": LINE}, entry.at("overhead"))  # no default would be true everywhere
-    return READER.read_settings(Overhead, entry, "overhead", inside)
 
 
 def cluster_text(cluster: Cluster) -> str:

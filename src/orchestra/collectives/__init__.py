@@ -11,18 +11,9 @@ from torch import Tensor
 
 from orchestra.schedules import ALL_REDUCE, Schedule
 from orchestra.schedules import broadcast as broadcast_schedule
-from orchestra.transports.protocol import CollectiveCall, Group, Transport
+from orchestra.transports.protocol import CollectiveCall, Transport
+from orchestra.transports.protocol import Group as Group
 from orchestra.transports.tags import Tag
-
-__all__ = [
-    "Group",
-    "all_reduce",
-    "broadcast",
-    "execute",
-    "gather_objects",
-    "receive_object",
-    "send_object",
-]
 
 
 def all_reduce(transport: Transport, vector: Tensor, algorithm: str, group: Group, tag: int) -> int:

@@ -30,7 +30,7 @@ class Samples(Protocol):
 
 
 class GlobalOrder:
-    """Epoch after epoch, each a permutation of its own of all samples.
+    """Epoch after epoch, each a permutation of its own of all samples, or all in sequence.
 
     The order follows from the seed alone. It draws nothing from the global generators, and any
     place of the stream can be read at any time.
@@ -40,13 +40,13 @@ class GlobalOrder:
         seed: at least 0.
     """
 
-    def __init__(self, samples: int, seed: int) -> None:
-        assert samples > 0
+    def __init__(self, samples: int, seed: int, *, shuffled: bool = True) -> None:
+        assert samples > 0 or not shuffled
         assert seed >= 0
         self.samples = samples
         self.seed = seed
-        self._epoch = -1
-        self._permutation = torch.empty(0, dtype=torch.long)
+        self._epoch = -1 if shuffled else None
+        self._permutation = torch.arange(0 if shuffled else samples)
 
     def indices(self, start: int, stop: int) -> Tensor:
         """The samples at positions `start` to `stop` of the stream, which may straddle epochs."""
@@ -59,7 +59,7 @@ class GlobalOrder:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
 
     def _of_epoch(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
+        if self._epoch not in (None, epoch):
             # A SeedSequence mixes the two numbers, so that seeds 0, 1, 2 ... share no epochs.
             mixed = numpy.random.SeedSequence((self.seed, epoch)).generate_state(1, numpy.uint64)
             generator = torch.Generator().manual_seed(int(mixed[0]))

@@ -9,21 +9,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
     """The state of torch's, Python's and NumPy's global generators."""
-    version, internal, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
-    assert isinstance(legacy, dict)
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(internal), gauss],
-        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
-    }
+    state = _plain(torch.get_rng_state(), random, np.random)
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _plain(torch_state: Tensor, python: Any, numbers: Any) -> dict[str, Any]:
+    version, internal, gauss = python.getstate()
+    legacy = numbers.get_state(legacy=False)
+    return {
+        "torch": torch_state,
+        "python": [version, list(internal), gauss],
+        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
+    }
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -55,14 +59,7 @@ class AlikeStreams:
         python = random.Random(seed)
         numbers = np.random.RandomState(python.getrandbits(32))
         torchs = torch.Generator().manual_seed(python.getrandbits(63))
-        version, internal, gauss = python.getstate()
-        legacy = numbers.get_state(legacy=False)
-        assert isinstance(legacy, dict)
-        self._state = {
-            "torch": torchs.get_state(),
-            "python": [version, internal, gauss],
-            "numpy": legacy,
-        }
+        self._state = _plain(torchs.get_state(), python, numbers)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:

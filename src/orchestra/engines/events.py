@@ -31,9 +31,36 @@ class Failure:
         return ": ".join(part for part in (self.type, first_line) if part)
 
 
+BEAT_SECONDS = 0.5
+
+
+# Events -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Pulse:
-    """The content of a beat. `activity` changes whenever anything progressed."""
+class OfRank:
+    """What happened to `rank`."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Joined(OfRank):
+    """A rank has opened its control connection."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Heartbeat(OfRank):
+    """A rank is alive, as it says every `BEAT_SECONDS`, and this is how far it is.
+
+    Attributes:
+        fraction: the part of the run's budget that the cluster has consumed.
+        activity: changes whenever anything progressed.
+        waits_for: ranks any of which may release it; `waits_what` says in words what it waits for.
+        expendable: the run can go on without it.
+    """
 
     step: int = 0
     samples: int = 0
@@ -46,48 +73,25 @@ class Pulse:
     expendable: bool = False
 
 
-# Events -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A rank has opened its control connection."""
-
-    rank: int
-    host: str
-
-
-@dataclass(frozen=True)
-class Beat:
-    rank: int
-    pulse: Pulse
-
-
-@dataclass(frozen=True)
-class Finished:
+class Finished(OfRank):
     """A rank has delivered its result."""
 
-    rank: int
-
 
 @dataclass(frozen=True)
-class Failed:
-    rank: int
+class Failed(OfRank):
+    """A rank's program has ended with an exception."""
+
     failure: Failure
 
 
-@dataclass(frozen=True)
-class Disconnected:
+class Disconnected(OfRank):
     """The control connection of a rank has ended."""
 
-    rank: int
-
 
 @dataclass(frozen=True)
-class Exited:
+class Exited(OfRank):
     """A child process has ended; `status` is negative for a signal."""
 
-    rank: int
     status: int
 
 
@@ -103,8 +107,7 @@ class ServerLost:
     how: str
 
 
-EventOfRank = Joined | Beat | Finished | Failed | Disconnected | Exited
-Event = EventOfRank | Interrupted | ServerLost
+Event = OfRank | Interrupted | ServerLost
 
 # Instructions -------------------------------------------------------------------------------
 
@@ -126,6 +129,8 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Kill:
+    """End the process of `rank`."""
+
     rank: int
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from orchestra.engines import events
 from orchestra.engines.events import Instruction
@@ -45,6 +45,8 @@ class Limits:
 
 
 class State(enum.Enum):
+    """How a rank is, in words."""
+
     ABSENT = "has not joined"
     RUNNING = "is running"
     STOPPED = "is stopped"  # expendable, and the run goes on meanwhile
@@ -63,9 +65,9 @@ class Member:
     rank: int
     seen_at: float  # its last sign of life
     active_at: float  # its last sign of progress
+    beat: events.Heartbeat
     state: State = State.ABSENT
     host: str = ""
-    pulse: events.Pulse = field(default_factory=events.Pulse)
     disconnected_at: float | None = None
     gone: bool = False  # its process, or its connection where it is nobody's child
     settled_at: float | None = None  # when it finished, failed or was left out
@@ -76,7 +78,7 @@ class Member:
 
     @property
     def leaving(self) -> bool:
-        return self.state not in ALIVE or self.pulse.phase == "leaving"
+        return self.state not in ALIVE or self.beat.phase == "leaving"
 
 
 class FailureDetector:
@@ -111,7 +113,9 @@ class FailureDetector:
         self._refused: list[str] = []
         self._killed: set[int] = set()
         self._instructions: list[Instruction] = []
-        self._members = {rank: Member(rank, start, start) for rank in range(ranks)}
+        self._members = {
+            rank: Member(rank, start, start, events.Heartbeat(rank)) for rank in range(ranks)
+        }
 
     @property
     def over(self) -> bool:
@@ -179,14 +183,14 @@ class FailureDetector:
             self._instructions.append(events.Stop())
             self._notice("stopping in good order; press Ctrl-C again to end at once")
 
-    def _heard(self, member: Member, event: events.EventOfRank) -> None:
+    def _heard(self, member: Member, event: events.OfRank) -> None:
         member.seen_at = self._now
         match event:
             case events.Joined(host=host):
                 member.state, member.host = State.RUNNING, host
                 self._begin_anew()  # the others could only wait for it
-            case events.Beat(pulse=pulse):
-                self._beat(member, pulse)
+            case events.Heartbeat():
+                self._beat(member, event)
             case events.Finished():
                 self._settle(member, State.DONE)
             case events.Failed(failure=failure):
@@ -200,11 +204,11 @@ class FailureDetector:
                 member.gone = True
                 self._dead(member, describe_exit(status))
 
-    def _beat(self, member: Member, pulse: events.Pulse) -> None:
+    def _beat(self, member: Member, beat: events.Heartbeat) -> None:
         back = member.state is State.STOPPED
-        if pulse.activity != member.pulse.activity or back:
+        if beat.activity != member.beat.activity or back:
             member.active_at = self._now
-        member.pulse = pulse
+        member.beat = beat
         if back:
             member.state = State.RUNNING
             self._notice(f"{member.name} is back")
@@ -218,7 +222,7 @@ class FailureDetector:
         if failure.lost is not None or failure.aborted:
             self._consequences.append((self._now + self.limits.cause, member, failure))
             return
-        if failure.bad_input and member.pulse.phase == "set-up":
+        if failure.bad_input and member.beat.phase == "set-up":
             self.bad_input = failure.message
         self._fail(events.failed_text(member.name, failure))
 
@@ -230,7 +234,7 @@ class FailureDetector:
         """A rank is lost for good: go on without it where it is expendable."""
         if self.cause is not None:
             return
-        if member.pulse.expendable:
+        if member.beat.expendable:
             self._settle(member, State.LEFT_OUT)
             self.left_out[member.rank] = how
             self._begin_anew()
@@ -259,11 +263,10 @@ class FailureDetector:
                 member.active_at = min(member.active_at + absence, self._now)
 
     def _late(self) -> None:
-        absent = self._in(State.ABSENT)
+        absent = ", ".join(member.name for member in self._in(State.ABSENT))
         if absent and self._now - self._started_at >= self.limits.joining:
-            names = ", ".join(member.name for member in absent)
             how = f"did not join within {self.limits.joining:g} s"
-            self._fail(f"{names} {'; '.join([how, *self._refused])}")
+            self._fail(f"{absent} {'; '.join([how, *self._refused])}")
 
     def _unknown_ends(self) -> None:
         for member in self._members.values():
@@ -281,7 +284,7 @@ class FailureDetector:
                 self._lose(member, how)
 
     def _is_stopped(self, member: Member) -> None:
-        if not member.pulse.expendable:
+        if not member.beat.expendable:
             self._lose(member, "is stopped (by SIGSTOP or its terminal)")
             return
         # Once it runs again its silence counts from here, not from its last beat; it stays a
@@ -307,23 +310,23 @@ class FailureDetector:
         patience = self.limits.patience
         if self._in(State.ABSENT):
             return  # all others wait for it, which `_late` decides about
-        under_way = any(m.pulse.step > 0 for m in self._members.values())
+        under_way = any(m.beat.step > 0 for m in self._members.values())
         alive = {m.rank for m in self._in(*ALIVE)}
         waiting: dict[int, tuple[int, ...]] = {}
         for member in self._in(State.RUNNING):
             if member.seen_at < self._now - self.limits.silence:
                 continue
             idle = self._now - member.active_at
-            if member.pulse.waits_for:
+            if member.beat.waits_for:
                 if idle > patience * (1 if under_way else 3):
                     # A server beside a worker, which waits for itself, waits for any of the others.
-                    beside = member.pulse.waits_for == (member.rank,)
-                    waiting[member.rank] = tuple(alive) if beside else member.pulse.waits_for
-            elif idle > patience * (1 if member.pulse.step > 0 else 3) and self._is_awaited(member):
+                    beside = member.beat.waits_for == (member.rank,)
+                    waiting[member.rank] = tuple(alive) if beside else member.beat.waits_for
+            elif idle > patience * (1 if member.beat.step > 0 else 3) and self._is_awaited(member):
                 self._lose(member, self._idle_text(member, idle))
         deadlocked = events.stuck(waiting, alive)
         if deadlocked:
-            whats = {rank: self._members[rank].pulse.waits_what for rank in deadlocked}
+            whats = {rank: self._members[rank].beat.waits_what for rank in deadlocked}
             states = {m.rank: m.state.value for m in self._members.values()}
             self._fail(f"the run hangs: {events.follow_waits(deadlocked, whats, states)}")
             return
@@ -335,14 +338,14 @@ class FailureDetector:
     def _is_awaited(self, member: Member) -> bool:
         """A rank that leaves may well wait for the slowest: it hangs once all are leaving. One that
         is paused has said that it may take long."""
-        if member.pulse.phase == "paused":
+        if member.beat.phase == "paused":
             return False
-        return member.pulse.phase != "leaving" or all(m.leaving for m in self._members.values())
+        return member.beat.phase != "leaving" or all(m.leaving for m in self._members.values())
 
     def _idle_text(self, member: Member, idle: float) -> str:
-        pulse = member.pulse
-        waiters = [m.rank for m in self._members.values() if member.rank in m.pulse.waits_for]
-        text = f"hangs: no progress for {idle:.0f} s (step {pulse.step}, {pulse.phase})"
+        beat = member.beat
+        waiters = [m.rank for m in self._members.values() if member.rank in m.beat.waits_for]
+        text = f"hangs: no progress for {idle:.0f} s (step {beat.step}, {beat.phase})"
         if waiters:
             who = "rank " + str(waiters[0]) if len(waiters) == 1 else f"ranks {waiters}"
             text = f"{text}; {who} waiting for it"
@@ -351,7 +354,7 @@ class FailureDetector:
     def _only_stopped_missing(self) -> None:
         """All others leave, or serve those that still work."""
         others = [m for m in self._members.values() if m.state is not State.STOPPED]
-        waiting = all(m.leaving or m.pulse.phase == "serving" for m in others)
+        waiting = all(m.leaving or m.beat.phase == "serving" for m in others)
         if waiting and not self._in(State.ABSENT) and any(m.leaving for m in others):
             for member in self._in(State.STOPPED):
                 self._lose(member, "was still stopped at the end")

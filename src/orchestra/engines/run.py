@@ -13,7 +13,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
 from orchestra.records.report import RankReport
 from orchestra.records.trace import write_trace
-from orchestra.strategies.base import Roles, Strategy
+from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run, target_times
 
 if TYPE_CHECKING:
@@ -36,16 +36,6 @@ def train_run(
     return record
 
 
-def roles_of(run: Run) -> Roles:
-    """The roles in which the ranks of `run` begin.
-
-    Raises:
-        InputError: the strategy cannot run on that many ranks.
-    """
-    assert isinstance(run.strategy, Strategy)
-    return run.strategy.roles(run.training.ranks)
-
-
 def write_environment(folder: Path) -> None:
     """Write down where a run takes place, into its `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,42 +44,41 @@ def write_environment(folder: Path) -> None:
 
 def record_of(
     run: Run,
-    reports: Sequence[RankReport],
+    results: Sequence[RankReport | None],
     folder: Path,
     launch: Mapping[str, float],
     *,
     left_out: Mapping[int, str],
     **about: Any,
 ) -> RunRecord:
-    """The record of a run that ended well, from the ranks that were there at the end; its curve
-    and its timeline go into `folder`. `launch` are the seconds before their programs began: the
-    import that the first launch of a command waits for is among them, but is no set-up."""
+    """The record of a run that ended well, from the reports of the ranks that were there at the
+    end; its curve and its timeline go into `folder`. `launch` are the seconds before their programs
+    began: the import that the first launch of a command waits for is among them, but is no set-up.
+    """
+    reports = [report for report in results if report is not None]
     # The longest set-up is the one that the others waited for.
     longest = max((report.setup for report in reports), key=lambda setup: sum(setup.values()))
     setup = {**launch, **longest}
     leader = next(report.leader for report in reports if report.leader is not None)
+    # Of each worker in a full step at the start, and the weights behind them.
+    training, measured = run.training, reports[0].shares
+    shares = roles_of(run.strategy, training.ranks).shares
+    weighted = training.weighted(shares, measured or None)
+    samples = apportion(training.global_batch(shares), weighted)
     record = combine(
         reports,
         **_identity(run, folder),
         setup_seconds=sum(setup.values()) - setup.get("import", 0.0),
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
-        **_batches(run, reports[0].shares),
-        **target_times(leader.curve, run.training.target),
+        worker_batches=[count for count, share in zip(samples, weighted, strict=True) if share],
+        shares=measured,
+        **target_times(leader.curve, training.target),
         **about,
     )
     write_curve(folder, leader.curve)
     write_trace(folder, reports)
     return record
-
-
-def _batches(run: Run, measured: tuple[float, ...]) -> dict[str, Any]:
-    """The samples of each worker in a full step at the start, and the weights behind them."""
-    roles, training = roles_of(run), run.training
-    shares = training.weighted(roles.shares, measured or None)
-    counts = apportion(training.global_batch(roles.shares), shares)
-    batches = [count for count, share in zip(counts, shares, strict=True) if share]
-    return {"worker_batches": batches, "shares": measured}
 
 
 def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
@@ -98,7 +87,7 @@ def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> Ru
 
 
 def _identity(run: Run, folder: Path) -> dict[str, Any]:
-    roles = roles_of(run)
+    roles = roles_of(run.strategy, run.training.ranks)
     return {
         "name": run.name,
         "strategy": repr(run.strategy),

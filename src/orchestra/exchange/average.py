@@ -41,7 +41,6 @@ class Bucket:
 
     @property
     def slots(self) -> int:
-        """How many there are."""
         return self.end_slot - self.first_slot
 
 
@@ -84,7 +83,7 @@ class GradientAverage:
         self._under_way: list[Task[int]] = []
         self._overlaps = len(worker.workers) > 1 and len(self._buckets) > 1
         if self._overlaps:
-            worker.gradients.when_ready(self._slots_are_ready)
+            worker.gradients.on_ready = self._slots_are_ready
 
     def finish(self) -> None:
         """After backward: begin what is left, and wait for all of it."""
@@ -104,7 +103,7 @@ class GradientAverage:
 
     def close(self) -> None:
         """Nothing goes on in the background any more."""
-        self._worker.gradients.when_ready(None)
+        self._worker.gradients.on_ready = None
         self._worker.transport.end_background()
 
     def _slots_are_ready(self, first: int, end: int) -> None:

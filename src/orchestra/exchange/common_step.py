@@ -85,7 +85,12 @@ class CommonStep:
             self._wished = True
             self._tell(self._leader, _Word.WISH)
         if steps >= self._lease and not self._final:
-            self._lease, self._final = self._renew(steps, self._flow)
+            own = self._transport.rank
+            self._tell(own, _Word.RENEW, steps)
+            word, number = self._transport.receive(own, self._tag + 1).wait().tolist()
+            if word == _Word.END:
+                self._flow.wait()  # raises what the control flow raised
+            self._lease, self._final = int(number), word == _Word.ANNOUNCE
         return self._final and steps >= self._lease
 
     def report(self, steps: int, *values: float) -> None:
@@ -108,15 +113,6 @@ class CommonStep:
             self._flow.wait()
             self._flow = None
 
-    def _renew(self, steps: int, flow: Task[None]) -> tuple[int, bool]:
-        """Return the new lease, and whether it ends at the common step."""
-        own = self._transport.rank
-        self._tell(own, _Word.RENEW, steps)
-        word, number = self._transport.receive(own, self._tag + 1).wait().tolist()
-        if word == _Word.END:
-            flow.wait()  # raises what the control flow raised
-        return int(number), word == _Word.ANNOUNCE
-
     def _tell(self, rank: int, word: _Word, *values: float) -> None:
         _send(self._transport, rank, self._tag, word, *values)
 
@@ -131,14 +127,10 @@ class _Control:
     def __init__(
         self, ranks: set[int], leader: int, tag: int, lease: int, reports: _Reports
     ) -> None:
-        self._ranks = ranks
-        self._leader = leader
-        self._tag = tag
-        self._lease = lease
+        self._ranks, self._leader, self._tag, self._lease = ranks, leader, tag, lease
         self._promised = False
         self._asked = False  # the main flow waits for an answer
         self._common: int | None = None
-        self._done = False
         self._reports = reports  # from here on of the leader alone
         self._requested = False
         self._announced = False
@@ -150,13 +142,14 @@ class _Control:
         """Answer until everyone has finished."""
         self._transport = transport
         try:
-            while not self._done:
-                self._answer_next()
+            while self._answer_next():
+                pass
         except BaseException:
             self._tell_main(_Word.END, 0)
             raise
 
-    def _answer_next(self) -> None:
+    def _answer_next(self) -> bool:
+        """Answer a message, or note a loss; False once all have finished."""
         handle = self._transport.receive(None, self._tag)
         try:
             word, *values = handle.wait().tolist()
@@ -165,7 +158,10 @@ class _Control:
                 raise
             self._end(lost.rank)
         else:
-            self._take(_Word(int(word)), handle.source, values)
+            heard = _Word(int(word))
+            self._take(heard, handle.source, values)
+            return heard is not _Word.BYE
+        return True
 
     def _take(self, word: _Word, source: int, values: list[float]) -> None:
         number = int(values[0]) if values else 0
@@ -182,8 +178,6 @@ class _Control:
             case _Word.ANNOUNCE:
                 self._common = number
                 self._grant()
-            case _Word.BYE:
-                self._done = True
             case _Word.WISH:
                 self._request()
             case _Word.REPORT:
@@ -261,37 +255,41 @@ class _Reports:
         del self._of_step[step]
         reports = [there[rank] for rank in sorted(there)]
         samples, losses, seconds, rates, epochs, fractions, own, mean = zip(*reports, strict=True)
-        return self._observe(
-            Step(
-                samples=int(sum(samples)),
-                total_samples=int(sum(samples)),
-                loss=_mean(samples, losses),
-                losses=losses,
-                seconds=seconds,
-                rates=(min(rates),),
-                epoch=min(epochs),
-                fraction=min(fractions),
-                counts=tuple(map(int, samples)),
-                squares=own,
-                square=mean[0],
-            )
-        )
+        counts = tuple(map(int, samples))
+        together = _together(counts, losses, seconds, min(rates), min(epochs), min(fractions))
+        together.squares, together.square = own, mean[0]
+        return self._observe(together)
 
 
 def step_of_round(reports: Sequence[Report], seconds: tuple[float, ...]) -> Step:
     """A round of batches as one step: all samples before its end are done."""
-    samples = [report.stop - report.start for report in reports]
+    counts = tuple(report.stop - report.start for report in reports)
     losses = tuple(report.loss for report in reports)
+    rates, epochs, fractions = zip(*((r.rate, r.epoch, r.fraction) for r in reports), strict=True)
+    return _together(counts, losses, seconds, min(rates), max(epochs), max(fractions))
+
+
+def _together(
+    counts: tuple[int, ...],
+    losses: tuple[float, ...],
+    seconds: tuple[float, ...],
+    rate: float,
+    epoch: float,
+    fraction: float,
+) -> Step:
+    """Return the step of all workers that have had `counts` samples each."""
+    samples = sum(counts)
+    total = sum(count * loss for count, loss in zip(counts, losses, strict=True))
     return Step(
-        samples=sum(samples),
-        total_samples=sum(samples),
-        loss=_mean(samples, losses),
+        samples=samples,
+        total_samples=samples,
+        loss=total / samples if samples else 0.0,
         losses=losses,
         seconds=seconds,
-        rates=(min(report.rate for report in reports),),
-        epoch=max(report.epoch for report in reports),
-        fraction=max(report.fraction for report in reports),
-        counts=tuple(samples),
+        rates=(rate,),
+        epoch=epoch,
+        fraction=fraction,
+        counts=counts,
     )
 
 
@@ -305,8 +303,3 @@ def own_seconds(worker: Worker) -> float:
     """What `worker` has needed so far, without waiting for others."""
     traffic = worker.transport.traffic
     return worker.compute.seconds + traffic.seconds_communicating + traffic.seconds_in_background
-
-
-def _mean(samples: Sequence[float], losses: Sequence[float]) -> float:
-    total = sum(samples)
-    return sum(n * loss for n, loss in zip(samples, losses, strict=True)) / total if total else 0.0

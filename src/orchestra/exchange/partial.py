@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from orchestra.exchange.average import Collective, note_buffer
-from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
 
@@ -46,14 +46,10 @@ class PartialAverage:
         self._step = 0
         self._left = 0
         self._outcome: Handle | None = None
-        self._flow: Task[None] | None = None
-        if len(worker.workers) > 1:
-            self._flow = worker.transport.spawn(self._take_part)
+        self._flow = worker.transport.spawn(self._take_part)
 
     def is_late(self) -> bool:
         """Whether the average of the step that begins is there already."""
-        if self._flow is None:
-            return False
         self._outcome = self._worker.transport.receive(self._worker.rank, Tag.DONE)
         return self._outcome.done()
 
@@ -62,14 +58,20 @@ class PartialAverage:
         worker, gradients, step = self._worker, self._worker.gradients, self._worker.step
         gradients.collect_rest(step.weight)
         gradients.fill_tail(worker.rank, step.weight, step.loss, step.stop)
-        if self._flow is not None:
-            self._tell(self._step, step.samples)
+        self._tell(self._step, step.samples)
         self.take()
 
     def take(self) -> None:
         """Get the average of this step, made with a gradient of this worker or without."""
-        gradients, step = self._worker.gradients, self._worker.step
-        samples = step.total_samples if self._flow is None else self._take(self._flow)
+        worker, gradients, step = self._worker, self._worker.gradients, self._worker.step
+        handle = self._outcome or worker.transport.receive(worker.rank, Tag.DONE)
+        self._outcome = None
+        outcome, samples = handle.wait().tolist()
+        if outcome == Outcome.FAILED:
+            self._flow.wait()
+        if outcome == Outcome.LATE:
+            worker.transport.receive(worker.rank, Tag.AVERAGE, gradients.storage).wait()
+            worker.measures.dropped += step.samples > 0
         factor = step.total_samples / samples
         if factor != 1.0:
             gradients.vector.mul_(factor)
@@ -78,25 +80,10 @@ class PartialAverage:
         step.agreed = True
         self._step += 1
 
-    def _take(self, flow: Task[None]) -> int:
-        """Get the sum into the place of the gradient; return the samples behind it."""
-        worker = self._worker
-        handle = self._outcome or worker.transport.receive(worker.rank, Tag.DONE)
-        self._outcome = None
-        outcome, samples = handle.wait().tolist()
-        if outcome == Outcome.FAILED:
-            flow.wait()
-        if outcome == Outcome.LATE:
-            worker.transport.receive(worker.rank, Tag.AVERAGE, worker.gradients.storage).wait()
-            worker.measures.dropped += worker.step.samples > 0
-        return int(samples)
-
     def close(self) -> None:
         """Collective: every worker has taken its last step; end the background flows."""
-        if self._flow is not None:
-            self._tell(LEAVE, 0)
-            self._flow.wait()
-            self._flow = None
+        self._tell(LEAVE, 0)
+        self._flow.wait()
 
     def _tell(self, step: int, samples: int) -> None:
         message = torch.tensor([step, samples])

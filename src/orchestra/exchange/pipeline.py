@@ -61,7 +61,6 @@ class PipelineSlot:
 
     @property
     def stage(self) -> int:
-        """This rank's stage, from 0."""
         return self.rank % self.stages
 
     @property
@@ -151,22 +150,18 @@ def _not_once(calls: int) -> InputError:
 
 
 @dataclass
-class _Passing:
-    """A micro-batch between its two passes: what came in, and what came out (the loss at last)."""
-
-    received: list[Tensor]
-    results: list[Tensor]
-
-
-@dataclass
 class PipelineStep:
-    """Runs this rank's passes of a step; `stash` are the micro-batches between their passes."""
+    """Runs this rank's passes of a step.
+
+    `stash` has the micro-batches between their passes: what came in, and what came out (the loss at
+    last).
+    """
 
     worker: Worker
     slot: PipelineSlot
     microbatches: int
     schedule: str
-    stash: dict[int, _Passing] = field(default_factory=dict)
+    stash: dict[int, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
     sent: list[Handle] = field(default_factory=list)
     loss: float = 0.0
 
@@ -191,7 +186,7 @@ class PipelineStep:
     def _forward(self, number: int, part: Batch, samples: int, share: float) -> None:
         received = [] if self.slot.is_first else self._receive_activations()
         results = self._charged("forward", samples, lambda: self._results(part, received, share))
-        self.stash[number] = _Passing(received, results)
+        self.stash[number] = received, results
         if not self.slot.is_last:
             for result in results:
                 self._send(result.detach(), +1)
@@ -215,11 +210,11 @@ class PipelineStep:
         return [loss if share == 1.0 else loss * share]
 
     def _backward(self, number: int, samples: int) -> None:
-        passing = self.stash.pop(number)
+        received, results = self.stash.pop(number)
         gradients: list[Tensor | None] = [None]
         if not self.slot.is_last:
-            gradients = [self._arriving(result) for result in passing.results]
-        pairs = zip(passing.results, gradients, strict=True)
+            gradients = [self._arriving(result) for result in results]
+        pairs = zip(results, gradients, strict=True)
         trained = [(result, gradient) for result, gradient in pairs if result.requires_grad]
 
         def backward() -> None:
@@ -227,7 +222,7 @@ class PipelineStep:
                 torch.autograd.backward([r for r, _ in trained], [g for _, g in trained])
 
         self._charged("backward", samples, backward)
-        for tensor in passing.received:
+        for tensor in received:
             if tensor.requires_grad:
                 self._send(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad, -1)
 

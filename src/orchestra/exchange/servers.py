@@ -21,7 +21,7 @@ from orchestra.parameter_server.placement import Slice
 from orchestra.parameter_server.placement import place as place_slices
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import Consistency, Push, ServerState
-from orchestra.schedules.work_queue import Applied, WorkQueue
+from orchestra.schedules.work_queue import Applied
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Work
@@ -51,14 +51,15 @@ def make_server(
     clips: bool = False,
     rate_divisor: Callable[[int], int] = lambda staleness: 1,
     compensate: Compensate | None = None,
-    make_queue: Callable[[], WorkQueue | None] = lambda: None,
+    queue_shares: tuple[float, ...] | None = None,
     replicas: bool = False,
     elastic: bool = False,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
     With `replicas` it holds the slice before its own, too. Where workers take batches from a queue,
-    the server of the first slice hands them out. Where it is `elastic` its slice is a centre.
+    by their `queue_shares` of a step, the server of the first slice hands them out. Where it is
+    `elastic` its slice is a centre.
     """
     lost = worker.transport.lost()
     live = frozenset(workers) - lost
@@ -79,7 +80,7 @@ def make_server(
             worker.snapshots.offer(consumed, now, offset=part.first, mirror=is_mirror)
 
         state = ServerState(consistency, set(live), consumed=worker.step.consumed)
-        queue = make_queue()
+        queue = None if queue_shares is None else worker.make_queue(queue_shares)
         if queue is not None:
             state.applied, state.round = Applied(queue.start), queue.round
             if part == slices[0]:
@@ -102,7 +103,14 @@ def make_server(
     own = hold(slices[place])
     if not replicas:
         return Server(own)
-    mirror = hold(slices[place - 1])
+    return _with_replica(worker, own, hold(slices[place - 1]), ranks)
+
+
+def _with_replica(
+    worker: Worker, own: HeldSlice, mirror: HeldSlice, ranks: tuple[int, ...]
+) -> Server:
+    """Return the server of both slices, once their moments are with those who hold them."""
+    place, lost = ranks.index(worker.rank), worker.transport.lost()
     before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
     if after not in lost:
         _hand_on_moments(worker.transport, own.optimizer, after)

@@ -22,6 +22,7 @@ class _Word(enum.IntEnum):
     STOP = 1  # the same, and the user wishes to stop
     CLOSE = 2  # I take nothing more
     DONE = 3  # my batch is done, and I have begun no other; answer when you have read this
+    WAIT = 4  # the same; answer with what I do next, as soon as there is something
 
 
 def share_work(
@@ -70,9 +71,8 @@ class SharedWork:
         self._begun = False
         self._flow: Task[None] | None = None
         if worker.rank == holder:
-            self._flow = worker.transport.spawn(
-                _Holder(queue, worker.workers.ranks, expendable).run
-            )
+            queue.expendable = expendable
+            self._flow = worker.transport.spawn(_Holder(queue, worker.workers.ranks).run)
 
     def take(self) -> WorkItem:
         """What this worker does next; the one before is done."""
@@ -85,13 +85,12 @@ class SharedWork:
             stop = self._worker.reporter.stop_requested()
             self._tell(_Word.STOP if stop else _Word.NEXT, report)
             self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
-        elif report or item.kind is Kind.WAIT:
+        elif item.kind is Kind.WAIT:
+            self._tell(_Word.WAIT, report)
+            self._asked = self._worker.transport.receive(self._holder, Tag.WORK)
+        elif report:
             self._tell(_Word.DONE, report)
-            answer = self._worker.transport.receive(self._holder, Tag.WORK)
-            if item.kind is Kind.WAIT:
-                self._asked = answer
-            else:
-                answer.wait()
+            self._worker.transport.receive(self._holder, Tag.WORK).wait()
         return item
 
     def skip(self, values: Tensor) -> None:
@@ -118,99 +117,49 @@ class SharedWork:
 
 
 class _Holder:
-    """The background flow: it answers at once, whatever the main flows do.
+    """The background flow: it answers at once, whatever the main flows do."""
 
-    Where workers are expendable, one for whom nothing is left has to wait, and asks again when
-    its last batch is done. That question is answered when another worker's batch has come back, or
-    when all batches are done.
-    """
-
-    def __init__(self, queue: WorkQueue, workers: tuple[int, ...], expendable: bool) -> None:
+    def __init__(self, queue: WorkQueue, workers: tuple[int, ...]) -> None:
         self._queue = queue
         self._open = set(workers)
-        self._expendable = expendable
-        self._has_to_wait: set[int] = set()
-        self._waiting: set[int] = set()
-
-    def _restart(self) -> None:
-        items = self._queue.restart()
-        self._held = {rank: [item] for rank, item in items.items()}
-        self._paused = {rank for rank, item in items.items() if item.kind is Kind.PAUSE}
-        for rank in items.keys() - self._open:
-            self._lose(rank)
 
     def run(self, transport: Transport) -> None:
         """Until all workers have closed."""
-        self._open -= transport.lost()
-        self._restart()
+        queue, gone = self._queue, transport.lost()
+        queue.restart()
+        for rank in self._open & gone:
+            queue.lose(rank)
+        self._open -= gone
         while self._open:
             request = transport.receive(None, Tag.WORK_REQUEST)
             try:
-                number, *report = request.wait().tolist()
+                word, *report = request.wait().tolist()
             except PeerLost as lost:
-                self._lose(lost.rank)
+                self._open.discard(lost.rank)
+                queue.lose(lost.rank)
             else:
                 if report:
                     start, stop, *seen = report
-                    self._queue.report(Report(request.source, int(start), int(stop), *seen))
-                self._heed(transport, request.source, _Word(int(number)))
-            self._end_waiting(transport)
+                    queue.report(Report(request.source, int(start), int(stop), *seen))
+                self._heed(transport, request.source, _Word(int(word)))
+            for worker, item in queue.woken():
+                _answer(transport, worker, item)
 
     def _heed(self, transport: Transport, worker: int, word: _Word) -> None:
         if word is _Word.CLOSE:
             self._open.discard(worker)
-            del self._held[worker]
-        elif word is not _Word.DONE:
-            self._answer(transport, worker, self._next(worker, word))
-        elif worker in self._has_to_wait:
-            self._has_to_wait.remove(worker)
-            self._held[worker] = []
-            self._waiting.add(worker)
+            self._queue.finish(worker)
+        elif word is _Word.WAIT:
+            self._queue.wait(worker)
+        elif word is _Word.DONE:
+            _answer(transport, worker, WorkItem(Kind.WAIT, 0, 0))
         else:
-            self._answer(transport, worker, self._held[worker][-1])
+            self._queue.resume(worker)
+            if word is _Word.STOP:
+                self._queue.close()
+            _answer(transport, worker, self._queue.take(worker, ahead=True))
 
-    def _answer(self, transport: Transport, worker: int, item: WorkItem) -> None:
-        answer = torch.tensor(item, dtype=torch.float64)
-        with contextlib.suppress(PeerLost):
-            transport.send(answer, worker, Tag.WORK).wait()
 
-    def _next(self, worker: int, word: _Word) -> WorkItem:
-        """The item after the one that `worker` begins; what it had before that one is done."""
-        if worker in self._paused:  # all have passed the quiet point, and this one is the first
-            self._restart()
-        if word is _Word.STOP:
-            self._queue.close()
-        self._held[worker] = self._held[worker][-1:]
-        item = self._queue.next(worker)
-        if item.kind is Kind.END and self._expendable:
-            self._has_to_wait.add(worker)
-            return WorkItem(Kind.WAIT, item.start, item.stop)
-        self._hold(worker, item)
-        return item
-
-    def _hold(self, worker: int, item: WorkItem) -> None:
-        if item.kind is Kind.BATCH:
-            self._held[worker].append(item)
-        elif item.kind is not Kind.END:
-            self._paused.add(worker)
-
-    def _end_waiting(self, transport: Transport) -> None:
-        """Answer those that wait and can be: with what came back, or as nothing can any more."""
-        for worker in sorted(self._waiting):
-            item = self._queue.next(worker)
-            if item.kind is Kind.END and self._some_hold_batches():
-                return
-            self._hold(worker, item)
-            self._waiting.remove(worker)
-            self._answer(transport, worker, item)
-
-    def _some_hold_batches(self) -> bool:
-        return any(item.kind is Kind.BATCH for items in self._held.values() for item in items)
-
-    def _lose(self, worker: int) -> None:
-        self._open.discard(worker)
-        self._waiting.discard(worker)
-        self._queue.forget(worker)
-        for item in self._held.pop(worker, ()):
-            if item.kind is Kind.BATCH:
-                self._queue.give_back(item)
+def _answer(transport: Transport, worker: int, item: WorkItem) -> None:
+    with contextlib.suppress(PeerLost):
+        transport.send(torch.tensor(item, dtype=torch.float64), worker, Tag.WORK).wait()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from orchestra.data.sharding import SHARDINGS
 from orchestra.engines.run import train_run
 from orchestra.errors import InputError
 from orchestra.experiments.comparison import Comparison, carry_out
-from orchestra.experiments.experiment import Experiment, for_training, runs
+from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT, RESOLVED, SUMMARY, fresh_folder, make_run
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
@@ -22,7 +23,7 @@ from orchestra.records.record import RunRecord, read_summary
 from orchestra.settings import Settings, write
 from orchestra.settings.reading import Entry
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 
 if TYPE_CHECKING:
     from orchestra.strategies.base import Strategy
@@ -72,16 +73,10 @@ def train(
         "ranks": ranks,
         **settings,
     }
-    experiment = for_training(_experiment(None, given), "ranks")
-    (label,) = experiment.strategies
-    folder = Path(out) if out is not None else fresh_folder(PARENT, f"{experiment.name}-{label}")
-    (run,) = runs(experiment)
-    return make_run(
-        run,
-        experiment,
-        folder,
-        lambda run, folder, completed: completed or train_run(run, folder, quiet=quiet),
-    )
+    experiment = _experiment(None, given)
+    run = only_run(experiment, "ranks")
+    folder = Path(out) if out is not None else fresh_folder(PARENT, f"{experiment.name}-{run.name}")
+    return make_run(run, experiment, folder, partial(train_run, quiet=quiet))
 
 
 def compare(
@@ -199,8 +194,7 @@ def replay(
     with suppress(OSError, ValueError):  # where the task may be: the replay may be elsewhere
         known = json.loads((source / "environment.json").read_text()).get("modules", [])
         sys.path += [folder for folder in known if folder not in sys.path]
-    experiment = for_training(load(source / RESOLVED), str(source / RESOLVED))
-    (settings,) = runs(experiment)
+    settings = only_run(load(source / RESOLVED), str(source / RESOLVED))
     if not settings.training.record_order:
         raise InputError(f"{source}: this run was not recorded; make one with --record-order")
     folder = Path(out) if out is not None else fresh_folder(PARENT, f"{source.name}-replay")

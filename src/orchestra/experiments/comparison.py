@@ -243,9 +243,9 @@ class _Execution:
             raise KeyboardInterrupt
         return self._finished(record, run)
 
-    def _train(self, run: Run, folder: Path, completed: RunRecord | None) -> RunRecord:
+    def _train(self, run: Run, folder: Path) -> RunRecord:
         try:
-            return completed or train_run(run, folder, progress=self._progress)
+            return train_run(run, folder, progress=self._progress)
         except (RunFailed, InputError):
             if self._progress.interrupted:  # the failure is the user's second Ctrl-C
                 raise KeyboardInterrupt from None

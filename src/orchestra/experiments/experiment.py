@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import SCHEDULES
@@ -15,7 +15,6 @@ from orchestra.settings import (
     MOST_RANKS,
     MOST_SEED,
     REQUIRED,
-    Registry,
     Settings,
     replace_setting,
     setting,
@@ -28,7 +27,6 @@ from orchestra.trainer.settings import Device, Run, Training
 RATE = "optimizer.lr"
 _STRATEGY = "strategy."
 MOST_TRIALS = 10_000
-S = TypeVar("S", bound=Settings)
 _TUNABLE = ("optimizer", "schedule", "clip_norm", "strategy")
 
 
@@ -74,9 +72,9 @@ class Tune(Settings):
                 raise InputError(f"tune.settings.{RATE}: {value!r} is not a number")
 
 
-def grid(tune: Tune, strategy: Strategy[Any]) -> list[dict[str, Any]]:
-    """The settings of each trial of `strategy`, in order."""
-    keys = [key for key in tune.settings if _has(strategy, key, tune.settings[key][0])]
+def grid(tune: Tune, run: Run) -> list[dict[str, Any]]:
+    """The settings of each trial of `run`, in order."""
+    keys = [key for key in tune.settings if _has(run, key, tune.settings[key][0])]
     return [
         dict(zip(keys, values, strict=True))
         for values in product(*(tune.settings[key] for key in keys))
@@ -89,37 +87,22 @@ def tuned(run: Run, settings: Mapping[str, Any]) -> Run:
     Raises:
         InputError: there is no such setting, or it cannot have this value.
     """
-    training, strategy = _adapted(run.training, run.strategy, settings)
-    return replace(run, training=training, strategy=strategy)
-
-
-def _has(strategy: Strategy[Any], key: str, value: object) -> bool:
-    """Return whether the setting is the training's, or `strategy` has it and takes `value`."""
-    if not key.startswith(_STRATEGY):
-        return True
-    try:
-        _changed(strategy, key, key.removeprefix(_STRATEGY), value, STRATEGIES)
-    except InputError:
-        return False
-    return True
-
-
-def _adapted(
-    training: Training, strategy: Strategy[Any], settings: Mapping[str, Any]
-) -> tuple[Training, Strategy[Any]]:
     for key, value in settings.items():
-        if key.startswith(_STRATEGY):
-            strategy = _changed(strategy, key, key.removeprefix(_STRATEGY), value, STRATEGIES)
-        else:
-            training = _changed(training, key, key, value, SCHEDULES)
-    return training, strategy
+        own = key.startswith(_STRATEGY)
+        path, registry = (key, STRATEGIES) if own else (f"training.{key}", SCHEDULES)
+        text = value if isinstance(value, str) else repr(value)
+        run = replace_setting(run, path, text, registry, where=f"tune.settings.{key}")
+    return run
 
 
-def _changed(holder: S, key: str, path: str, value: object, registry: Registry) -> S:
-    text = value if isinstance(value, str) else repr(value)
-    changed = replace_setting(holder, path, text, registry, where=f"tune.settings.{key}")
-    assert isinstance(changed, type(holder))
-    return changed
+def _has(run: Run, key: str, value: object) -> bool:
+    """Return whether the setting is the training's, or the strategy has it and takes `value`."""
+    if key.startswith(_STRATEGY):
+        try:
+            tuned(run, {key: value})
+        except InputError:
+            return False
+    return True
 
 
 ONE_PROCESS = "one process"
@@ -162,7 +145,7 @@ class Experiment(Settings):
         _require_each_once("ranks", "number", self.ranks)
         object.__setattr__(self, "training", replace(self.training, ranks=self.ranks[0]))
         for label, strategy in self.strategies.items():
-            reasons = [refusal(strategy, ranks) for ranks in self.ranks]
+            reasons = [strategy.refusal(ranks) for ranks in self.ranks]
             if all(reasons):
                 raise InputError(f"strategies.{label}: {reasons[0]}")
         for label in self.devices.keys() - self.strategies.keys():
@@ -179,12 +162,14 @@ class Experiment(Settings):
                 f"tune.seed: {tune.seed} is among the seeds; choose another, lest the settings be "
                 "chosen on a run that is compared"
             )
-        some = list(self.strategies.values())
+        some = [
+            Run(label, self.task, strategy, training=self.training)
+            for label, strategy in self.strategies.items()
+        ]
         for key, values in tune.settings.items():  # some have to have it, with all of its values
-            having = [strategy for strategy in some if _has(strategy, key, values[0])]
-            for strategy in having or some[:1]:
+            for run in [run for run in some if _has(run, key, values[0])] or some[:1]:
                 for value in values:
-                    _adapted(self.training, strategy, {key: value})
+                    tuned(run, {key: value})
 
 
 def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:
@@ -194,30 +179,18 @@ def _require_each_once(key: str, what: str, values: tuple[int, ...]) -> None:
         raise InputError(f"{key}: {list(values)} holds a {what} twice")
 
 
-def refusal(strategy: Strategy[Any], ranks: int) -> str | None:
-    """Why `strategy` cannot run on that many ranks, None if it can."""
-    try:
-        strategy.roles(ranks)
-    except InputError as error:
-        return str(error)
-    return None
-
-
 def runs(experiment: Experiment) -> list[Run]:
     """The runs of `experiment`: with the first seed all strategies on each number of ranks, then
     with the next seed, so that a machine that grows slower does so for all of them."""
+    every, device = experiment.training, experiment.training.device
     return [
-        Run(label, experiment.task, strategy, seed, _training(experiment, label, ranks))
+        Run(label, experiment.task, strategy, seed, replace(every, ranks=ranks, device=own))
         for seed in experiment.seeds
         for ranks in experiment.ranks
         for label, strategy in experiment.strategies.items()
-        if refusal(strategy, ranks) is None
+        if strategy.refusal(ranks) is None
+        for own in [experiment.devices.get(label, device)]
     ]
-
-
-def _training(experiment: Experiment, label: str, ranks: int) -> Training:
-    device = experiment.devices.get(label, experiment.training.device)
-    return replace(experiment.training, ranks=ranks, device=device)
 
 
 def on_ranks(run: Run) -> str:
@@ -236,7 +209,7 @@ def not_run(experiment: Experiment) -> list[dict[str, Any]]:
         {"name": label, "ranks": ranks, "reason": reason}
         for ranks in experiment.ranks
         for label, strategy in experiment.strategies.items()
-        if (reason := refusal(strategy, ranks)) is not None
+        if (reason := strategy.refusal(ranks)) is not None
     ]
 
 
@@ -268,9 +241,9 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
     )
 
 
-def for_training(experiment: Experiment, source: str) -> Experiment:
-    """What `train` takes of an experiment: its one strategy on its one number of ranks, with the
-    first seed.
+def only_run(experiment: Experiment, source: str) -> Run:
+    """What `train` takes of an experiment: the run of its one strategy on its one number of ranks,
+    with the first seed.
 
     Raises:
         InputError: there are several; `source` opens the message.
@@ -284,6 +257,4 @@ def for_training(experiment: Experiment, source: str) -> Experiment:
                 f"{source}: holds {len(many)} {noun} ({', '.join(many)}); train takes one: name "
                 f"it with {option}, or run all with orchestra compare"
             )
-    (label,) = experiment.strategies
-    training = _training(experiment, label, experiment.ranks[0])
-    return replace(experiment, seeds=experiment.seeds[:1], devices={}, tune=None, training=training)
+    return runs(experiment)[0]

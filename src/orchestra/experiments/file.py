@@ -11,10 +11,10 @@ from typing import Any
 from orchestra.cluster.file import is_file, load_cluster
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
-from orchestra.experiments.experiment import Experiment, Tune
+from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
-from orchestra.settings import Settings, parse, read, replace_setting, write
-from orchestra.settings.base import settings_of
+from orchestra.settings import parse, read, replace_setting, write
+from orchestra.settings.base import settings_of, to_plain
 from orchestra.settings.notation import bound, build
 from orchestra.settings.reading import (
     Entry,
@@ -28,7 +28,7 @@ from orchestra.settings.reading import (
 )
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.tasks.registry import replace_task_setting, task_name, task_text
+from orchestra.tasks.settings import replace_task_setting, task_name, task_text
 from orchestra.trainer.settings import Training
 
 _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")
@@ -64,7 +64,7 @@ def load(
     pairs = [_pair(text) for text in overrides]
     for key, text, where in pairs:
         if "." not in key:
-            document = _replaced(document, {key: Entry(_set_value(text, where), where)})
+            document = _replaced(document, {key: Entry(yaml_value(text, where), where)})
     experiment = _experiment(document, path)
     for key, text, where in pairs:
         if "." in key:
@@ -84,7 +84,7 @@ def to_yaml(experiment: Experiment) -> str:
         "ranks": experiment.ranks[0] if len(experiment.ranks) == 1 else list(experiment.ranks),
         "seeds": list(experiment.seeds),
         "devices": dict(experiment.devices),
-        "tune": _plain(experiment.tune),
+        "tune": to_plain(experiment.tune),
     }
     for name in TRAINING_KEYS:
         document[name] = getattr(training, name)
@@ -95,18 +95,8 @@ def to_yaml(experiment: Experiment) -> str:
     document["schedule"] = write(training.schedule, SCHEDULES)
     if training.sharding is not None:
         document["sharding"] = write(training.sharding, SHARDINGS)
-    document["target"] = _plain(training.target)
+    document["target"] = to_plain(training.target)
     return yaml_text(document)
-
-
-def _plain(settings: Settings | None) -> dict[str, Any] | None:
-    """Return the settings as a mapping of the file."""
-    if settings is None:
-        return None
-    values = {field.name: getattr(settings, field.name) for field in settings_of(type(settings))}
-    if isinstance(settings, Tune):
-        values["settings"] = {key: list(tried) for key, tried in settings.settings.items()}
-    return values
 
 
 def _pair(text: str) -> tuple[str, str, str]:
@@ -115,13 +105,6 @@ def _pair(text: str) -> tuple[str, str, str]:
     if not equals or not key:
         raise InputError(f"--set {text}: has to be key=value")
     return key, value.strip(), f"--set {key}"
-
-
-def _set_value(text: str, where: str) -> object:
-    try:
-        return yaml_value(text)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 def _replaced(document: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -19,7 +19,7 @@ from typing import Any
 from orchestra.cluster.file import load_cluster
 from orchestra.engines.run import failed_record
 from orchestra.errors import InputError, RunFailed
-from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.records.record import (
     RunRecord,
@@ -35,23 +35,22 @@ RESOLVED = "experiment.yaml"
 SUMMARY = "summary.json"
 PARENT = Path("runs")
 
-Train = Callable[[Run, Path, RunRecord | None], RunRecord]
-"""Trains a run in a folder; given the record, if the run was completed there before."""
-
 
 def make_run(
     run: Run,
     experiment: Experiment,
     folder: Path,
-    train: Train,
+    train: Callable[[Run, Path], RunRecord],
     *,
     tuned: Mapping[str, Any] | None = None,
     on_resume: Callable[[RunRecord | None], None] | None = None,
 ) -> RunRecord:
     """Claim `folder` for `run`, train, write `summary.json`, release the folder; the record.
 
+    Where the run was completed there before, its record is that of then.
+
     Args:
-        experiment: consists of this run only.
+        experiment: has the run among its own.
         tuned: the settings that were chosen for the run by trials.
         on_resume: called where the folder has this run already, with its record if it was
             completed.
@@ -60,14 +59,15 @@ def make_run(
         InputError: as `held` and `train` do.
         RunFailed: as `train` does; `summary.json` then has a failed record.
     """
-    with held(folder, experiment) as resumed:
+    with held(folder, alone(experiment, run)) as resumed:
         completed = next(iter(finished(folder)), None) if resumed else None
         if resumed and on_resume is not None:
             on_resume(completed)
-        if completed is None:  # cut off from now on, it is no failed run any more
-            (folder / SUMMARY).unlink(missing_ok=True)
+        if completed is not None:
+            return completed
+        (folder / SUMMARY).unlink(missing_ok=True)  # cut off from now on, it is no failed run
         try:
-            record = replace(train(run, folder, completed), tuned=tuned or {})
+            record = replace(train(run, folder), tuned=tuned or {})
         except RunFailed as failure:
             write_failure(run, folder, experiment.name, failure)
             raise
@@ -120,7 +120,8 @@ def claim(folder: Path, experiment: Experiment) -> bool:
     except FileExistsError:
         raise InputError(f"{folder}: is not a folder; choose another --out") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{folder}: cannot be used: {_reason(error)}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{folder}: cannot be used: {reason}") from None
     return False
 
 
@@ -201,19 +202,16 @@ def finished(folder: Path, *, failed: bool = False) -> list[RunRecord]:
     return [record for record in records if record.status in wanted]
 
 
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
 def _require_same(path: Path, old_text: str, new_text: str) -> None:
     if old_text == new_text:
         return
     old, new = yaml_value(old_text), yaml_value(new_text)
-    keys = ""
+    keys = "its form"
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = ", ".join(key for key in {**new, **old} if new.get(key) != old.get(key))
+        differing = [key for key in {**new, **old} if new.get(key) != old.get(key)]
+        keys = ", ".join(differing) or keys
     raise InputError(
-        f"{path.parent}: holds a different experiment (in {keys or 'its form'}); "
+        f"{path.parent}: holds a different experiment (in {keys}); "
         "choose another --out, or none for a new folder"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from orchestra.experiments.experiment import Experiment, Tune, grid, on_ranks, runs, tuned
 from orchestra.records.layout import trial_folder
 from orchestra.records.record import RunRecord, write_atomically
+from orchestra.settings.base import to_plain
 from orchestra.trainer.settings import Run, Target, Training
 
 TUNING = "tuning.json"
@@ -98,7 +99,7 @@ class Choice:
         """Its entry in `tuning.json`."""
         name, ranks = self.outcomes[0][0].row
         best = self.best
-        return {
+        entry = {
             "name": name,
             "ranks": ranks,
             "chosen": None if best is None else best.number,
@@ -109,12 +110,14 @@ class Choice:
                     "settings": dict(trial.settings),
                     "status": record.status,
                     "score": self.criterion.score(record),
-                    "loss": _finite(record.final_loss),
+                    "loss": record.final_loss,
                     "failure": record.failure,
                 }
                 for trial, record in self.outcomes
             ],
         }
+        plain: dict[str, Any] = to_plain(entry, finite=True)
+        return plain
 
 
 def trials(experiment: Experiment) -> list[Trial]:
@@ -126,7 +129,7 @@ def trials(experiment: Experiment) -> list[Trial]:
     every = [
         Trial(number, settings, replace(tuned(run, settings), judged_on="validation"))
         for run in once
-        for number, settings in enumerate(grid(tune, run.strategy))
+        for number, settings in enumerate(grid(tune, run))
     ]
     return sorted(every, key=lambda trial: trial.number)
 
@@ -156,7 +159,3 @@ def write_tuning(
         "choices": [choice.plain() for choice in choices.values()],
     }
     write_atomically(folder / TUNING, json.dumps(document, indent=2) + "\n")
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -12,33 +12,43 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from orchestra.engines.processes.own_loop import distribute, end_loops
+from orchestra.engines.processes.distribute import (
+    distribute,
+    end_loops,
+    runtime_beside_loops,
+    strategy_of,
+)
+from orchestra.engines.processes.environment import detect, rank
 from orchestra.errors import InputError
-from orchestra.strategies.base import Strategy
+from orchestra.integrations.worker_group import WorkerGroup
+from orchestra.strategies.base import Strategy, roles_of
 from orchestra.trainer.own_batches import Batches
 
 try:
     import lightning.pytorch as lightning
     from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+    from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-
-    from orchestra.integrations.lightning_workers import AmongWorkers
+    from lightning_utilities.core.rank_zero import rank_zero_only
+    from torchmetrics.metric import Metric, jit_distributed_available
 except ImportError as error:
     raise InputError(
         f"orchestra.integrations.lightning needs Lightning ({error}): "
         "pip install 'neural-orchestra[lightning]'"
     ) from None
 
+T = TypeVar("T")
 STATE = "orchestra"
 """The place of Orchestra's state in a checkpoint of Lightning's."""
 
 
-class OrchestraStrategy(AmongWorkers):
+class OrchestraStrategy(ParallelStrategy):
     """Trains with `orchestra.distribute`; pass it to `lightning.Trainer(strategy=...)`.
 
     The processes are those that torchrun or another launcher has started; without one there is
@@ -68,13 +78,53 @@ class OrchestraStrategy(AmongWorkers):
         patience: float = 60.0,
         host: str | None = None,
     ) -> None:
-        super().__init__(strategy, {"patience": patience, "host": host})
+        super().__init__()
+        self._orchestra = strategy_of(strategy)
         self._seed = seed
         self._options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "overlap": overlap}
+        self._place: dict[str, Any] = {"patience": patience, "host": host}
+        self._launched = detect(os.environ)
+        ranks = 1 if self._launched is None else self._launched.ranks
+        self._first_workers = roles_of(self._orchestra, ranks).workers
+        self._group: WorkerGroup | None = None
+        self._batches: Batches | None = None  # once the model is distributed
         self._epoch: Generator[Any, None, None] | None = None  # training batches of the one begun
         self._evaluating: tuple[int, ...] = ()  # the workers that the data are dealt out to
         self._state: dict[str, Any] | None = None  # of a checkpoint that is being made
         self._to_load: dict[str, Any] | None = None
+
+    # Who and where this process is
+
+    @property
+    def global_rank(self) -> int:
+        return rank()
+
+    @property
+    def local_rank(self) -> int:
+        return 0 if self._launched is None else self._launched.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are; ranks that only serve do not count."""
+        return 1 if self._serves else len(self._workers)
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        ranks = (self.global_rank,) if self._group is None else self._group.ranks
+        return {"num_replicas": len(ranks), "rank": ranks.index(self.global_rank)}
+
+    @property
+    def _workers(self) -> tuple[int, ...]:
+        return self._first_workers if self._batches is None else self._batches.workers
+
+    @property
+    def _serves(self) -> bool:
+        return self.global_rank not in self._workers
 
     @property
     def is_distributed(self) -> bool:
@@ -98,17 +148,34 @@ class OrchestraStrategy(AmongWorkers):
 
     # Set-up
 
+    def set_world_ranks(self) -> None:
+        """Let Lightning log and save on the first rank alone."""
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
     def setup_environment(self) -> None:
         """Come together with the other ranks; an earlier fit ends here."""
         super().setup_environment()
+        devices = len(self.parallel_devices or ())
+        if self._launched is None and devices > 1:
+            raise InputError(
+                f"{devices} devices, but OrchestraStrategy starts no processes: run the script "
+                f"by torchrun --nproc-per-node {devices}, or set Trainer(devices=1)"
+            )
+        runtime = runtime_beside_loops(**self._place)
+        self._reporter = runtime.reporter
+        self._group = WorkerGroup(runtime.transport, lambda: self._workers)
         if self._trainer.state.fn == TrainerFn.FITTING:
             end_loops()
             self._batches = self._epoch = self._to_load = None
         self._reporter.phase("paused")
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """Refuse what would be trained wrongly."""
+        """Let the model's metrics come together; refuse what would be trained wrongly."""
         super().setup(trainer)
+        for metric in self._metrics():
+            assert self._group is not None
+            metric.distributed_available_fn = self._group.is_several
+            metric.dist_sync_fn = self._group.gather
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if not self._module.automatic_optimization or len(self.optimizers) != 1:
@@ -126,6 +193,20 @@ class OrchestraStrategy(AmongWorkers):
                 "Trainer(sync_batchnorm=True) needs a process group of torch.distributed: use "
                 "GroupNorm, or plain BatchNorm"
             )
+
+    def teardown(self) -> None:
+        """As in one process from here on: metrics, too."""
+        for metric in self._metrics():
+            metric.distributed_available_fn = jit_distributed_available
+            metric.dist_sync_fn = None
+        super().teardown()
+
+    def _metrics(self) -> list[Metric]:
+        """Return those of the model that would ask torch.distributed for the other workers."""
+        modules = [] if self.model is None else self.model.modules()
+        ours = None if self._group is None else self._group.gather
+        metrics = [module for module in modules if isinstance(module, Metric)]
+        return [metric for metric in metrics if metric.dist_sync_fn in (None, ours)]
 
     def process_dataloader(self, dataloader: object) -> object:
         """Distribute model and optimizer when the training data are there.
@@ -266,6 +347,49 @@ class OrchestraStrategy(AmongWorkers):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._to_load = checkpoint.pop(STATE, None)
         return checkpoint
+
+    # Between processes
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
+    ) -> Tensor | Any:
+        """The same on all workers; what is no tensor stays as it is."""
+        _check_group(group)
+        if not isinstance(tensor, Tensor) or self._group is None:
+            return tensor
+        return self._group.reduce(tensor, getattr(reduce_op, "name", reduce_op) or "mean")
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return bool(self.reduce(torch.tensor(decision), reduce_op="min" if all else "max"))
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._group is not None:
+            self._group.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """JSON data alone, since nothing that arrives is unpickled."""
+        result: T = obj if self._group is None else self._group.broadcast(obj, src)
+        return result
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """All workers' tensors, of one shape, stacked."""
+        _check_group(group)
+        if sync_grads:
+            raise InputError("all_gather(sync_grads=True): gradients do not flow to other workers")
+        if self._group is None or not self._group.is_several():
+            return tensor
+        return torch.stack(self._group.gather(tensor))
+
+
+def _check_group(group: Any | None) -> None:
+    if group is not None:
+        raise InputError("OrchestraStrategy has no process groups: leave out group=")
 
 
 class _TrainingData:

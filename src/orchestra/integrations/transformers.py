@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from orchestra.engines.processes import own_loop
+from orchestra.engines.processes import distribute as own_loops
 from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
@@ -66,7 +66,7 @@ def distribute(
     Raises:
         InputError: the Trainer distributes the training itself in a way that would collide.
     """
-    strategy = own_loop.strategy_of(strategy)
+    strategy = own_loops.strategy_of(strategy)
     if not isinstance(trainer, Trainer):
         raise InputError(f"distribute: expected a Trainer, got {type(trainer).__name__}")
     _refuse_collisions(trainer, strategy)
@@ -112,13 +112,12 @@ def _refuse_collisions(trainer: Trainer, strategy: Strategy[Any]) -> None:
 
 @dataclass
 class _Distribution:
-    """What a Trainer needs to know of it; `loader` and `batches` once training has begun."""
+    """What a Trainer needs to know of it; `loader` once training has begun."""
 
     strategy: Strategy[Any]
     workers: int
     options: dict[str, Any]
     loader: _Loader | None = None
-    batches: Batches | None = None
 
 
 @dataclass
@@ -229,8 +228,9 @@ class _Distributed(Trainer):
 
     @property
     def _batches(self) -> Batches:
-        assert self.distribution.batches is not None
-        return self.distribution.batches
+        assert self.distribution.loader is not None
+        assert self.distribution.loader.batches is not None
+        return self.distribution.loader.batches
 
     def take_place(self) -> None:
         """Leave Accelerate by itself, and let the arguments tell the place among the workers."""
@@ -248,7 +248,6 @@ class _Distributed(Trainer):
         self.state.is_local_process_zero = self.is_local_process_zero()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer does."""
         self.take_place()  # further arguments may have been made, which set up Accelerate anew
         return super().train(*args, **kwargs)
 
@@ -265,17 +264,11 @@ class _Distributed(Trainer):
         )
         distribution = self.distribution
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        _, _, batches = own_loop.distribute(
-            self.model,
-            self.optimizer.optimizer,
-            loader.whole,
-            distribution.strategy,
-            seed=seed,
-            work="equal",
-            **distribution.options,
-        )
-        distribution.loader = loader
-        distribution.batches = loader.batches = batches
+        _, _, batches = own_loops.distribute(
+            self.model, self.optimizer.optimizer, loader.whole, distribution.strategy,
+            seed=seed, work="equal", **distribution.options,
+        )  # fmt: skip
+        distribution.loader, loader.batches = loader, batches
         if resume_from_checkpoint is not None and not batches.ended:  # a server has served
             state = Path(resume_from_checkpoint) / STATE_NAME
             if state.exists():
@@ -323,11 +316,10 @@ class _Distributed(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """On the agreed parameters; while training goes on, the first worker's metrics for all."""
-        batches = self.distribution.batches
-        if batches is None:
+        if self.distribution.loader is None:
             return super().evaluation_loop(*args, **kwargs)
-        batches.agree()
-        with batches.pause():
+        self._batches.agree()
+        with self._batches.pause():
             output = super().evaluation_loop(*args, **kwargs)
             if self.is_in_train:
                 self._share(output.metrics)
@@ -349,9 +341,7 @@ class _Distributed(Trainer):
             self._wait_for_all()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = (
-            self._batches.state_dict()
-        )  # after which the first worker's optimizer has all moments
+        state = self._batches.state_dict()  # the first worker's optimizer has all moments then
         if self.args.should_save:
             torch.save(state, Path(output_dir) / STATE_NAME)
         super()._save_optimizer_and_scheduler(output_dir)

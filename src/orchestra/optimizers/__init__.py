@@ -5,14 +5,14 @@ Names are imported when first used: strategies, which are settings too, load wit
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.registry import lazy_names
+from orchestra.settings.registry import lazy_package
 
 if TYPE_CHECKING:
     from orchestra.optimizers.state import capture, restore
 
     __all__ = ["capture", "restore", "TRANSIENT"]
 else:
-    __getattr__ = lazy_names(__name__, {"capture": "state", "restore": "state"})
+    __getattr__ = lazy_package(__name__, "state", names=("capture", "restore"))
 
 TRANSIENT = {"transient": True}
 """Metadata of a dataclass field that checkpoints leave out: `start` makes it anew."""

@@ -52,7 +52,10 @@ class OptimizerSpec:
 
         A parameter belongs to the first group whose pattern is found in its name.
         """
-        cls = _torch_class(settings.name)
+        classes = torch_optimizers()
+        if settings.name not in classes:
+            hint = nearest(settings.name, classes)
+            raise InputError(f"optimizer {settings.name!r} is not in torch.optim; {hint}")
         remaining = list(names)
         groups = []
         for group in settings.groups:
@@ -66,7 +69,7 @@ class OptimizerSpec:
             groups.append((matched, dict(group.arguments)))
         if remaining:
             groups.insert(0, (frozenset(remaining), {}))
-        spec = OptimizerSpec(cls, dict(settings.arguments), tuple(groups))
+        spec = OptimizerSpec(classes[settings.name], dict(settings.arguments), tuple(groups))
         spec.check()
         return spec
 
@@ -78,8 +81,11 @@ class OptimizerSpec:
             members = frozenset(names[id(p)] for p in group["params"] if id(p) in names)
             overrides = {key: value for key, value in group.items() if key in optimizer.defaults}
             groups.append((members, overrides))
-        arguments = _arguments_among(type(optimizer), optimizer.defaults)
-        return OptimizerSpec(type(optimizer), arguments, tuple(groups))
+        arguments, known = optimizer.defaults, inspect.signature(type(optimizer)).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            # the groups hold the defaults that the constructor does not take
+            arguments = {name: value for name, value in arguments.items() if name in known}
+        return OptimizerSpec(type(optimizer), dict(arguments), tuple(groups))
 
     @property
     def elementwise(self) -> bool:
@@ -94,7 +100,8 @@ class OptimizerSpec:
         for _, overrides in self.groups:
             rate = overrides.get("lr", default)
             if rate is None:
-                return get_rates(self._probe())
+                names = sorted(name for members, _ in self.groups for name in members)
+                return get_rates(self.build({name: torch.zeros(1, 1) for name in names}))
             rates.append(float(rate))
         return tuple(rates)
 
@@ -135,11 +142,6 @@ class OptimizerSpec:
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"optimizer {self.cls.__name__}: {error}") from error
 
-    def _probe(self) -> torch.optim.Optimizer:
-        """An optimizer of one matrix for each parameter: every class takes matrices."""
-        names = sorted(name for members, _ in self.groups for name in members)
-        return self.build({name: torch.zeros(1, 1) for name in names})
-
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
     """Give each parameter group its learning rate for the next update."""
@@ -148,7 +150,6 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> None:
 
 
 def get_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """The learning rate of each parameter group."""
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
@@ -161,19 +162,8 @@ def get_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Give each parameter group what `get_options` gave."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         group.update(values)
-
-
-def _arguments_among(
-    cls: type[torch.optim.Optimizer], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Those of an optimizer's `defaults` that its constructor takes; the groups hold the rest."""
-    known = inspect.signature(cls).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return dict(defaults)
-    return {name: value for name, value in defaults.items() if name in known}
 
 
 def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
@@ -185,10 +175,3 @@ def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
         and issubclass(value, torch.optim.Optimizer)
         and value is not torch.optim.Optimizer
     }
-
-
-def _torch_class(name: str) -> type[torch.optim.Optimizer]:
-    known = torch_optimizers()
-    if name not in known:
-        raise InputError(f"optimizer {name!r} is not in torch.optim; {nearest(name, known)}")
-    return known[name]

@@ -46,8 +46,8 @@ class Client:
         self.slices = slices
         self.clock = 0  # the step that this worker has behind it
         self.work = None if queue is None else WorkInHand(queue, transport.rank)
-        self._has_to_wait = False
         self._waits = 0  # answers that held no work
+        self._has_to_wait = False
         self._transport = transport
         self._parameters = parameters
         self._points = 0  # quiet points behind this worker
@@ -99,48 +99,43 @@ class Client:
             self.work.item = answers[0].work
         return answers
 
-    def pause(self, step: int) -> bool:
+    def pause(self, step: int = 0, *, values: bool = False) -> bool:
         """Push no more until every worker has paused too; whether none has left."""
-        return self._pause(self._request(Kind.PAUSE, step=step, points=self._points))
+        request = self._request(Kind.PAUSE, step=step, points=self._points, values=values)
+        waits = [self._ask(place, request) for place in range(len(self.slices))]
+        pauses = [decode_pause(wait()) for wait in waits]
+        self._points += 1
+        return all(pause.complete for pause in pauses)
 
     def agree(self) -> None:
         """With replicas, at a quiet point: all workers take the same values, unless they did so on
         leaving."""
         if not self._has_left:
-            self._pause(self._request(Kind.PAUSE, points=self._points, values=True))
-
-    def _pause(self, request: Request) -> bool:
-        waits = [self._ask(place, request) for place in range(len(self.slices))]
-        pauses = [decode_pause(wait()) for wait in waits]
-        self._points += 1
-        return all(pause.complete for pause in pauses)
+            self.pause(values=True)
 
     def leave(self) -> None:
         """Push no more; with replicas, take the values that are there when all have left."""
         places = range(len(self.slices))
         if self._parameters is None:
             for place in places:
-                self._tell(place, self._request(Kind.LEAVE, step=self.clock))
+                self._send(self._request(Kind.LEAVE, step=self.clock), place).wait()
             return
         request = self._request(Kind.LEAVE, values=True)
         for wait in [self._ask(place, request) for place in places]:
             wait()
         for place in places:
             with contextlib.suppress(PeerLost):
-                self._tell(place, self._request(Kind.DONE))
+                self._send(self._request(Kind.DONE), place).wait()
         self._has_left = True
 
     def _request(self, kind: Kind, push: Push | None = None, **more: Any) -> Request:
         return Request(self._transport.rank, kind, push, **more)
 
-    def _tell(self, place: int, request: Request) -> None:
-        """Send a request without an answer to the owner of the slice at `place`."""
-        self._transport.send(
-            self._encoded(place, request), self.slices[place].rank, Tag.REQUEST
-        ).wait()
-
-    def _encoded(self, place: int, request: Request) -> Tensor:
-        return encode_request(request, None if self._parameters is None else place)
+    def _send(self, request: Request, place: int, to: int | None = None) -> Handle:
+        """Begin to send a request about the slice at `place`, to its owner or another rank."""
+        message = encode_request(request, None if self._parameters is None else place)
+        rank = self.slices[place].rank if to is None else to
+        return self._transport.send(message, rank, Tag.REQUEST)
 
     def _ask(
         self,
@@ -175,19 +170,19 @@ class Client:
     ) -> tuple[list[Handle], list[Handle]]:
         """Begin the receives and sends of a request."""
         transport, rank = self._transport, self._server_of(place)
-        failed_over = place in self._failed_over
+        answer, values = Tag.ANSWER, Tag.VALUES
+        if place in self._failed_over:
+            answer, values = Tag.BACKUP_ANSWER, Tag.BACKUP_VALUES
         arriving, sending = [], []
         if request.kind is not Kind.LEAVE:
-            tag = Tag.BACKUP_ANSWER if failed_over else Tag.ANSWER
-            arriving.append(transport.receive(rank, tag))
+            arriving.append(transport.receive(rank, answer))
         if into is not None:
-            tag = Tag.BACKUP_VALUES if failed_over else Tag.VALUES
-            arriving.append(transport.receive(rank, tag, into))
+            arriving.append(transport.receive(rank, values, into))
         # The request comes last: a server that reads it has the whole gradient, and never waits
         # for the rest of one whose worker was suspended in mid-message.
         if gradient is not None:
             sending.append(transport.send(gradient, rank, Tag.GRADIENT))
-        sending.append(transport.send(self._encoded(place, request), rank, Tag.REQUEST))
+        sending.append(self._send(request, place, rank))
         return arriving, sending
 
     def _server_of(self, place: int) -> int:

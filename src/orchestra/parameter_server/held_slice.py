@@ -108,6 +108,10 @@ class HeldSlice:
         self.log = RequestLog(self.state)
         self.place = 0
         self._tags = Tag.ANSWER, Tag.VALUES
+        begin = int(self.values.storage_offset())
+        self._parts = [
+            (each, int(each.storage_offset()) - begin) for each, _ in self.tensors.values()
+        ]
         self._total = torch.zeros_like(self.values)
         self._buffers: dict[int, Tensor] = {}  # the gradient of each worker's last push
         self._given: dict[int, Tensor] | None = None
@@ -218,10 +222,9 @@ class HeldSlice:
             self._total.copy_(gradient)
             return
         set_rates(self.optimizer, self._allow_for_staleness(update, gradient))
-        begin = self.values.storage_offset()
         used = map(any, zip(*(push.used for push in pushes), strict=True))
-        for (tensor, _), is_used in zip(self.tensors.values(), used, strict=True):
-            own = gradient[tensor.storage_offset() - begin :][: tensor.numel()]
+        for (tensor, start), is_used in zip(self._parts, used, strict=True):
+            own = gradient[start : start + tensor.numel()]
             tensor.grad = own.view(tensor.shape) if is_used else None
         self.optimizer.step()
 

@@ -6,11 +6,11 @@ When pushes become updates, and when pulls are answered, a `Consistency` says.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from orchestra.schedules.work_queue import Applied, Kind, Report, WorkItem, WorkQueue
+from orchestra.schedules.work_queue import Applied, Report, WorkItem, WorkQueue
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class ServerState:
 
     Where workers take batches from a queue, `applied` holds those that are, `positions` where
     the last one of each worker began, and `round` the samples that all workers take together. One
-    server holds the `queue`; `idle` workers wait for something to come back to it, or for the end.
+    server holds the `queue`.
     """
 
     consistency: Consistency
@@ -198,21 +198,24 @@ class ServerState:
     applied: Applied | None = None
     round: int = 0
     positions: dict[int, int] = field(default_factory=dict)
-    idle: set[int] = field(default_factory=set)
     _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
     """Live, not paused and not idle, as long as that has not changed."""
-    _pushed: bool = field(default=False, compare=False, repr=False)
-    """Since the queue was started: from then on workers need not have their first batches."""
+
+    @property
+    def idle(self) -> Set[int]:
+        """The workers that wait for work."""
+        return frozenset() if self.queue is None else self.queue.idle
 
     def push(self, push: Push) -> Decision:
         """A gradient has arrived."""
         assert push.worker in self.live, f"push of worker {push.worker}, which is not live"
         assert push.worker not in self.pending, f"second push of worker {push.worker}"
-        self._pushed = True
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
-        if push.stop and self.queue is not None:
-            self.queue.close()
+        if self.queue is not None:
+            self.queue.resume(push.worker)
+            if push.stop:
+                self.queue.close()
         drops = self.consistency.drops_late
         if drops and push.clock <= (newest := max(self.clocks.values(), default=0)):
             self._drop(push, newest)
@@ -228,7 +231,8 @@ class ServerState:
 
     def wait(self, worker: int) -> Decision:
         """`worker`, whose last answer held no work, asks again."""
-        self.idle.add(worker)
+        assert self.queue is not None
+        self.queue.wait(worker)
         self._at_work = None
         return self._decide()
 
@@ -237,7 +241,6 @@ class ServerState:
         self.live.discard(worker)
         self._at_work = None
         self.paused.discard(worker)
-        self.idle.discard(worker)
         self.pending.pop(worker, None)
         self.waiting.pop(worker, None)
         if self.queue is not None:
@@ -248,10 +251,6 @@ class ServerState:
         """After a quiet point: the paused workers may push again."""
         self.paused.clear()
         self._at_work = None
-        if self.queue is not None and self._pushed:
-            self._pushed = False
-            for worker in self.queue.restart().keys() - self.live:
-                self.queue.lose(worker)
 
     def all_have_read(self) -> None:
         """At a quiet point: every worker was given the values as they are now."""
@@ -267,17 +266,10 @@ class ServerState:
         answers = self._answers(at_work)
         self.read.update((answer.worker, answer.version) for answer in answers)
         quiet = not self.pending and not self.waiting and self.live <= self.paused
-        return Decision(tuple(updates), tuple(answers), tuple(self._work()), quiet)
-
-    def _work(self) -> Iterator[tuple[int, WorkItem]]:
-        """For those who are idle, as soon as there is something for them."""
-        for worker in sorted(self.idle):
-            assert self.queue is not None
-            item = self.queue.take(worker)
-            if item.kind is not Kind.WAIT:
-                self.idle.discard(worker)
-                self._at_work = None
-                yield worker, item
+        work = () if self.queue is None else tuple(self.queue.woken())
+        if work:
+            self._at_work = None
+        return Decision(tuple(updates), tuple(answers), work, quiet)
 
     def _answers(self, at_work: frozenset[int]) -> list[Answer]:
         """For those who may go on."""

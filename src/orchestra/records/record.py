@@ -22,26 +22,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, summed up over its ranks; see `summary.json` in the documentation for the fields.
+    """One run, summed up over its ranks: an entry of `summary.json`, whose fields docs/records.md
+    defines; None where a figure cannot be, or was not known to the version that wrote it.
 
-    Seconds of `seconds` are the mean over the workers; `steps` the largest count of any worker;
-    `staleness` is None where no update could be stale; `judged_on` is the split that `metrics` are
-    of; `cluster` is the one that was simulated, and `wall_seconds` how long that took, where all
-    other seconds are virtual, by the `costs`, which were calibrated or assumed, `costs_doubts` why
-    these are not to be trusted, and `node` the one that a single process was on, of several;
-    `busy_with_others` is the part of a real machine's processor time that other programs took while
-    the stopwatch ran, None where not known; `threads` are the most that a rank computed with;
-    `tuned` are the settings that were chosen for it in trials, none where none were made. Of a full
-    step at the start `global_batch` are the samples of all workers, and `worker_batches` those of
-    each one; `distributed` is False of `Single` alone, and `switches` tells whether a rule could
-    begin another phase; `synchronous` tells whether one update is made of all of them, and
-    `steps_together` whether workers wait for one another, each with a part of the samples; `work`
-    whether workers took batches from one queue ("shared") or had parts of their own ("equal"), None
-    where they step together; `shares` are the weights of the ranks' parts, where they were
-    measured. `nodes` are figures of the replicas at the last snapshot, None where all ranks had the
-    same parameters: how many `replicas` there were, how many were `judged`, their `mean`, and the
-    `worst` of each figure of which it is known whether more is better. `folder` is where everything
-    else lies.
+    Beside these, `judged_on` is the split of the data that `metrics` are of, `tuned` the settings
+    that trials chose for it, `by_rank` what each rank reported, and `folder` where everything else
+    lies.
     """
 
     name: str
@@ -231,11 +217,8 @@ TENTHS = 10
 class Link:
     """One direction of a cable, the loopback of a node, or what a switch shares.
 
-    Attributes:
-        name: "worker-3 up".
-        bandwidth: bytes/s.
-        bytes: of messages that crossed it, payload and headers.
-        share: of what it could have carried meanwhile, what the wire adds to messages included.
+    `bandwidth` is in bytes/s; `bytes` are those of messages that crossed it, payload and headers;
+    `share` is the part of what it could have carried, what the wire adds to messages included.
     """
 
     name: str
@@ -246,16 +229,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """All links that ranks could use.
+    """All links that ranks could use, while the stopwatch ran: `seconds`.
 
-    Attributes:
-        seconds: on the stopwatch, in which that was.
-        count: how many links there are.
-        unused: how many carried nothing.
-        tenths: how many carried less than a tenth of what they could have, how many from one to
-            two tenths, and so on. The last includes a share of 1, and more: what was sent before
-            the stopwatch stopped may have crossed later.
-        busiest: the links with the largest shares, at most `MOST_LINKS`.
+    `tenths` counts those that carried less than a tenth of what they could have, from one to two
+    tenths, and so on. The last includes a share of 1, and more: what was sent before the stopwatch
+    stopped may have crossed later. `busiest` are at most `MOST_LINKS`.
     """
 
     seconds: float

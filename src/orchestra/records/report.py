@@ -57,15 +57,11 @@ def busy_with_others(usages: Iterable[Usage | None]) -> float | None:
 class Point:
     """The model at one snapshot: samples consumed by the cluster, seconds on the stopwatch.
 
-    `metrics` are figures on the validation data, or on the test data where there is none; the
-    mean loss is among them as "loss". Where each node has a replica x_i of its own they are the
-    mean over the `nodes`, which has the figures of each, by rank. `average` are those of the
-    average of the replicas (under `Elastic` of the centre), which no node has. `replicas` is how
-    many there were: of more than 16, `nodes` has 16, drawn by the seed.
-
-    `consensus_distance` is sqrt(sum_i p_i ||x_i - mean||^2), the root mean square distance of all
-    replicas from their mean, each with its share p_i in the average; `relative_distance` is that
-    over ||mean||. None, as `average`, where all ranks had the same parameters.
+    `metrics` are on the validation data, else on the test data, the mean loss among them as
+    "loss". Where each node has a replica of its own they are the mean over `nodes`, the figures of
+    each by rank (of more than 16 `replicas` 16 are evaluated), and `average` those of the average
+    of the replicas, which no node has. docs/records.md defines the distances; they and `average`
+    are None where all ranks had the same parameters.
     """
 
     samples: int

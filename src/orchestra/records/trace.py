@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.records.record import write_atomically
-from orchestra.records.report import Instant, Message, RankReport, Slice, Timeline
+from orchestra.records.report import Message, RankReport, Slice, Timeline
 
 FILE = "trace.json.gz"
 NANOSECOND = 0.001  # in microseconds
@@ -45,7 +45,10 @@ def trace_events(reports: Sequence[RankReport]) -> list[Event]:
         slices = [part for piece in timeline.slices for part in _without_others(piece, sent)]
         for piece in sorted(slices, key=lambda piece: (piece.start, -piece.end)):
             events += _slice_events(report.rank, piece, numbers)
-        events += [_instant_event(report.rank, instant) for instant in timeline.instants]
+        for name, at, whole_run in timeline.instants:
+            scope, where = "g" if whole_run else "p", _where(report.rank, 0)
+            event = {"ph": "i", "cat": "run", "name": name, "s": scope, "ts": _micros(at)}
+            events.append({**event, **where})
     return events
 
 
@@ -70,7 +73,7 @@ def _on_one_clock(timelines: Sequence[tuple[int, Timeline]]) -> dict[int, Timeli
 
 
 def _sent(timelines: Iterable[Timeline]) -> dict[Message, float]:
-    """When each message was sent, of those of which both ends were written down."""
+    """Return when each message was sent, of those of which both ends were written down."""
     ends: dict[str, dict[Message, float]] = {"send": {}, "receive": {}}
     for timeline in timelines:
         for piece in timeline.slices:
@@ -80,7 +83,8 @@ def _sent(timelines: Iterable[Timeline]) -> dict[Message, float]:
 
 
 def _without_others(piece: Slice, sent: Mapping[Message, float]) -> Iterator[Slice]:
-    """What a rank moved before the message was sent that it received was something else."""
+    """Yield the slice, split where a receive began before its message was sent: until then the rank
+    moved something else."""
     at = piece.start if piece.message is None else sent.get(piece.message, piece.start)
     if piece.category == "receive" and piece.start < at <= piece.end:
         step = {name: value for name, value in piece.args.items() if name == "step"}
@@ -105,12 +109,12 @@ def _names(report: RankReport, timeline: Timeline) -> Iterator[Event]:
 
 
 def _where(rank: int, flow: int) -> Event:
-    """Perfetto wants numbers of threads that are unique, and takes that of its process as main."""
+    """Return process and thread numbers; those of threads have to be unique in Perfetto."""
     return {"pid": rank, "tid": THREADS * (rank + 1) + flow}
 
 
 def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> Iterator[Event]:
-    """The slice, and the end of an arrow that is bound to it by lying inside."""
+    """Yield the slice, and the end of an arrow that is bound to it by lying inside."""
     where, start, end = _where(rank, piece.flow), _micros(piece.start), _micros(piece.end)
     yield {
         "ph": "X", "cat": piece.category, "name": piece.name, "ts": start,
@@ -124,11 +128,6 @@ def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> It
     else:
         inside = round(max(start, end - NANOSECOND), 3)
         yield {"ph": "f", "bp": "e", "ts": inside, **arrow}
-
-
-def _instant_event(rank: int, instant: Instant) -> Event:
-    scope, at = "g" if instant.whole_run else "p", _micros(instant.at)
-    return {"ph": "i", "cat": "run", "name": instant.name, "s": scope, "ts": at, **_where(rank, 0)}
 
 
 def _micros(seconds: float) -> float:

@@ -9,28 +9,23 @@ from orchestra.report.fairness import unequal_shares
 from orchestra.report.numbers import (
     THIN,
     count,
-    decimals_for,
     figure_text,
-    fixed,
     pairs_of,
     percent,
-    places_of,
     significant,
     some,
     times,
-    uncertain,
     with_unit,
 )
 from orchestra.report.rows import (
-    FINAL_LOSS,
     PACE,
     SENT,
     STALENESS,
     TIME_TO_TARGET,
     Difference,
-    Measure,
     Read,
     Row,
+    grouped,
 )
 from orchestra.report.study import Study
 
@@ -51,9 +46,7 @@ def answer(study: Study) -> Conclusion:
     if not rows:
         return Conclusion(_nothing_completed(study))
     reached = [row for row in rows if study.target and study.reached(row)]
-    if study.only_time:
-        headline, detail = _fastest_of_all(study, rows), _fastest(study)
-    elif reached:
+    if reached and not study.only_time:
         headline, detail = _first_to_target(study, reached), _next_to_target(study, reached)
     else:
         headline, detail = _best_in_the_end(study, rows), _fastest(study)
@@ -109,7 +102,7 @@ def _compared(study: Study, first: Row, other: Row) -> str:
     who = _row_text(study, other)
     if first.single:
         who = f"the fastest of the distributed strategies, {who},"
-    took = f"{who} took {_seconds(other)}"
+    took = f"{who} took {other.text(TIME_TO_TARGET)}"
     if (number := study.reached(other)) < len(other.runs):
         took += f" where it got there, in {number} of {count('run', len(other.runs))}"
     took += f", {times(theirs / ours)} as long" if 0 < ours < theirs else ""
@@ -128,29 +121,29 @@ def _next_to_target(study: Study, reached: Sequence[Row]) -> Iterator[str]:
     """Yield how certain the first sentence is, and who was second if it has not named it."""
     first = reached[0]
     rivals = [row for row in reached if row.single is not first.single]
-    named = rivals[0] if rivals else None
-    if named is not None and (difference := study.between(named, first, TIME_TO_TARGET)):
-        yield f"{named.name} minus {first.name} is {_interval(difference, TIME_TO_TARGET)}"
-    if named is not None and named.global_batch != first.global_batch:
-        # the first sentence compares unlike batches; this one has the same
-        for rival in [row for row in rivals if row.global_batch == first.global_batch][:1]:
-            took = figure_text(_time(rival), "s")
-            text = f"at the same batch, {first.global_batch}, {rival.name} took {took}"
-            if difference := study.between(rival, first, TIME_TO_TARGET):
-                text += f", a difference of {_interval(difference, TIME_TO_TARGET)}"
-            yield text
-    for second in [row for row in reached[1:2] if row is not named]:
-        text = f"the next after {first.name} was {_row_text(study, second)}, "
-        text += _after(study, second)
-        if difference := study.between(second, first, TIME_TO_TARGET):
-            text += f", a difference of {_interval(difference, TIME_TO_TARGET)}"
-            text += ": the two cannot be told apart" * (_told_apart(difference) is False)
-        yield text
+    apart = {row.name: study.between(row, first, TIME_TO_TARGET) for row in reached}
+
+    def by(row: Row) -> str:
+        difference = apart[row.name]
+        return f", a difference of {_interval(difference)}" if difference else ""
+
+    for named in rivals[:1]:
+        if difference := apart[named.name]:
+            yield f"{named.name} minus {first.name} is {_interval(difference)}"
+        if named.global_batch != first.global_batch:
+            # the first sentence compares unlike batches; this one has the same
+            for rival in [row for row in rivals if row.global_batch == first.global_batch][:1]:
+                took = f"{rival.name} took {figure_text(_time(rival), 's')}{by(rival)}"
+                yield f"at the same batch, {first.global_batch}, {took}"
+    for second in [row for row in reached[1:2] if row not in rivals[:1]]:
+        alike = ": the two cannot be told apart" * (_told_apart(apart[second.name]) is False)
+        text = f"{_row_text(study, second)}, {_after(study, second)}{by(second)}{alike}"
+        yield f"the next after {first.name} was {text}"
 
 
 def _after(study: Study, row: Row) -> str:
     number = study.reached(row)
-    mean = f"after {_seconds(row)}"
+    mean = f"after {row.text(TIME_TO_TARGET)}"
     if number == len(row.runs):
         return mean + (f" (mean of {count('seed', number)})" if number > 1 else "")
     return f"{mean}, though in {number} of {count('run', len(row.runs))} only"
@@ -162,28 +155,25 @@ def _time(row: Row) -> float:
     return time
 
 
-def _seconds(row: Row) -> str:
-    """Return the seconds until the target, with no more digits than are known."""
-    known = row.known_to(TIME_TO_TARGET)
-    return figure_text(_time(row), "s") if known is None else uncertain(_time(row), known, "s")
-
-
 # Where none did, or only time passed
 
 
 def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
-    measure = study.primary
-    best = rows[0]
-    noun = "loss" if measure is FINAL_LOSS else measure.title.removeprefix("final ")
-    text = f"{_row_text(study, best)} ended with the best {noun}, {_figure(best, measure)}"
-    if study.target:
+    """Return who ended with the best figure, or was the fastest where only time passed."""
+    measure, best = study.primary, rows[0]
+    noun = measure.title.removeprefix("final ")
+    how = "was the fastest with" if study.only_time else f"ended with the best {noun},"
+    text = f"{_row_text(study, best)} {how} {best.text(measure)}"
+    if study.only_time:
+        text = f"these runs tell of time alone, and of no result; {text}"
+    elif study.target:
         samples = max(run.record.samples for run in study.runs)
         text = f"no strategy reached {study.target} within {count('sample', samples)}; {text}"
     others = [row for row in rows[1:] if row.values(measure.read)]
     if not others:
         return text
     second = others[0]
-    text = f"{text}; the next was {_row_text(study, second)} with {_figure(second, measure)}"
+    text = f"{text}; the next was {_row_text(study, second)} with {second.text(measure)}"
     unlike = ""
     if best.global_batch != second.global_batch:
         unlike = ": with unlike batches, that is a difference of batch and strategy together"
@@ -197,48 +187,25 @@ def _best_in_the_end(study: Study, rows: Sequence[Row]) -> str:
     return f"{text}, but over the seeds {best.name} cannot be told from {whom}{unlike}"
 
 
-def _fastest_of_all(study: Study, rows: Sequence[Row]) -> str:
-    """Return who is first, and who next, where only time passed."""
-    first, *others = rows
-    text = f"{_row_text(study, first)} was the fastest with {_figure(first, PACE)}"
-    if others:
-        text += f", and the next {_row_text(study, others[0])} with {_figure(others[0], PACE)}"
-        if first.global_batch != others[0].global_batch:
-            text += ", in steps of unlike batches"
-    return f"{text}; these runs tell of time alone, and of no result"
-
-
 def _fastest(study: Study) -> Iterator[str]:
     """Compare the best distributed strategy with one process by samples a second."""
-    paces = {row.name: pace for row in study.completed if (pace := row.mean(PACE.read)) is not None}
-    by_pace = sorted(
-        (row for row in study.completed if row.name in paces), key=lambda row: -paces[row.name]
-    )
-    best = {row.single: row for row in reversed(by_pace)}
-    if len(best) < 2:
-        for row in best.values():
-            yield (
-                f"{_row_text(study, row)} was the fastest with {_figure(row, PACE)}; "
-                f"{_no_rival(row)}"
-            )
+    paced = [(row, pace) for row in study.completed if (pace := row.mean(PACE.read)) is not None]
+    paced.sort(key=lambda entry: -entry[1])
+    sides = [own[0] for own in grouped(paced, lambda entry: entry[0].single).values()]
+    if not sides:
         return
-    fast, slow = sorted((best[True], best[False]), key=lambda row: -paces[row.name])
-    ratio = paces[fast.name] / (paces[slow.name] or 1)
+    (fast, pace), *others = sides
+    text, own = _row_text(study, fast), fast.text(PACE)
+    if not others:
+        yield f"{text} was the fastest with {own}; {_no_rival(fast)}"
+        return
+    slow, slower = others[0]
     verdict = _told_apart(study.between(fast, slow, PACE))
     end = "the two cannot be told apart" if verdict is False else _verdict(study, fast, slow)
     yield (
-        f"by speed, {_row_text(study, fast)} came to {_figure(fast, PACE)}, {times(ratio)} as "
-        f"many as {_row_text(study, slow)} ({_figure(slow, PACE)}): {end}"
+        f"by speed, {text} came to {own}, {times(pace / (slower or 1))} as many as "
+        f"{_row_text(study, slow)} ({slow.text(PACE)}): {end}"
     )
-
-
-def _figure(row: Row, measure: Measure) -> str:
-    mean, spread = row.mean(measure.read), row.spread(measure.read)
-    assert mean is not None
-    if spread is None:
-        return figure_text(mean, measure.unit, measure.digits)
-    places = decimals_for([mean], measure.digits)
-    return with_unit(f"{fixed(mean, places)} ± {fixed(spread, places)}", measure.unit)
 
 
 # Why, and what to mind
@@ -318,20 +285,11 @@ def _told_apart(difference: Difference | None) -> bool | None:
     return difference.certain
 
 
-def _interval(difference: Difference, measure: Measure) -> str:
-    """Return a difference in words: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
-    coarse = max(difference.below, difference.above)
-
-    def text(value: float) -> str:
-        if coarse:
-            return fixed(value, max(0, places_of(coarse)), sign=True)
-        return significant(value, sign=True)
-
-    mean = with_unit(text(difference.mean), measure.unit)
-    if difference.low is None or difference.high is None:
-        return f"{mean} ({pairs_of(1)})"
-    low, high = text(difference.low), with_unit(text(difference.high), measure.unit)
-    return f"{mean} (95{THIN}% interval {low} to {high}, {pairs_of(difference.n)})"
+def _interval(difference: Difference) -> str:
+    """Return seconds in words: "+2.10 s (95 % interval +1.71 to +2.49 s, n = 3)"."""
+    mean, *ends = difference.texts()
+    interval = f"95{THIN}% interval {with_unit(' to '.join(ends), 's')}, " if ends else ""
+    return f"{with_unit(mean, 's')} ({interval}{pairs_of(difference.n)})"
 
 
 def _verdict(study: Study, first: Row, other: Row) -> str:

@@ -3,7 +3,7 @@ their seconds doubtful, and how their settings were chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from orchestra.records.record import RunRecord
 from orchestra.records.report import NOTABLE
 from orchestra.report.collect import Source
 from orchestra.report.numbers import count, figure_text, listed, percent, some
-from orchestra.report.rows import Row
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 _STOPWATCH = (
@@ -52,22 +52,20 @@ def conditions(study: Study) -> list[Condition]:
         for record in records
         if record.costs
     ]
-    return [*dict.fromkeys([*clusters, *costs]), *_machines(study)]
+    machines = []
+    for source in study.sources:
+        real = [run.record for run in source.runs if run.record.engine == "processes"]
+        if real and (text := machine_text(source)):
+            busy = [r.busy_with_others for r in real if r.busy_with_others is not None]
+            if busy:
+                text += f"; other programs took at most {percent(max(busy))} of its processor time"
+            machines.append(Condition("machine", text, any(record.disturbed for record in real)))
+    return [*dict.fromkeys([*clusters, *costs]), *machines]
 
 
 def costs_text(record: RunRecord) -> str:
     """The cost model of a simulated run in one line."""
     return f"{record.costs}{'; NOT to be trusted' * bool(record.costs_doubts)}"
-
-
-def _machines(study: Study) -> Iterator[Condition]:
-    for source in study.sources:
-        records = [run.record for run in source.runs if run.record.engine == "processes"]
-        if records and (text := machine_text(source)):
-            busy = [r.busy_with_others for r in records if r.busy_with_others is not None]
-            if busy:
-                text += f"; other programs took at most {percent(max(busy))} of its processor time"
-            yield Condition("machine", text, any(record.disturbed for record in records))
 
 
 def machine_text(source: Source) -> str:
@@ -121,7 +119,12 @@ def fairness(study: Study) -> Fairness:
     """What the records say of it."""
     rows = study.completed
     several = len({row.ranks for row in rows}) > 1
-    names = _names_with_ranks if several else _names
+
+    def names(rows: Sequence[Row]) -> str:  # those on as many ranks together
+        groups = _grouped(rows, lambda row: row.ranks)
+        on = (f"{_names(group)} on {count('rank', ranks)}" for ranks, group in groups)
+        return ", ".join(on) if several else _names(rows)
+
     unfair = list(_unfair(study))
     return Fairness(
         fair=not unfair,
@@ -168,8 +171,7 @@ def _batches(rows: Sequence[Row], names: Names) -> Iterator[str]:
         if len(own) == 1:
             yield f"The same batch for each worker: {own.pop()} samples."
         if not list(_unlike_batches(rows)):
-            parts = [f"{batch} ({names(group)})" for batch, group in groups]
-            yield f"The global batch, in samples: {'; '.join(parts)}."
+            yield f"The global batch, in samples: {_each(groups, names)}."
     apart = [row for row in rows if row.record.synchronous is False]
     if apart:
         yield (
@@ -194,24 +196,18 @@ def _budgets(rows: Sequence[Row], names: Names) -> Iterator[str]:
         yield f"A budget of {count('rank', ranks)}, dedicated servers included{inside}."
     if len(budgets) > 1:
         yield "Each row is measured against one process with the same budget and global batch."
-    by_threads = _grouped(rows, _range_of_threads)
+    by_rank = {row.name: row.record.threads_by_rank or [row.record.threads] for row in rows}
+    by_threads = _grouped(rows, lambda row: (min(by_rank[row.name]), max(by_rank[row.name])))
     most_rows = max((group for _, group in by_threads), key=len, default=[])
     parts = []
-    for (least, most), group in reversed(by_threads):
+    for own, group in reversed(by_threads):
         others = group is most_rows and len(by_threads) > 1
-        number = str(least) if least == most else f"{least} to {most}"
-        parts.append(f"{number} ({'the others' if others else names(group)})")
+        parts.append(f"{_from_to(*own)} ({'the others' if others else names(group)})")
     if parts:
         yield f"Threads in a process: {'; '.join(parts)}."
     nodes = [f"{node} ({names([row])})" for row in rows if (node := row.record.node) is not None]
     if nodes:
         yield f"One process on one node of the cluster: {'; '.join(nodes)}."
-
-
-def _range_of_threads(row: Row) -> tuple[int, int]:
-    """Return the least and the most that a rank computed with: nodes may be unlike."""
-    numbers = row.record.threads_by_rank or [row.record.threads]
-    return min(numbers), max(numbers)
 
 
 def _range_of_samples(rows: Sequence[Row]) -> tuple[int, int]:
@@ -227,22 +223,16 @@ def _unfair(study: Study) -> Iterator[str]:
     for key, values in study.differing.items():
         each = [f"{setting_text(value)} ({source.folder.name})" for source, value in values]
         yield f"The runs differ in {key}: {'; '.join(each)}."
-    machines = {
-        "processor": "processor",
-        "number of cores": "cores",
-        "system": "platform",
-        "Python": "python",
-        "torch": "torch",
-    }
-    for name, key in machines.items():
-        found = {}
-        for source in study.sources:
-            if source.environment:
-                known = {**source.environment.get("packages", {}), **source.environment}
-                found[str(known.get(key))] = source.folder.name
+    names = {"cores": "number of cores", "platform": "system", "python": "Python"}
+    for key in ("processor", "cores", "platform", "python", "torch"):
+        found = {
+            str({**known.get("packages", {}), **known}.get(key)): source.folder.name
+            for source in study.sources
+            if (known := source.environment)
+        }
         if len(found) > 1:
             each = [f"{value} ({folder})" for value, folder in found.items()]
-            yield f"Not the same {name}: {'; '.join(each)}."
+            yield f"Not the same {names.get(key, key)}: {'; '.join(each)}."
 
 
 def setting_text(value: object) -> str:
@@ -264,8 +254,11 @@ def worker_batch(batches: Sequence[int]) -> str:
     """The samples of a worker in a step: "32 a worker", "42 to 43 a worker"; "" of one alone."""
     if len(batches) < 2:
         return ""
-    least, most = min(batches), max(batches)
-    return f"{least} a worker" if least == most else f"{least} to {most} a worker"
+    return f"{_from_to(min(batches), max(batches))} a worker"
+
+
+def _from_to(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
@@ -277,26 +270,24 @@ def _unlike_batches(rows: Sequence[Row]) -> Iterator[str]:
         alike = _grouped(group, lambda row: (row.global_batch, row.record.steps))
         if len({batch for (batch, _), _ in alike}) > 1:
             parts = [
-                f"{batch} samples in each of {count('step', steps)} "
-                f"({listed([row.name for row in members])})"
+                (f"{batch} samples in each of {count('step', steps)}", members)
                 for (batch, steps), members in alike
             ]
+            whole = _each(parts, lambda rows: listed([row.name for row in rows]))
             yield (
-                f"Not the same global batch: {'; '.join(parts)}. Differences between such rows "
+                f"Not the same global batch: {whole}. Differences between such rows "
                 "come from the batch as well as from the strategy; equal: global_batch makes the "
                 "batches equal."
             )
 
 
 def _runs_differ(rows: Sequence[Row]) -> Iterator[str]:
-    by_seeds: dict[tuple[int, ...], list[str]] = {}
-    for row in rows:
-        own = tuple(sorted({run.record.seed for run in row.completed}))
-        by_seeds.setdefault(own, []).append(row.name)
+    by_seeds = grouped(rows, lambda row: tuple(sorted(run.record.seed for run in row.completed)))
     if len(by_seeds) > 1:
-        parts = [f"{', '.join(map(str, own))} ({some(n)})" for own, n in by_seeds.items()]
+        parts = [(", ".join(map(str, own)), members) for own, members in by_seeds.items()]
+        whole = _each(parts, lambda rows: some([row.name for row in rows]))
         yield (
-            f"Not every row completed the same seeds: {'; '.join(parts)}. Differences are over "
+            f"Not every row completed the same seeds: {whole}. Differences are over "
             "the seeds that both rows have."
         )
     least, most = _range_of_samples(rows)
@@ -376,18 +367,13 @@ def _tuning_of(source: Source) -> str:
 
 
 def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
-    groups: dict[K, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return sorted(groups.items(), key=lambda item: item[0])
+    return sorted(grouped(rows, key).items(), key=lambda item: item[0])
+
+
+def _each(groups: Iterable[tuple[object, Sequence[Row]]], names: Names) -> str:
+    return "; ".join(f"{value} ({names(group)})" for value, group in groups)
 
 
 def _names(rows: Sequence[Row]) -> str:
     """Return their names, with the ranks left out."""
     return listed([row.name.replace(f" ({count('rank', row.ranks)})", "") for row in rows])
-
-
-def _names_with_ranks(rows: Sequence[Row]) -> str:
-    """Return their names, those on as many ranks together."""
-    groups = _grouped(rows, lambda row: row.ranks)
-    return ", ".join(f"{_names(group)} on {count('rank', ranks)}" for ranks, group in groups)

@@ -24,7 +24,8 @@ from orchestra.report.fairness import conditions, fairness, machine_text, worker
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
 from orchestra.report.numbers import count, listed, percent, significant
-from orchestra.report.study import INK, SIGNS, Study
+from orchestra.report.rows import grouped
+from orchestra.report.study import Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
 from orchestra.settings.reading import yaml_text
 
@@ -92,13 +93,12 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["breakable"] = _breakable
+    environment.filters["breakable"] = lambda notation: Markup(
+        re.sub(r"([(,=])", r"\1<wbr>", str(escape(notation)))
+    )
     environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
     environment.filters["significant"] = significant
     sections = _sections(figures)
-    lines: dict[str, list[str]] = {}  # the rows of each strategy, one on each number of ranks
-    for row in study.completed:
-        lines.setdefault(study.lines[row.name], []).append(row.name)
     endings = _endings(study)
     return environment.get_template("page.html").render(
         title=", ".join(dict.fromkeys(source.name for source in study.sources)),
@@ -110,8 +110,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         table=table(study),
         sections=sections,
         captions=_captions(sections),
-        looks=_looks(study),
-        lines=lines,
+        lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},
         switched=list(_switched(study)),
         troubles=list(_troubles(study)),
         tuned=[source for source in study.sources if source.tuning],
@@ -132,11 +131,9 @@ def _library() -> Markup:
 
 
 def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:
-    found: dict[str, list[Figure]] = {title: [] for title in SECTIONS.values()}
-    for figure in figures:
-        if figure.section != HEAD:
-            found[SECTIONS[figure.section]].append(figure)
-    return {title: members for title, members in found.items() if members}
+    below = [figure for figure in figures if figure.section != HEAD]
+    found = grouped(below, lambda figure: SECTIONS[figure.section])
+    return {title: found[title] for title in dict.fromkeys(SECTIONS.values()) if title in found}
 
 
 def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
@@ -149,18 +146,6 @@ def _captions(sections: Mapping[str, Sequence[Figure]]) -> dict[str, str]:
             captions[figure.name] = " ".join(text for text in sentences if text not in said)
             said.update(sentences)
     return captions
-
-
-def _looks(study: Study) -> dict[str, dict[str, str]]:
-    """Return the colour, dash and shape that a row has in the figures, by its name."""
-    return {
-        name: {
-            "colour": "currentColor" if style.colour == INK else style.colour,
-            "dash": " ".join(map(str, style.dash)),
-            "sign": SIGNS.get(style.shape, "★"),
-        }
-        for name, style in study.styles.items()
-    }
 
 
 def _data(study: Study) -> Mapping[str, Any]:
@@ -177,11 +162,6 @@ def _data(study: Study) -> Mapping[str, Any]:
     ]
     target = None if study.target is None else asdict(study.target)
     return {"schema": SCHEMA, "target": target, "baseline": study.baseline, "rows": rows}
-
-
-def _breakable(text: str) -> Markup:
-    """Return a strategy's notation, which may break after a bracket, comma or equals sign."""
-    return Markup(re.sub(r"([(,=])", r"\1<wbr>", str(escape(text))))
 
 
 ROOM = 3_000_000
@@ -212,18 +192,12 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that befell a run: its first line, and all of it where there is more."""
+    """Something that befell a run: `what`, and a text, whose first line says most."""
 
     name: str
     seed: int | None
     what: str
-    line: str = ""
-    whole: str = ""
-
-
-def _event(name: str, seed: int | None, what: str, text: str) -> Event:
-    line, _, rest = text.strip().partition("\n")
-    return Event(name, seed, what, line, text.strip() if rest else "")
+    text: str = ""
 
 
 def _switched(study: Study) -> Iterator[Event]:
@@ -243,28 +217,32 @@ def _troubles(study: Study) -> Iterator[Event]:
     records = [(row.name, run.record) for row in study.rows for run in row.runs]
     for name, record in records:
         if record.status == "failed":
-            yield _event(name, record.seed, "failed", record.failure or "unknown")
+            yield Event(name, record.seed, "failed", record.failure or "unknown")
         elif record.status != "completed":
             yield Event(name, record.seed, record.status, "before its end")
     for entry in (entry for source in study.sources for entry in source.not_run):
-        yield _event(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
+        yield Event(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
     for name, record in records:
         for rank, reason in record.left_out.items():
-            yield _event(name, record.seed, f"went on without rank {rank}", reason)
+            yield Event(name, record.seed, f"went on without rank {rank}", reason)
         for notice in record.notices:
-            yield _event(name, record.seed, "notice", notice)
+            yield Event(name, record.seed, "notice", notice)
 
 
 def _endings(study: Study) -> dict[int, dict[str, str]]:
     """Return by seed the hashes of the final parameters, with the rows that share each."""
-    by_seed: dict[int, dict[str, list[str]]] = {}
-    for row in study.rows:
-        for run in row.completed:
-            if digest := run.record.parameters_sha256:
-                by_seed.setdefault(run.record.seed, {}).setdefault(digest, []).append(row.name)
+    known = [
+        (run.record.seed, digest, row.name)
+        for row in study.rows
+        for run in row.completed
+        if (digest := run.record.parameters_sha256)
+    ]
     return {
-        seed: {digest: listed(names) for digest, names in groups.items()}
-        for seed, groups in sorted(by_seed.items())
+        seed: {
+            digest: listed([name for *_, name in sharing])
+            for digest, sharing in grouped(of_seed, lambda entry: entry[1]).items()
+        }
+        for seed, of_seed in sorted(grouped(known, lambda entry: entry[0]).items())
     }
 
 
@@ -333,12 +311,12 @@ def _batches(source: Source) -> Iterator[tuple[str, str]]:
     held = source.experiment.get("equal")
     if held is not None:
         yield "held equal", rules.get(held, rules["global_batch"])
-    groups: dict[str, dict[str, None]] = {}
+    names: dict[str, dict[str, None]] = {}
     for record in (run.record for run in source.runs):
-        if record.status == "completed" and record.worker_batches:
-            parts = [f"{record.global_batch} samples", worker_batch(record.worker_batches),
-                     count("step", record.steps)]  # fmt: skip
-            groups.setdefault(", ".join(filter(None, parts)), {})[record.name] = None
-    if groups:
-        parts = [f"{text} ({listed([*names])})" for text, names in groups.items()]
-        yield "global batches", "; ".join(parts)
+        if record.status != "completed" or not record.worker_batches:
+            continue
+        parts = [f"{record.global_batch} samples", worker_batch(record.worker_batches),
+                 count("step", record.steps)]  # fmt: skip
+        names.setdefault(", ".join(filter(None, parts)), {})[record.name] = None
+    if names:
+        yield "global batches", "; ".join(f"{t} ({listed([*own])})" for t, own in names.items())

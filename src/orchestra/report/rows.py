@@ -5,17 +5,35 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestra.records.record import RunRecord
 from orchestra.records.report import is_rising
 from orchestra.report.collect import RunData, Source
-from orchestra.report.numbers import count
+from orchestra.report.numbers import (
+    count,
+    decimals_for,
+    figure_text,
+    fixed,
+    places_of,
+    uncertain,
+    with_unit,
+)
 
 CONFIDENCE = 0.95
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """`items` by their key, in the order of the first of each."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,15 @@ class Difference:
     def certain(self) -> bool:
         """Whether the interval lies on one side of zero."""
         return self.low is not None and self.high is not None and self.low * self.high > 0
+
+    def texts(self, places: int | None = None) -> list[str]:
+        """The mean and the ends of the interval, if there is one, with so many decimals; by default
+        with three significant digits of the largest, though no more than the snapshots allow."""
+        values = [value for value in (self.mean, self.low, self.high) if value is not None]
+        if places is None:
+            coarse = max(self.below, self.above)
+            places = max(0, places_of(coarse)) if coarse else decimals_for(values, 3)
+        return [fixed(value, places, sign=True) for value in values]
 
     def widened(self, below: float, above: float) -> Difference:
         """The same, of figures that may be smaller than they were read: by as much as `below` in
@@ -215,6 +242,17 @@ class Row:
         the snapshots, or the spread over the seeds where that is larger. None of other figures."""
         spacing = None if measure.resolution is None else self.mean(measure.resolution)
         return None if spacing is None else max(spacing, self.spread(measure.read) or 0.0)
+
+    def text(self, measure: Measure) -> str:
+        """The mean with its unit, and how well it is known or how far the seeds spread."""
+        mean, spread = self.mean(measure.read), self.spread(measure.read)
+        assert mean is not None
+        if (known := self.known_to(measure)) is not None:
+            return uncertain(mean, known, measure.unit)
+        if spread is None or measure.resolution is not None:
+            return figure_text(mean, measure.unit, measure.digits)
+        places = decimals_for([mean], measure.digits)
+        return with_unit(f"{fixed(mean, places)} ± {fixed(spread, places)}", measure.unit)
 
 
 def rows_of(sources: Sequence[Source]) -> list[Row]:

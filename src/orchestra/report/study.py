@@ -24,6 +24,7 @@ from orchestra.report.rows import (
     Row,
     common_settings,
     final_metric,
+    grouped,
     numbered,
     paired_difference,
     rows_of,
@@ -64,6 +65,16 @@ class Style:
     colour: str
     dash: tuple[int, ...]
     shape: str
+
+    @property
+    def css_colour(self) -> str:
+        """The colour on a page."""
+        return "currentColor" if self.colour == INK else self.colour
+
+    @property
+    def sign(self) -> str:
+        """What stands for the shape in a text."""
+        return SIGNS.get(self.shape, "★")
 
 
 @dataclass(frozen=True)
@@ -228,6 +239,11 @@ class Study:
         return lines
 
     @cached_property
+    def by_line(self) -> dict[str, list[Row]]:
+        """The completed rows of each of the `lines`, best first."""
+        return grouped(self.completed, lambda row: self.lines[row.name])
+
+    @cached_property
     def styles(self) -> Mapping[str, Style]:
         """The style of each completed row, by its name; one strategy looks alike at every number of
         ranks, whatever its success.
@@ -249,11 +265,8 @@ class Study:
     @cached_property
     def widest(self) -> list[Row]:
         """Of each strategy, its row on the most ranks: what figures in detail are about."""
-        most: dict[str, int] = {}
-        for row in self.completed:
-            line = self.lines[row.name]
-            most[line] = max(row.ranks, most.get(line, 0))
-        return [row for row in self.completed if row.ranks == most[self.lines[row.name]]]
+        most = [max(rows, key=lambda row: row.ranks) for rows in self.by_line.values()]
+        return [row for row in self.completed if row in most]
 
     @property
     def metric(self) -> str | None:

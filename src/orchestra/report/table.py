@@ -21,7 +21,6 @@ from orchestra.report.numbers import (
     pairs_of,
     places_of,
     uncertain,
-    with_unit,
 )
 from orchestra.report.rows import (
     SENT,
@@ -86,27 +85,26 @@ def table(study: Study) -> Table:
     all_done = all(row.completed == row.runs for row in study.rows)
     alike = runs.pop() if all_done and len(runs) == 1 else 0
     steps = len({row.record.steps for row in study.completed}) > 1
+
+    def completed(row: Row) -> Cell:
+        done = len(row.completed)
+        return Cell(NONE) if alike else Cell(f"{done} of {len(row.runs)}", value=done)
+
     columns: list[tuple[Column, Callable[[Row], Cell]]] = [
         (Column("ranks", "ranks"), _ranks),
         (Column("global_batch", "global batch", "samples"), lambda row: _batch(row, steps)),
+        (Column("completed", "seeds completed", rising=True), completed),
     ]
-    if not alike:
-        columns.append((Column("completed", "seeds completed", rising=True), _completed))
     for m in study.measures:
         if m is not STALEST:
             title = "staleness" if m is STALENESS else m.title
             cell = partial(_measured, study, m, _decimals(study.rows, m), pairs)
             columns.append((Column(m.key, title, m.unit, bool(m.rising)), cell))
     columns.append((Column("switched_at_step", "switched", "step"), _switched))
-    cells = [[cell(row) for row in study.ranked] for _, cell in columns]
-    kept = [place for place, those in enumerate(cells) if any(cell.text != NONE for cell in those)]
-    return Table(
-        [columns[place][0] for place in kept],
-        [(row, [cells[place][n] for place in kept]) for n, row in enumerate(study.ranked)],
-        _beside(study),
-        pairs,
-        alike,
-    )
+    found = [(column, [cell(row) for row in study.ranked]) for column, cell in columns]
+    filled = [(column, cells) for column, cells in found if any(c.text != NONE for c in cells)]
+    lines = zip(study.ranked, zip(*(cells for _, cells in filled), strict=True), strict=True)
+    return Table([column for column, _ in filled], list(lines), _beside(study), pairs, alike)
 
 
 def plain_figures(study: Study, row: Row) -> dict[str, Any]:
@@ -127,8 +125,8 @@ def plain_figures(study: Study, row: Row) -> dict[str, Any]:
 
 def _ranks(row: Row) -> Cell:
     workers, servers = row.record.workers, row.record.servers
-    details = [with_unit(str(workers), f"worker{'s' * (workers != 1)}")]
-    details += [with_unit(str(servers), f"server{'s' * (servers != 1)}")] if servers else []
+    details = [count("worker", workers).replace(" ", THIN)]
+    details += [count("server", servers).replace(" ", THIN)] if servers else []
     return Cell(str(row.ranks), details, row.ranks)
 
 
@@ -137,11 +135,6 @@ def _batch(row: Row, steps: bool) -> Cell:
     details = [worker_batch(row.record.worker_batches)]
     details += [count("step", row.record.steps)] if steps else []
     return Cell(str(row.global_batch), list(filter(None, details)), row.global_batch)
-
-
-def _completed(row: Row) -> Cell:
-    done = len(row.completed)
-    return Cell(f"{done} of {len(row.runs)}", value=done)
 
 
 def _measured(study: Study, measure: Measure, places: int, pairs: int, row: Row) -> Cell:
@@ -176,11 +169,10 @@ def _compared(study: Study) -> list[Measure]:
 
 
 def _difference(difference: Difference, places: int, pairs: int) -> Iterator[str]:
-    mean = fixed(difference.mean, places, sign=True)
+    mean, *ends = difference.texts(places)
     yield mean if difference.n == pairs else f"{mean}, {pairs_of(difference.n)}"
-    if difference.low is not None and difference.high is not None:
-        low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
-        yield f"[{low}, {high}]"
+    if ends:
+        yield f"[{', '.join(ends)}]"
 
 
 def _pairs(study: Study) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
@@ -33,12 +33,10 @@ class WorkItem(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many samples the batch has."""
         return self.stop - self.start
 
 
 def item_of(numbers: Sequence[float]) -> WorkItem:
-    """The item that four numbers stand for."""
     kind, start, stop, level = numbers
     return WorkItem(Kind(int(kind)), int(start), int(stop), int(level))
 
@@ -56,6 +54,9 @@ class Report(NamedTuple):
     fraction: float
 
 
+Observe = Callable[[Sequence[Report], tuple[float, ...]], None]
+
+
 class WorkQueue:
     """Hands out the samples [start, stop) of the global order, each once, to whoever is free.
 
@@ -68,6 +69,10 @@ class WorkQueue:
         sizes: the samples in a batch of each worker, as (rank, samples).
         pause_every: all workers pause when the samples before each multiple of this are handed
             out; None: never. No batch crosses such a point.
+
+    Attributes:
+        expendable: workers may be lost, so that nobody ends before all batches are done.
+        idle: the workers that wait for a batch to come back, or for the end.
     """
 
     def __init__(
@@ -79,7 +84,8 @@ class WorkQueue:
         self._stop = stop
         self._level = 0
         self._due: int | None = None
-        self._pausing = True
+        self.expendable = True
+        self.idle: set[int] = set()
         self._rounds: list[Rounds] = []
         self._sizes = sizes
         self._size_of = dict(sizes)
@@ -87,7 +93,9 @@ class WorkQueue:
         self._next = start
         self._limit = self._pause_after(start)
         self._closed = False
-        self._held: dict[int, WorkItem] = {}
+        self._held: dict[int, list[WorkItem]] = {}  # batches that are not done
+        self._paused = {rank for rank, _ in sizes}  # those that know no batch before a quiet point
+        self._gone: set[int] = set()
         self._returned: list[WorkItem] = []
 
     def first(self, position: int) -> Mapping[int, WorkItem]:
@@ -100,38 +108,69 @@ class WorkQueue:
         items = self.first(self._next)
         self._limit = self._pause_after(self._next)
         self._closed = False
-        self._held = {rank: item for rank, item in items.items() if item.kind is Kind.BATCH}
+        self._held = {rank: [item] for rank, item in items.items() if item.kind is Kind.BATCH}
         self._next = max(item.stop for item in items.values())
-        self._pausing = any(item.kind is Kind.PAUSE for item in items.values())
+        self._paused = {rank for rank, item in items.items() if item.kind is Kind.PAUSE}
+        for worker in self._gone:
+            self.lose(worker)
         if self._due is not None:
             self.end(self._due)
         return items
 
-    def take(self, worker: int) -> WorkItem:
-        """The next item of `worker`, whose last batch is done."""
-        self._held.pop(worker, None)
+    def resume(self, worker: int) -> None:
+        """`worker` goes on: if it had to pause, all have passed the quiet point."""
+        if worker in self._paused:
+            self.restart()
+
+    def take(self, worker: int, *, ahead: bool = False) -> WorkItem:
+        """The next item of `worker`, whose last batch is done; or `ahead`, when it begins that."""
+        self._held[worker] = self._held.get(worker, [])[-1:] if ahead else []
         over = self._next == self._stop and not (self._returned or self._closed)
-        if over and self._held:
+        if over and self.expendable and any(self._held.values()):
             return WorkItem(Kind.WAIT, self._next, self._next)
-        item = self.next(worker)
+        item = self._take(worker)
         if item.kind is Kind.BATCH:
-            self._held[worker] = item
+            self._held[worker].append(item)
+        elif item.kind is not Kind.END:
+            self._paused.add(worker)
         return item
 
-    def lose(self, worker: int) -> None:
-        """`worker` is gone: another one takes the batch that it holds, if any."""
-        self.forget(worker)
-        if worker in self._held:
-            self.give_back(self._held.pop(worker))
+    def _take(self, worker: int) -> WorkItem:
+        first = self._next
+        if self._returned:
+            return heapq.heappop(self._returned)
+        if first == self._stop:
+            return WorkItem(Kind.END, first, first, self._level)
+        if self._closed or first == self._limit:
+            return WorkItem(Kind.STOP if self._closed else Kind.PAUSE, first, first)
+        self._next = _earliest(first + self._size_of[worker], self._stop, self._limit)
+        return WorkItem(Kind.BATCH, first, self._next)
 
-    def forget(self, worker: int) -> None:
-        """`worker` is gone, and reports nothing more."""
+    def finish(self, worker: int) -> None:
+        """`worker` has done its last batch."""
+        self._held.pop(worker, None)
+
+    def wait(self, worker: int) -> None:
+        """The same; it was told to wait, and is `woken`."""
+        self.finish(worker)
+        self.idle.add(worker)
+
+    def woken(self) -> Iterator[tuple[int, WorkItem]]:
+        """For those who wait, as soon as there is something for them."""
+        for worker in sorted(self.idle):
+            item = self.take(worker)
+            if item.kind is not Kind.WAIT:
+                self.idle.discard(worker)
+                yield worker, item
+
+    def lose(self, worker: int) -> None:
+        """`worker` is gone: others take the batches that it holds, if any."""
+        for item in self._held.pop(worker, ()):
+            heapq.heappush(self._returned, item)
+        self.idle.discard(worker)
+        self._gone.add(worker)
         for rounds in self._rounds:
             rounds.lose(worker)
-
-    def give_back(self, item: WorkItem) -> None:
-        """Nobody computes the batch `item`: it is the next one to be handed out."""
-        heapq.heappush(self._returned, item)
 
     def close(self) -> None:
         """The user wishes to stop: nobody is given another batch before the next `restart`."""
@@ -149,32 +188,18 @@ class WorkQueue:
         Workers that are to pause here go on first: each with the batch that it knows.
         """
         self._due = level
-        if not self._pausing:
+        if not self._paused:
             self._due = None
             if self._next != self._stop:
                 self._stop, self._level = self._next, level
 
-    def watch(self, rounds: Rounds) -> None:
-        """Let `rounds` know of what is reported."""
-        self._rounds.append(rounds)
+    def watch(self, observe: Observe) -> None:
+        """Let `observe` know of each round of which all batches have been reported."""
+        self._rounds.append(Rounds(self, observe))
 
     def report(self, report: Report) -> None:
-        """A batch is done, by a worker that reports."""
         for rounds in self._rounds:
             rounds.report(report)
-
-    def next(self, worker: int) -> WorkItem:
-        """An item for `worker`, which may still hold another one."""
-        first = self._next
-        if self._returned:
-            return heapq.heappop(self._returned)
-        if first == self._stop:
-            return WorkItem(Kind.END, first, first, self._level)
-        if self._closed or first == self._limit:
-            self._pausing = True
-            return WorkItem(Kind.STOP if self._closed else Kind.PAUSE, first, first)
-        self._next = _earliest(first + self._size_of[worker], self._stop, self._limit)
-        return WorkItem(Kind.BATCH, first, self._next)
 
     def _pause_after(self, position: int) -> int | None:
         every = self._pause_every
@@ -226,7 +251,6 @@ class Applied:
         self._later: dict[int, int] = {}
 
     def add(self, start: int, stop: int) -> None:
-        """[start, stop) are applied."""
         self._later[start] = stop
         while self.before in self._later:
             self.before = self._later.pop(self.before)
@@ -241,11 +265,7 @@ class Rounds:
     in this round, or what is known of before.
     """
 
-    def __init__(
-        self,
-        queue: WorkQueue,
-        observe: Callable[[Sequence[Report], tuple[float, ...]], None],
-    ) -> None:
+    def __init__(self, queue: WorkQueue, observe: Observe) -> None:
         self._observe = observe
         self._round = queue.round
         self._applied = Applied(queue.start)
@@ -255,7 +275,6 @@ class Rounds:
         self._seconds: dict[int, float] = {}
 
     def report(self, report: Report) -> None:
-        """A batch is done."""
         self._reports[report.start] = report
         self._applied.add(report.start, report.stop)
         while self._applied.before >= self._end:
@@ -269,5 +288,4 @@ class Rounds:
             self._observe(reports, tuple(self._seconds[rank] for rank in sorted(self._seconds)))
 
     def lose(self, worker: int) -> None:
-        """`worker` is gone."""
         self._seconds.pop(worker, None)

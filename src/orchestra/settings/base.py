@@ -15,8 +15,8 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from types import NoneType, UnionType
+from functools import partial
+from types import GenericAlias, NoneType, UnionType
 from typing import (
     Any,
     Final,
@@ -196,14 +196,16 @@ def from_plain(hint: Any, value: Any) -> Any:
 
 def _from_plain(value: Any, hint: Any) -> Any:
     """Return a dataclass of a dict, a NamedTuple of a list, or a number or text as it is."""
+    cls: Any = hint
     if dataclasses.is_dataclass(hint):
-        hints, all_fields = type_hints(hint), dataclasses.fields(hint)
+        hints, all_fields = type_hints(cls), dataclasses.fields(cls)
         required = {field.name for field in all_fields if default_of(field) is REQUIRED}
         if not isinstance(value, dict) or not required <= value.keys() <= hints.keys():
-            raise Mismatch(f"{hint.__name__} has {', '.join(hints)}")
-        return hint(**{name: from_plain(hints[name], item) for name, item in value.items()})
+            raise Mismatch(f"{cls.__name__} has {', '.join(hints)}")
+        return cls(**{name: from_plain(hints[name], item) for name, item in value.items()})
     if issubclass(hint, tuple):
-        return hint(*from_plain(tuple[*type_hints(hint).values()], value))
+        fields = GenericAlias(tuple, tuple(type_hints(hint).values()))
+        return hint(*from_plain(fields, value))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
@@ -212,6 +214,8 @@ def _from_plain(value: Any, hint: Any) -> Any:
 
 
 T = TypeVar("T")
+
+_HINTS: dict[type, dict[str, Any]] = {}
 
 #: In place of a default: the caller has to give this setting.
 REQUIRED: Final[Any] = dataclasses.MISSING
@@ -334,10 +338,11 @@ def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
     return tuple(field for field in dataclasses.fields(cls) if field.init)
 
 
-@cache
 def type_hints(cls: type) -> dict[str, Any]:
     """The annotations of `cls`, evaluated on first use."""
-    return get_type_hints(cls)
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:

@@ -14,7 +14,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,9 +90,7 @@ class Call:
         return Call(self.name, self.positional, {**self.keywords, name: value})
 
     def __str__(self) -> str:
-        arguments = [value_text(value, str) for value in self.positional]
-        arguments += [f"{key}={value_text(value, str)}" for key, value in self.keywords.items()]
-        return f"{self.name}({', '.join(arguments)})"
+        return write(self)
 
 
 def parse(text: str, registry: Registry, *, where: str) -> Any:
@@ -106,10 +104,80 @@ def parse(text: str, registry: Registry, *, where: str) -> Any:
 
 def read(text: str, *, where: str) -> Call:
     """The call that `text` spells, with nothing looked up; a bare name is a call."""
-    value = _Reader(text, where).value() if isinstance(text, str) else None
+    references: dict[str, str] = {}
+
+    def stand_in(match: re.Match[str]) -> str:
+        if match["text"]:
+            return match["text"]
+        name = f"reference_{len(references)}__"
+        references[name] = match["reference"]
+        return name
+
+    value = None
+    if isinstance(text, str):
+        try:
+            tree = expression(_REFERENCE.sub(stand_in, text.strip()))
+        except ValueError as error:
+            raise InputError(f"{where}: {text.strip()!r} cannot be read: {error}") from None
+        try:
+            value = _value(tree, references)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
     if not isinstance(value, Call):
         raise InputError(f"{where}: {text!r} is not a constructor call such as Name(argument=1)")
     return value
+
+
+def _value(node: ast.expr, references: Mapping[str, str]) -> object:
+    """Return what a tree spells, in which `references` stand for `package.module:Name`."""
+
+    def inside(nodes: Iterable[ast.expr]) -> list[object]:
+        return [_value(item, references) for item in nodes]
+
+    match node:
+        case ast.Constant(value=value) if value is not Ellipsis:
+            return value
+        case ast.Name() | ast.Attribute():
+            return Call(_name(node, references))
+        case ast.Call(func=func, args=args, keywords=keywords):
+            if any(isinstance(argument, ast.Starred) for argument in args):
+                raise InputError("arguments cannot be unpacked with *")
+            if any(keyword.arg is None for keyword in keywords):
+                raise InputError("arguments cannot be unpacked with **")
+            name, positional = _name(func, references), tuple(inside(args))
+            given = inside(keyword.value for keyword in keywords)
+            return Call(name, positional, _each_once([str(it.arg) for it in keywords], given))
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as operator, right=right):
+            return Call(OPERATORS[type(operator)], tuple(inside((left, right))))
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return inside(items) if isinstance(node, ast.List) else tuple(inside(items))
+        case ast.Dict(keys=keys, values=items) if None not in keys:
+            names = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if len(names) < len(keys):
+                raise InputError("the keys of a dict have to be literals")
+            return _each_once(names, inside(items))
+    raise InputError(
+        f"{ast.unparse(node)!r} is not a literal, a list, a tuple, a dict or a call of a name"
+    )
+
+
+def _each_once(keys: Sequence[Any], values: Iterable[object]) -> dict[Any, object]:
+    for place, key in enumerate(keys):
+        if key in keys[:place]:
+            raise InputError(f"{key} is given twice")
+    return dict(zip(keys, values, strict=True))
+
+
+def _name(node: ast.expr, references: Mapping[str, str]) -> str:
+    if isinstance(node, ast.Name):
+        return references.get(node.id, node.id)
+    text = ast.unparse(node)
+    if isinstance(node, ast.Attribute):
+        module, _, attribute = text.rpartition(".")
+        raise InputError(f"{text!r} is not a name; write {module}:{attribute}")
+    raise InputError(f"{text!r} cannot be called: only names can")
 
 
 def calls_in(value: object) -> Iterator[Call]:
@@ -199,7 +267,7 @@ def _no_bare_text(call: Call, registry: Registry, where: str) -> None:
             )
 
 
-def write(value: object, registry: Registry) -> str:
+def write(value: object, registry: Registry | None = None) -> str:
     """The notation that `parse` turns back into `value`.
 
     An object whose class `registry` does not know is written as `package.module:Name(...)`.
@@ -207,25 +275,21 @@ def write(value: object, registry: Registry) -> str:
 
     def text(item: object) -> str:
         if isinstance(item, Settings):
-            return call_text(item, text, registry.name_of(type(item)))
-        return value_text(item, text)
+            name = None if registry is None else registry.name_of(type(item))
+            return call_text(item, text, name)
+        if isinstance(item, Call):
+            keywords = [f"{key}={text(each)}" for key, each in item.keywords.items()]
+            return f"{item.name}({', '.join([*map(text, item.positional), *keywords])})"
+        if isinstance(item, tuple):
+            return f"({', '.join(map(text, item))}{',' * (len(item) == 1)})"
+        if isinstance(item, list):
+            return f"[{', '.join(map(text, item))}]"
+        if isinstance(item, Mapping):
+            pairs = (f"{key!r}: {text(each)}" for key, each in item.items())
+            return f"{{{', '.join(pairs)}}}"
+        return repr(item)
 
     return text(value)
-
-
-def value_text(value: object, text: Callable[[object], str]) -> str:
-    """A list, tuple or dict with its items written by `text`; a literal as Python writes it."""
-    if isinstance(value, tuple):
-        items = ", ".join(value_text(item, text) for item in value)
-        return f"({items},)" if len(value) == 1 else f"({items})"
-    if isinstance(value, list):
-        return f"[{', '.join(value_text(item, text) for item in value)}]"
-    if isinstance(value, Mapping):
-        items = ", ".join(f"{key!r}: {value_text(item, text)}" for key, item in value.items())
-        return f"{{{items}}}"
-    if isinstance(value, Settings | Call):
-        return text(value)
-    return repr(value)
 
 
 def replace_setting(value: Any, path: str, text: str, registry: Registry, *, where: str) -> Any:
@@ -239,126 +303,32 @@ def replace_setting(value: Any, path: str, text: str, registry: Registry, *, whe
     name, _, rest = path.partition(".")
     try:
         if rest:
-            inner = _get(value, name)
+            inner = _held(value, name)
+            if not isinstance(inner, Settings | Call | dict):
+                raise InputError(f"{name} is {inner!r}, which has no settings of its own")
             new = replace_setting(inner, rest, text, registry, where=where)
         else:
-            new = _setting_value(value, name, text, registry, where)
+            new = literal(text)
+            if _holds_object(value, name) and isinstance(new, str):
+                new = parse(text, registry, where=where)
         return {**value, name: new} if isinstance(value, dict) else value.with_setting(name, new)
     except InputError as error:
         message = str(error)
         raise InputError(message if message.startswith(where) else f"{where}: {message}") from None
 
 
-def _get(value: Any, name: str) -> Any:
-    """Return what `value` holds under `name`: an object with settings of its own."""
-    if isinstance(value, Call):
-        value = value.keywords
-    if isinstance(value, Mapping):
-        _require_key(value, name)
-        inner = value[name]
-    else:
-        require_setting(type(value), name)
-        inner = getattr(value, name)
-    if not isinstance(inner, Settings | Call | dict):
-        raise InputError(f"{name} is {inner!r}, which has no settings of its own")
-    return inner
-
-
-def _setting_value(value: Any, name: str, text: str, registry: Registry, where: str) -> object:
-    """Return what `text` means as the setting `name` of `value`."""
-    new = literal(text)
+def _held(value: Any, name: str) -> Any:
+    """Return what `value` holds under `name`."""
     if isinstance(value, Settings):
-        wants_object = wants_notation(type_hints(type(value)).get(name, str))
-    elif isinstance(value, Mapping):
-        _require_key(value, name)
-        wants_object = isinstance(value[name], Settings)
-    else:
-        wants_object = False
-    return parse(text, registry, where=where) if wants_object and isinstance(new, str) else new
+        require_setting(type(value), name)
+        return getattr(value, name)
+    inside = value.keywords if isinstance(value, Call) else value
+    if name not in inside:
+        raise InputError(f"there is no {name!r}; {nearest(name, map(str, inside))}")
+    return inside[name]
 
 
-def _require_key(mapping: Mapping[str, object], name: str) -> None:
-    if name not in mapping:
-        raise InputError(f"there is no {name!r}; {nearest(name, map(str, mapping))}")
-
-
-class _Reader:
-    """Reads one text into a `Call`."""
-
-    def __init__(self, text: str, where: str) -> None:
-        self._text = text.strip()
-        self._where = where
-        self._references: dict[str, str] = {}
-
-    def value(self) -> object:
-        source = _REFERENCE.sub(self._stand_in, self._text)
-        try:
-            tree = expression(source)
-        except ValueError as error:
-            raise self._refusal(f"{self._text!r} cannot be read: {error}") from None
-        return self._read(tree)
-
-    def _stand_in(self, match: re.Match[str]) -> str:
-        if match["text"]:
-            return match["text"]
-        name = f"reference_{len(self._references)}__"
-        self._references[name] = match["reference"]
-        return name
-
-    def _refusal(self, message: str) -> InputError:
-        return InputError(f"{self._where}: {message}")
-
-    def _read(self, node: ast.expr) -> object:
-        match node:
-            case ast.Constant(value=value) if value is not Ellipsis:
-                return value
-            case ast.Name() | ast.Attribute():
-                return Call(self._name(node))
-            case ast.Call(func=func, args=args, keywords=keywords):
-                return self._call(func, args, keywords)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return -number
-            case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as operator, right=right):
-                return Call(OPERATORS[type(operator)], (self._read(left), self._read(right)))
-            case ast.List(elts=items):
-                return [self._read(item) for item in items]
-            case ast.Tuple(elts=items):
-                return tuple(self._read(item) for item in items)
-            case ast.Dict(keys=keys, values=values) if None not in keys:
-                found: dict[object, object] = {}
-                for key, item in zip(map(self._literal_key, keys), values, strict=True):
-                    if key in found:
-                        raise self._refusal(f"{key!r} is given twice")
-                    found[key] = self._read(item)
-                return found
-        raise self._refusal(
-            f"{ast.unparse(node)!r} is not a literal, a list, a tuple, a dict or a call of a name"
-        )
-
-    def _call(self, func: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Call:
-        for argument in args:
-            if isinstance(argument, ast.Starred):
-                raise self._refusal("arguments cannot be unpacked with *")
-        given: dict[str, object] = {}
-        for keyword in keywords:
-            if keyword.arg is None:
-                raise self._refusal("arguments cannot be unpacked with **")
-            if keyword.arg in given:
-                raise self._refusal(f"{keyword.arg} is given twice")
-            given[keyword.arg] = self._read(keyword.value)
-        return Call(self._name(func), tuple(self._read(item) for item in args), given)
-
-    def _name(self, node: ast.expr) -> str:
-        match node:
-            case ast.Name(id=name):
-                return self._references.get(name, name)
-            case ast.Attribute():
-                name = ast.unparse(node)
-                module, _, attribute = name.rpartition(".")
-                raise self._refusal(f"{name!r} is not a name; write {module}:{attribute}")
-        raise self._refusal(f"{ast.unparse(node)!r} cannot be called: only names can")
-
-    def _literal_key(self, node: ast.expr | None) -> object:
-        if isinstance(node, ast.Constant):
-            return node.value
-        raise self._refusal("the keys of a dict have to be literals")
+def _holds_object(value: Any, name: str) -> bool:
+    if isinstance(value, Settings):
+        return wants_notation(type_hints(type(value)).get(name, str))
+    return isinstance(value, dict) and isinstance(_held(value, name), Settings)

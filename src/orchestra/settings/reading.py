@@ -140,16 +140,16 @@ def yaml_text(value: object) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def yaml_value(text: str) -> object:
+def yaml_value(text: str, where: str = "") -> object:
     """The value of a YAML text, or the text itself where it is none.
 
     Raises:
-        InputError: it is YAML that is refused.
+        InputError: it is YAML that is refused; `where`, if given, opens the message.
     """
     try:
         return yaml.load(text, Loader=Loader)
     except Refused as refused:
-        raise InputError(str(refused.problem)) from None
+        raise InputError(f"{where}: {refused.problem}".removeprefix(": ")) from None
     except yaml.YAMLError:
         return text
 
@@ -297,8 +297,8 @@ class Reader:
         required = [field for field in fields.values() if default_of(field) is REQUIRED]
         require(inside, {field.name: self._example(field) for field in required}, where)
         values = {
-            name: self._value(cls, field, inside[name], f"{key}.{name}")
-            for name, field in fields.items()
+            name: self.read_setting(cls, name, inside[name], f"{key}.{name}")
+            for name in fields
             if name in inside
         }
         try:
@@ -309,26 +309,22 @@ class Reader:
             between = ": " if reason == text else "."
             raise InputError(f"{where}{between}{reason}") from None
 
-    def read_setting(self, cls: type[Settings], name: str, entry: Entry, key: str) -> Any:
-        """The value of `entry` as the setting `name` of `cls` wants it."""
-        field = next(field for field in settings_of(cls) if field.name == name)
-        return self._value(cls, field, entry, key)
-
     def _example(self, field: Field[Any]) -> str:
         unit = field.metadata.get("unit")
         if unit is not None:
             return str(unit.example.split(",")[0].split(" or ")[0])
         return self.examples[field.name]
 
-    def _value(self, cls: type[Settings], field: Field[Any], entry: Entry, key: str) -> Any:
+    def read_setting(self, cls: type[Settings], name: str, entry: Entry, key: str) -> Any:
+        """The value of `entry` as the setting `name` of `cls` wants it."""
+        field = next(field for field in settings_of(cls) if field.name == name)
         value, default = entry.value, default_of(field)
-        hint, unit = type_hints(cls)[field.name], field.metadata.get("unit")
-        inner = _settings_in(hint)
+        inner, unit = _settings_in(type_hints(cls)[name]), field.metadata.get("unit")
         if value is None and default is not REQUIRED:
             pass
-        elif field.name in self.special:
+        elif name in self.special:
             if value is not None and value != default:
-                value = self.special[field.name](entry, key)
+                value = self.special[name](entry, key)
         elif inner is not None:
             return self.read_settings(inner, entry, key)
         elif unit is not None:
@@ -336,7 +332,7 @@ class Reader:
         try:
             return checked(cls, field, value)
         except InputError as error:
-            reason = str(error).removeprefix(f"{cls.__name__}.{field.name}: ")
+            reason = str(error).removeprefix(f"{cls.__name__}.{name}: ")
             raise InputError(f"{entry.at(key)}: {reason}") from None
 
 

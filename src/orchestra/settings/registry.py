@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -75,13 +75,20 @@ class Registry:
         if place is None:
             raise InputError(f"{where}: unknown {self.kind} {name!r}; {self._hint(name)}")
         module_name, _, attribute = place.partition(":")
-        module = _imported(module_name, where)
         try:
-            return getattr(module, attribute)
-        except AttributeError:
-            public = [key for key in vars(module) if not key.startswith("_")]
-            hint = nearest(attribute, public)
-            raise InputError(f"{where}: {module_name} has no {attribute!r}; {hint}") from None
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+                reason = f"there is no module {module_name!r} in this folder or what is installed"
+            else:
+                line = "".join(text_of(error).splitlines()[:1])
+                reason = f"importing {module_name} failed: {type(error).__name__}: {line}"
+            raise InputError(f"{where}: {reason}") from error
+        if not hasattr(module, attribute):
+            hint = nearest(attribute, [key for key in vars(module) if not key.startswith("_")])
+            raise InputError(f"{where}: {module_name} has no {attribute!r}; {hint}")
+        return getattr(module, attribute)
 
     def name_of(self, cls: type) -> str:
         """The name under which `resolve` finds `cls`, without importing anything."""
@@ -90,21 +97,6 @@ class Registry:
             if known == place:
                 return name
         return place
-
-
-def _imported(name: str, where: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise InputError(
-                f"{where}: there is no module {name!r} in this folder or among what is installed"
-            ) from None
-        reason = "".join(text_of(error).splitlines()[:1])
-        raise InputError(
-            f"{where}: importing {name} failed: {type(error).__name__}: {reason}"
-        ) from error
 
 
 class LazyModule:
@@ -119,28 +111,19 @@ class LazyModule:
         return found
 
 
-def lazy_package(package: str, *modules: str) -> Callable[[str], Any]:
-    """A package's `__getattr__` that finds each name in the first of its `modules` which has it."""
+def lazy_package(
+    package: str, *modules: str, names: Collection[str] | None = None
+) -> Callable[[str], Any]:
+    """A package's `__getattr__` that finds each name, or each of `names`, in the first of its
+    `modules` which has it."""
 
     def find(name: str) -> Any:
-        for module in () if name.startswith("_") else modules:
+        known = not name.startswith("_") if names is None else name in names
+        for module in modules if known else ():
             there = importlib.import_module(f"{package}.{module}")
             if hasattr(there, name):
                 setattr(sys.modules[package], name, getattr(there, name))  # from now on
                 return getattr(there, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return find
-
-
-def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that finds each name in the submodule `places` gives for it."""
-
-    def find(name: str) -> Any:
-        if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"{package}.{places[name]}"), name)
-        setattr(sys.modules[package], name, found)  # it is there from now on
-        return found
 
     return find

@@ -117,7 +117,6 @@ class AllReduce(Strategy[AllReduceState]):
         return self.algorithm == "native"
 
     def roles(self, ranks: int) -> Roles:
-        """Every rank is a worker."""
         if self.order is not None and len(self.order) != ranks:
             raise InputError(
                 f"AllReduce.order: {self.order!r} is an order of {len(self.order)} ranks, but "

@@ -73,26 +73,26 @@ class Roles:
 
 def placed_roles(name: str, ranks: int, servers: int, placement: str, replicas: int = 0) -> Roles:
     """The roles where `servers` are "dedicated" or "beside" workers, for the strategy `name`."""
-    if placement == "beside":
-        if servers > ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside workers need as many ranks, "
-                f"not {ranks}: lower servers or raise ranks"
-            )
-        if replicas and servers == ranks:
-            raise InputError(
-                f"{name}: {servers} servers beside {ranks} workers leave none "
-                "that could evaluate after any server's death: lower servers or raise ranks"
-            )
-        return Roles((1.0,) * ranks, tuple(range(servers)), replicas=replicas)
-    workers = ranks - servers
+    beside = placement == "beside"
+    if beside and servers > ranks:
+        raise InputError(
+            f"{name}: {servers} servers beside workers need as many ranks, "
+            f"not {ranks}: lower servers or raise ranks"
+        )
+    if beside and replicas and servers == ranks:
+        raise InputError(
+            f"{name}: {servers} servers beside {ranks} workers leave none "
+            "that could evaluate after any server's death: lower servers or raise ranks"
+        )
+    workers = ranks if beside else ranks - servers
     if workers < 1:
         raise InputError(
             f"{name}: {ranks} ranks with {servers} dedicated servers leave no "
             "worker: raise ranks, lower servers, or set placement='beside'"
         )
-    shares = (1.0,) * workers + (0.0,) * servers
-    return Roles(shares, tuple(range(workers, ranks)), replicas=replicas)
+    owners = range(servers) if beside else range(workers, ranks)
+    shares = (1.0,) * workers + (0.0,) * (ranks - workers)
+    return Roles(shares, tuple(owners), replicas=replicas)
 
 
 class WorkSource(Protocol):
@@ -177,20 +177,16 @@ class Strategy(Settings, ABC, Generic[S]):
         """Workers wait for one another, so that the slowest sets the pace of all."""
         return self.synchronous or not self.depends_on_speed
 
-    def currently_together(self, state: S) -> bool:
-        """`steps_together`, of the phase under way."""
-        return self.steps_together
-
-    def currently_synchronous(self, state: S) -> bool:
-        """`synchronous`, of the phase under way."""
-        return self.synchronous
+    def under_way(self, state: S) -> Strategy[Any]:
+        """The strategy of the phase under way: itself, where there are no phases."""
+        return self
 
     def currently_lockstep(self, state: S) -> bool:
         """In the phase under way, a worker takes part in steps in which it has no samples.
 
         Synchronous strategies need that, and others that exchange in every step.
         """
-        return self.currently_synchronous(state)
+        return self.synchronous
 
     @property
     def self_paced(self) -> bool:
@@ -219,7 +215,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def native(self) -> bool:
-        """Whether torch.distributed's own collectives (gloo, NCCL) are used."""
+        """torch.distributed's own collectives (gloo, NCCL) are used."""
         return False
 
     def part_of(
@@ -235,6 +231,14 @@ class Strategy(Settings, ABC, Generic[S]):
         """The roles at the start; raises `InputError` for an impossible number of ranks."""
         return Roles((1.0,) * ranks)
 
+    def refusal(self, ranks: int) -> str | None:
+        """Why it cannot run on that many ranks; None if it can."""
+        try:
+            self.roles(ranks)
+        except InputError as error:
+            return str(error)
+        return None
+
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """The memory of `rank`, with a budget of `ranks`: by default a model and its optimizer."""
         roles = roles_of(self, ranks)
@@ -242,7 +246,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     def current_roles(self, worker: Worker, state: S) -> Roles:
         """The roles now: they change where a strategy calls `worker.begin_phase` on all ranks."""
-        return roles_of(self, worker.budget_ranks)
+        return roles_of(self.under_way(state), worker.budget_ranks)
 
     @abstractmethod
     def start(self, worker: Worker) -> S:
@@ -255,7 +259,7 @@ class Strategy(Settings, ABC, Generic[S]):
 
     @property
     def reads_values(self) -> bool:
-        """Whether the timing of its communication depends on losses, gradients or parameters."""
+        """The timing of its communication depends on losses, gradients or parameters."""
         return self.reads_loss
 
     def before_forward(self, worker: Worker, state: S) -> None:

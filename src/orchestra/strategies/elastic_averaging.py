@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -110,13 +110,9 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         roles = self.roles(worker.budget_ranks)
         state = ElasticAveragingState(exchange.slices_of(worker, roles.servers, updates=False))
         if worker.rank in roles.servers:
+            consistency = parameter_server.Asynchronous()
             state.server = exchange.make_server(
-                worker,
-                state.slices,
-                roles.workers,
-                parameter_server.Asynchronous(),
-                updates=False,
-                elastic=True,
+                worker, state.slices, roles.workers, consistency, updates=False, elastic=True
             )
         if worker.rank in roles.workers:
             state.client = parameter_server.Client(worker.transport, state.slices)
@@ -170,17 +166,14 @@ class ElasticAveraging(Strategy[ElasticAveragingState]):
         assert state.optimizer is not None
         worker.clip()
         x, v, force = worker.parameters, state.velocity, state.force
-
-        def charged(function: Callable[[], Tensor]) -> None:
-            exchange.charge(worker, "mix", x.numel(), function)
-
+        charge = functools.partial(exchange.charge, worker, "mix", x.numel())
         if v is not None:  # x is at x + delta v: v becomes what x moves by without the force
-            charged(lambda: v.mul_(self.momentum).sub_(x))
+            charge(lambda: v.mul_(self.momentum).sub_(x))
         worker.update_locally(state.optimizer)
         if v is not None:
-            charged(lambda: v.add_(x))
+            charge(lambda: v.add_(x))
         if force is not None:
-            charged(lambda: x.sub_(force))
+            charge(lambda: x.sub_(force))
         state.force = None
         state.clock += 1
         state.samples += worker.step.samples

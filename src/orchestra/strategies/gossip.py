@@ -58,7 +58,6 @@ class Gossip(Replicas[GossipState]):
     topology: Topology = setting(Ring(), "who mixes with whom")
 
     def roles(self, ranks: int) -> Roles:
-        """All ranks are workers; the graph has to connect them and to have weights."""
         if not connected(self.topology, ranks):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
         for step in range(self.topology.period(ranks)):
@@ -209,14 +208,12 @@ class Hop(Replicas[HopState]):
         state.queues.enter()
 
     def update(self, worker: Worker, state: HopState) -> None:
-        """The average, then the optimizer's step."""
         worker.clip()
         state.queues.mix()
         worker.update_locally(state.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def settle(self, worker: Worker, state: HopState) -> None:
-        """Nobody is in an iteration."""
         state.queues.drain()
 
 
@@ -258,7 +255,10 @@ class IterationQueues:
         self._take_what_is_here()
         if self._hop.skip and self.iteration:
             self._jump()
-        while any(self._ahead_of(target) > self._hop.max_gap for target in self._targets):
+        while any(
+            self.iteration - max(self._iterations[target], 0) > self._hop.max_gap
+            for target in self._targets
+        ):
             self._take_next()
         self._entered = True
         self._leaving = [handle for handle in self._leaving if not handle.done()]
@@ -288,12 +288,6 @@ class IterationQueues:
         self._leaving.clear()
         exchange.wait_for_workers(self._worker)  # none of them begins anew before all are here
         self._begin()
-
-    # Tokens
-
-    def _ahead_of(self, target: int) -> int:
-        """Return by how much the iteration that is next is ahead of that of `target`."""
-        return self.iteration - max(self._iterations[target], 0)
 
     def _jump(self) -> None:
         """Leave out iterations, if this worker is behind and the updates to do so are here."""
@@ -373,7 +367,6 @@ class IterationQueues:
         return self._arrival
 
     def _take_next(self) -> None:
-        """Wait for what comes next, from any neighbour."""
         arrival = self._next_arrival()
         iteration = int(arrival.wait())
         self._arrival = None

@@ -48,7 +48,6 @@ class Fragment:
         return self.samples or NOTHING
 
     def replica(self, worker: Worker) -> Tensor:
-        """This worker's own values."""
         return worker.parameters[self.first : self.end]
 
     def counts(self, worker: Worker) -> tuple[int, int | None]:
@@ -140,7 +139,6 @@ class LocalSGD(Replicas[LocalSGDState]):
     )
 
     def check(self) -> None:
-        """Overlapping averages have to fit between two exchanges."""
         if self.every_epochs is not None and self.every not in (None, 8):
             raise InputError("LocalSGD: every and every_epochs are both set; give one")
         by_steps = self.every is not None and self.every_epochs is None
@@ -183,7 +181,6 @@ class LocalSGD(Replicas[LocalSGDState]):
         return replace(super().footprint(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> LocalSGDState:
-        """An outer state for each fragment."""
         fragments = [
             Fragment(first, end, self.outer.begin(worker.parameters[first:end]))
             for first, end in exchange.fragments_of(worker, self.fragments)
@@ -211,9 +208,6 @@ class LocalSGD(Replicas[LocalSGDState]):
         if not self.outer.beside_gradient:
             for index in leaving:
                 self._send(worker, state, state.fragments[index])
-        self._offer(worker, state)
-
-    def _offer(self, worker: Worker, state: LocalSGDState) -> None:
         consumed, offer = worker.step.consumed, worker.snapshots.offer
         for fragment in state.fragments:
             worth, offset = self._worth(worker, fragment), fragment.first
@@ -222,7 +216,6 @@ class LocalSGD(Replicas[LocalSGDState]):
                 offer(consumed, fragment.replica(worker), offset=offset, kind="replica")
 
     def _worth(self, worker: Worker, fragment: Fragment) -> Tensor:
-        """Return what this replica contributes to a model."""
         return self.outer.worth(fragment.outer, fragment.replica(worker))
 
     def _move_beside_gradient(self, worker: Worker, fragment: Fragment) -> Tensor:
@@ -230,7 +223,8 @@ class LocalSGD(Replicas[LocalSGDState]):
         own = fragment.replica(worker)
         average, moved = exchange.copy_of(worker, own), own.clone()
         self._averaging(worker, fragment, average)(worker.transport)
-        self.outer.step(fragment.outer, moved, average, self._round(worker))
+        round = Round(worker.step.rates[0], len(worker.workers))
+        self.outer.step(fragment.outer, moved, average, round)
         return moved.sub_(own)
 
     def _averaging(
@@ -245,9 +239,6 @@ class LocalSGD(Replicas[LocalSGDState]):
             exchange.average_replicas(worker, transport, values, self.algorithm, samples, total)
 
         return average
-
-    def _round(self, worker: Worker) -> Round:
-        return Round(worker.step.rates[0], len(worker.workers))
 
     def _leaving(self, worker: Worker, state: LocalSGDState) -> list[int]:
         """Find the fragments whose round ends with this step."""
@@ -279,12 +270,12 @@ class LocalSGD(Replicas[LocalSGDState]):
                 exchange.average_moments(worker, state.optimizer, self.algorithm, *counts)
 
     def _arrive(self, worker: Worker, fragment: Fragment) -> None:
-        """Apply the outer rule to the replica and the average."""
         fragment.land()
         assert fragment.travelling is not None
         own = fragment.replica(worker)
         learnt = own.clone() if self.overlap else own
-        self._rule(fragment).step(fragment.outer, own, fragment.travelling, self._round(worker))
+        round = Round(worker.step.rates[0], len(worker.workers))
+        self._rule(fragment).step(fragment.outer, own, fragment.travelling, round)
         if self.overlap:
             own.lerp_(learnt, self.mix)
         fragment.travelling = None
@@ -312,7 +303,6 @@ class LocalSGD(Replicas[LocalSGDState]):
             fragment.samples = fragment.total = 0
 
     def stop(self, worker: Worker, state: LocalSGDState) -> None:
-        """The exact mean of what the workers have learnt."""
         self._apply(worker, state)
         for fragment in state.fragments:
             worth, weight = self._worth(worker, fragment), fragment.weight

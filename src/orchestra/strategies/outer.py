@@ -36,20 +36,18 @@ class Round:
 class Outer(Settings, ABC):
     """From the average of the replicas to what the next round begins with."""
 
-    @property
-    def beside_gradient(self) -> bool:
-        """It takes the replicas at which the next gradient is computed, not those before.
+    beside_gradient: ClassVar[bool] = False
+    """It takes the replicas at which the next gradient is computed, not those before.
 
-        What it changes is then added beside the local step of that gradient.
-        """
-        return False
+    What it changes is then added beside the local step of that gradient.
+    """
+
+    copies: ClassVar[int] = 2
+    """Vectors of all parameters in its state."""
 
     def begin(self, parameters: Tensor) -> OuterState:
         """The state before the first round."""
         return OuterState(parameters.clone(), parameters.new_zeros(parameters.shape))
-
-    copies: ClassVar[int] = 2
-    """Vectors of all parameters in its state."""
 
     @abstractmethod
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
@@ -70,7 +68,6 @@ class Average(Outer):
         return OuterState()
 
     def step(self, state: OuterState, own: Tensor, average: Tensor, round: Round) -> None:
-        """x_0 <- x."""
         own.copy_(average)
 
 
@@ -157,6 +154,5 @@ class Elastic(Outer):
         centre.lerp_(average, self.beta)
 
     def worth(self, state: OuterState, own: Tensor) -> Tensor:
-        """The centre."""
         assert state.start is not None
         return state.start

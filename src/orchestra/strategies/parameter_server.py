@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.parameter_server import Client, Consistency, Pause, Server
     from orchestra.parameter_server.placement import Slice
-    from orchestra.schedules.work_queue import WorkQueue
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -161,67 +160,48 @@ class ParameterServer(Strategy[ParameterServerState]):
     def check(self) -> None:
         """Refuse settings that contradict each other."""
         on_arrival = "consistency='asynchronous', or 'bounded' with a staleness above 0"
-        beside = self.placement == "beside"
+        averages, bounded = self.averages, self.consistency == "bounded"
         gradients = self.returns == "gradients"
-        bounded = self.consistency == "bounded"
-        for refused, reason in (
-            (
-                self.staleness is not None and not bounded,
-                f"staleness={self.staleness} needs consistency='bounded', not {self.consistency!r}",
+        same = "a synchronous server averages gradients of the same parameters"
+        refused = {
+            f"staleness={self.staleness} needs consistency='bounded', not {self.consistency!r}": (
+                self.staleness is not None and not bounded
             ),
-            (
-                self.staleness is None and bounded,
-                "consistency='bounded' needs its bound: give both, as in ParameterServer("
-                "consistency='bounded', staleness=1), or set consistency='asynchronous'",
+            "consistency='bounded' needs its bound: give both, as in ParameterServer("
+            "consistency='bounded', staleness=1), or set consistency='asynchronous'": (
+                self.staleness is None and bounded
             ),
-            *(
-                (
-                    self.averages and getattr(self, name) != neutral,
-                    f"{name}={getattr(self, name)!r} needs {on_arrival}: "
-                    "a synchronous server averages gradients of the same parameters",
-                )
-                for name, neutral in (("learning_rate", "kept"), ("delay_compensation", "none"))
+            f"learning_rate={self.learning_rate!r} needs {on_arrival}: {same}": (
+                averages and self.learning_rate != "kept"
             ),
-            (
-                gradients and not self.averages,
-                "returns='gradients' needs consistency='synchronous': "
-                f"a server that is {self.consistency} has no average to return",
+            f"delay_compensation={self.delay_compensation!r} needs {on_arrival}: {same}": (
+                averages and self.delay_compensation != "none"
             ),
-            (
-                self.backup > 0 and not self.averages,
-                "backup needs consistency='synchronous': "
-                f"where it is {self.consistency!r}, no gradient comes too late",
+            f"returns='gradients' needs consistency='synchronous': a server that is "
+            f"{self.consistency} has no average to return": gradients and not averages,
+            f"backup needs consistency='synchronous': where it is {self.consistency!r}, no "
+            "gradient comes too late": self.backup > 0 and not averages,
+            "replicas=1 needs servers=2 or more: the replica of a server's slice lies on the "
+            "next server": self.replicas > 0 and self.servers < 2,
+            "replicas=1 needs returns='parameters': servers that only average keep nothing that "
+            "could be lost": self.replicas > 0 and gradients,
+            f"replicas=1 beside workers needs {on_arrival}: with a server its worker dies, and a "
+            "synchronous step needs all workers; or set placement='dedicated'": (
+                self.replicas > 0 and averages and self.placement == "beside"
             ),
-            (
-                self.replicas > 0 and self.servers < 2,
-                "replicas=1 needs servers=2 or more: the replica of a server's slice lies on the "
-                "next server",
+            "lambda0 needs delay_compensation='constant' or 'adaptive'": (
+                self.lambda0 is not None and self.delay_compensation == "none"
             ),
-            (
-                self.replicas > 0 and gradients,
-                "replicas=1 needs returns='parameters': servers that only average keep nothing "
-                "that could be lost",
+            "mean_square needs delay_compensation='adaptive'": (
+                self.mean_square is not None and self.delay_compensation != "adaptive"
             ),
-            (
-                self.replicas > 0 and self.averages and beside,
-                f"replicas=1 beside workers needs {on_arrival}: with a server its worker dies, and "
-                "a synchronous step needs all workers; or set placement='dedicated'",
+            "backup needs servers=1 and returns='parameters': several servers would not drop the "
+            "same gradients, and a late worker would miss updates": (
+                self.backup > 0 and (self.servers > 1 or gradients)
             ),
-            (
-                self.lambda0 is not None and self.delay_compensation == "none",
-                "lambda0 needs delay_compensation='constant' or 'adaptive'",
-            ),
-            (
-                self.mean_square is not None and self.delay_compensation != "adaptive",
-                "mean_square needs delay_compensation='adaptive'",
-            ),
-            (
-                self.backup > 0 and (self.servers > 1 or gradients),
-                "backup needs servers=1 and returns='parameters': several servers would not drop "
-                "the same gradients, and a late worker would miss updates",
-            ),
-        ):
-            if refused:
+        }
+        for reason, contradicts in refused.items():
+            if contradicts:
                 raise InputError(f"ParameterServer: {reason}")
 
     @property
@@ -293,7 +273,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             state.server = self._make_server(worker, roles, state.slices)
         if worker.rank in roles.workers:
             parameters = worker.parameters if self.replicas else None
-            queue = self._queue(worker, roles)
+            queue = worker.make_queue(roles.shares) if self.self_paced else None
             state.client = parameter_server.Client(
                 worker.transport, state.slices, queue, parameters
             )
@@ -303,10 +283,6 @@ class ParameterServer(Strategy[ParameterServerState]):
         replaceable = bool(self.replicas) if is_server else not self.synchronous
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
-
-    def _queue(self, worker: Worker, roles: Roles) -> WorkQueue | None:
-        """Make a copy of the queue that self-paced workers share; None where work is dealt out."""
-        return worker.make_queue(roles.shares) if self.self_paced else None
 
     def _make_server(self, worker: Worker, roles: Roles, slices: list[Slice]) -> Server:
         updates, workers = self.returns == "parameters", len(roles.workers)
@@ -321,7 +297,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             clips=updates and self.averages,
             rate_divisor=lambda staleness: max(staleness, 1) if by_staleness else divisor,
             compensate=self._compensate(),
-            make_queue=lambda: self._queue(worker, roles),
+            queue_shares=roles.shares if self.self_paced else None,
             replicas=bool(self.replicas),
         )
 
@@ -330,23 +306,18 @@ class ParameterServer(Strategy[ParameterServerState]):
             return parameter_server.FirstArrivals(workers - self.backup)
         if self.averages:
             return parameter_server.Synchronous()
-        return (
-            parameter_server.Asynchronous()
-            if self.staleness is None
-            else parameter_server.Bounded(self.staleness)
-        )
+        if self.staleness is None:
+            return parameter_server.Asynchronous()
+        return parameter_server.Bounded(self.staleness)
 
     def _compensate(self) -> Compensate | None:
         """Makes the compensation of a slice, with the paper's strengths for CIFAR-10 by default."""
         if self.delay_compensation == "none":
             return None
-        adaptive = self.delay_compensation == "adaptive"
-        lambda0, mean_square = self.lambda0, self.mean_square
-        return functools.partial(
-            parameter_server.DelayCompensation,
-            (2.0 if adaptive else 0.04) if lambda0 is None else lambda0,
-            (0.95 if mean_square is None else mean_square) if adaptive else None,
-        )
+        strength, keeps = (2.0, 0.95) if self.delay_compensation == "adaptive" else (0.04, None)
+        lambda0 = strength if self.lambda0 is None else self.lambda0
+        mean_square = keeps if self.mean_square is None else self.mean_square
+        return functools.partial(parameter_server.DelayCompensation, lambda0, mean_square)
 
     def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
         """Under synchronous servers everyone takes the first worker's buffers."""
@@ -355,12 +326,12 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def gradient(self, worker: Worker, state: ParameterServerState, batch: Batch | None) -> None:
         """None in a step that the others have completed already: its batch is passed over."""
-        if not state.missed.steps:
-            super().gradient(worker, state, batch)
-            return
         step, missed = worker.step, state.missed
-        missed.steps -= 1
-        step.samples, step.loss, step.consumed = 0, missed.loss, missed.consumed
+        if not missed.steps:
+            super().gradient(worker, state, batch)
+        else:
+            missed.steps -= 1
+            step.samples, step.loss, step.consumed = 0, missed.loss, missed.consumed
 
     def reduce(self, worker: Worker, state: ParameterServerState) -> None:
         """Averaged gradients come back before anybody reads them; else each clips its own."""

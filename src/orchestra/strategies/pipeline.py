@@ -62,7 +62,6 @@ class Pipeline(Strategy[PipelineState]):
     )
 
     def check(self) -> None:
-        """Each cut makes one more stage."""
         if self.cuts is not None and self.stages not in (None, len(self.cuts) + 1):
             raise InputError(
                 f"Pipeline: {len(self.cuts)} cuts make {len(self.cuts) + 1} stages, not "
@@ -110,7 +109,6 @@ class Pipeline(Strategy[PipelineState]):
         return ModelPart(stage, frozenset(owned if rank < slot.stages else ()))
 
     def start(self, worker: Worker) -> PipelineState:
-        """The replicas of a stage begin with equal parameters."""
         slot = self._slot(worker.rank, worker.runtime.ranks)
         if worker.own_loop or (slot.stages > 1 and not exchange.is_stage(worker.module)):
             raise InputError(
@@ -129,11 +127,9 @@ class Pipeline(Strategy[PipelineState]):
         )
 
     def before_forward(self, worker: Worker, state: PipelineState) -> None:
-        """The replicas of a stage take the buffers of the first."""
         exchange.broadcast_buffers(worker, worker.workers)
 
     def gradient(self, worker: Worker, state: PipelineState, batch: Batch | None) -> None:
-        """All micro-batches through this stage, and their gradients back."""
         self.before_forward(worker, state)
         worker.gradients.clear()
         if batch is not None:

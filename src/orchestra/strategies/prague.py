@@ -60,10 +60,9 @@ class Prague(Replicas[PragueState]):
     The optimizer stays with the worker; no gradient is stale. The final parameters are the exact
     mean. Groups have at most `group_size` members, and all workers if there are no more.
 
-    Only the paper's abstract was at hand, so these are readings of ours: a worker is idle once the
-    last member of its group has asked; the groups of a division differ in size by one at most, and
-    a single worker that is left over stays idle; the filter serves both generators; the defaults.
-    Inter-Intra synchronization and static schedules are not here.
+    Only the paper's abstract was at hand: who is idle, how a division divides, that the filter
+    serves both generators, and the defaults are readings of ours. Inter-Intra synchronization and
+    static schedules are not here.
     """
 
     self_paced = True  # groups do not depend on the number of a worker's step

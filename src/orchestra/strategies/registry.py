@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,13 @@ class Standing:
     def shipped(cls) -> Standing:
         """The table that comes with Orchestra."""
         table = json.loads(Path(__file__).with_name("standing.json").read_text())
-        known = cls(_seconds(table["tasks"]), table["remark"])
-        if "simulated" not in table:
-            return known
-        simulated = table["simulated"]
-        clusters, remark = _seconds(simulated["clusters"]), simulated["remark"]
-        return replace(known, simulated=clusters, simulated_remark=remark)
+        simulated = table.get("simulated", {"clusters": {}, "remark": cls.simulated_remark})
+        return cls(
+            _seconds(table["tasks"]),
+            table["remark"],
+            _seconds(simulated["clusters"]),
+            simulated["remark"],
+        )
 
     def good_on(self, notation: str) -> list[str]:
         """The tasks on which this strategy was the best in real runs, or within 5 % of that."""
@@ -115,7 +116,6 @@ def _seconds(measured: Mapping[str, Mapping[str, Any]]) -> Seconds:
 
 
 def _good_on(seconds: Seconds, strategy: str) -> list[str]:
-    """Find the places where `strategy` was good."""
     good = []
     for place, measured in seconds.items():
         own, reached = measured.get(strategy), [s for s in measured.values() if s is not None]

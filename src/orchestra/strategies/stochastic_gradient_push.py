@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
-from orchestra import exchange
+from orchestra import exchange, optimizers
 from orchestra.errors import InputError
 from orchestra.settings import MOST_SEED, MOST_STEPS, setting
 from orchestra.settings.registry import LazyModule
@@ -35,7 +36,7 @@ else:
 
 @dataclass
 class PushState(ReplicaState):
-    """`push` is this worker's mass, x and w."""
+    """`push` holds this worker's mass, x and w."""
 
     push: PushSum
 
@@ -126,7 +127,6 @@ class StochasticGradientPush(Replicas[PushState]):
         return self.overlap > 0
 
     def roles(self, ranks: int) -> Roles:
-        """All ranks are workers; the graph has to connect them."""
         if not connected(self.topology, ranks):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
         return Roles((1.0,) * ranks)
@@ -165,14 +165,12 @@ class StochasticGradientPush(Replicas[PushState]):
         worker.parameters.copy_(state.push.z())
         worker.snapshots.offer(worker.step.consumed, worker.parameters, weight=state.push.w)
 
-    def quiesce(self, worker: Worker, state: PushState, step: int) -> bool:
+    def settle(self, worker: Worker, state: PushState) -> None:
         """All mass sent until this step has arrived."""
         state.push.drain()
         worker.parameters.copy_(state.push.z())
-        return True
 
     def agree(self, worker: Worker, state: PushState) -> None:
-        """The exact mean of the replicas, and of their buffers."""
         self._come_together(worker, state)
         exchange.exact_mean_of_buffers(worker)
 
@@ -191,21 +189,25 @@ class StochasticGradientPush(Replicas[PushState]):
         worker.parameters.copy_(state.push.x)
 
 
+@dataclass
 class PushSum:
-    """This rank's mass: x and behind it w, in one flat vector, [layout.size + 1].
+    """This rank's `mass`: x and behind it w, in one flat vector, [layout.size + 1].
 
     An exchange sends a share of the mass along every link and keeps the rest, so that the sums of
     x and of w over all ranks, messages included, never change. z = x / w tends to the mean.
-    Messages of a step may be added up to `overlap` steps later; `exchanges` tells in which steps
-    an exchange begins. The graph of an exchange is that of its number.
+    Messages of a step may be added up to `push.overlap` steps later; `push.exchanges` tells in
+    which steps an exchange begins. The graph of an exchange is that of its number.
     """
 
-    def __init__(self, worker: Worker, push: StochasticGradientPush) -> None:
+    worker: Worker = field(metadata=optimizers.TRANSIENT)
+    push: StochasticGradientPush = field(metadata=optimizers.TRANSIENT)
+    mass: Tensor = field(init=False)
+    step: int = 0
+    exchanges: int = 0
+
+    def __post_init__(self) -> None:
+        worker, push = self.worker, self.push
         self.mass = torch.cat([worker.parameters, worker.parameters.new_ones(1)])
-        self.step = 0
-        self.exchanges = 0
-        self._worker = worker
-        self._push = push
         self._period = max(push.overlap, 1) if push.exchanges == "every_tau_steps" else 1
         self._one_at_a_time = push.exchanges == "one_at_a_time" and push.overlap > 0
         self._leaving: list[tuple[int, Handle]] = []  # since which step, and what
@@ -214,7 +216,6 @@ class PushSum:
 
     @property
     def x(self) -> Tensor:
-        """The numerator."""
         return self.mass[:-1]
 
     @property
@@ -223,12 +224,11 @@ class PushSum:
         return math.nan if self.mass.is_meta else float(self.mass[-1])
 
     def z(self) -> Tensor:
-        """The de-biased values."""
         return self.x / self.mass[-1]
 
     def mix(self) -> None:
         """Send, if an exchange begins, and add what is here; wait for what is due."""
-        due = self.step - self._push.overlap
+        due = self.step - self.push.overlap
         if self._one_at_a_time:
             self._finish(due)
             if not self._arriving:
@@ -241,10 +241,10 @@ class PushSum:
 
     def _send(self) -> tuple[int, ...]:
         """Begin the next exchange; the workers that are sent to."""
-        worker, transport = self._worker, self._worker.transport
-        ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
-        graph = self._push.topology.graph(len(ranks), self.exchanges)
-        shares = self._push.shares(graph[own], own, self.exchanges)
+        transport, ranks = self.worker.transport, self.worker.workers.ranks
+        own = self.worker.workers.index(self.worker.rank)
+        graph = self.push.topology.graph(len(ranks), self.exchanges)
+        shares = self.push.shares(graph[own], own, self.exchanges)
         self._expect([ranks[peer] for peer in sources_of(graph)[own]])
         for peer in graph[own]:
             part = self._charged(lambda share=shares[peer]: self.mass * share)  # type: ignore[misc]
@@ -257,7 +257,7 @@ class PushSum:
         """The ranks `sources` send in this exchange, too."""
         for source in sources:
             if source not in self._closed:
-                self._arriving.append((self.step, self._worker.transport.receive(source, Tag.MIX)))
+                self._arriving.append((self.step, self.worker.transport.receive(source, Tag.MIX)))
 
     def drain(self) -> None:
         """Collective, after a step of all: take in all that is on its way."""
@@ -273,9 +273,9 @@ class PushSum:
         its part of them: the number of exchanges in a number of steps is each rank's own.
         """
         begun = torch.tensor([self.exchanges])
-        others = [rank for rank in self._worker.workers.ranks if rank != self._worker.rank]
+        others = [rank for rank in self.worker.workers.ranks if rank != self.worker.rank]
         for peer in others:
-            self._leaving.append((self.step, self._worker.transport.send(begun, peer, Tag.MIX)))
+            self._leaving.append((self.step, self.worker.transport.send(begun, peer, Tag.MIX)))
         self._finish(self.step)
         for peer in others:
             while peer not in self._closed:
@@ -288,43 +288,29 @@ class PushSum:
         """Add what has arrived, and wait for the messages of the steps up to `due`."""
         late = []
         for step, handle in self._arriving:
-            if step <= due or handle.done():
-                self._take(handle)
-            else:
+            if step > due and not handle.done():
                 late.append((step, handle))
+                continue
+            arrived = handle.wait()
+            if arrived.dtype == torch.int64:
+                self._closed[handle.source] = int(arrived)
+            else:
+                there = arrived.to(self.mass.device)
+                self._charged(partial(self.mass.add_, there))
         self._arriving = late
         for step, handle in self._leaving:
             if step <= due:
                 handle.wait()
         self._leaving = [(step, handle) for step, handle in self._leaving if step > due]
 
-    def _take(self, handle: Handle) -> None:
-        arrived = handle.wait()
-        if arrived.dtype == torch.int64:
-            self._closed[handle.source] = int(arrived)
-        else:
-            there = arrived.to(self.mass.device)
-            self._charged(lambda: self.mass.add_(there))
-
     def agree(self) -> None:
         """With nothing on its way: everyone gets the exact mean, sum of x / sum of w."""
         total = self.mass.double()
-        exchange.ring_sum(self._worker, total, Tag.AGREE)
+        exchange.ring_sum(self.worker, total, Tag.AGREE)
         self.mass.copy_(total / total[-1])
 
     def _charged(self, function: Callable[[], Tensor]) -> Tensor:
-        return exchange.charge(self._worker, "mix", self.mass.numel(), function)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps; taken when nothing is on its way."""
-        assert not self._arriving
-        return {"mass": self.mass, "step": self.step, "exchanges": self.exchanges}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `saved`."""
-        self.mass.copy_(saved["mass"])
-        self.step = saved["step"]
-        self.exchanges = saved["exchanges"]
+        return exchange.charge(self.worker, "mix", self.mass.numel(), function)
 
 
 class SelfPacedPushSum(PushSum):
@@ -335,9 +321,11 @@ class SelfPacedPushSum(PushSum):
     steps in z arbitrarily long.
     """
 
-    def __init__(self, worker: Worker, push: StochasticGradientPush) -> None:
-        super().__init__(worker, push)
-        self._sent = torch.zeros(len(worker.workers), dtype=torch.float64)  # since the last drain
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sent = torch.zeros(
+            len(self.worker.workers), dtype=torch.float64
+        )  # since the last drain
         self._received = 0
         self._heard = True  # of somebody, since it last sent
         self._arrival: Handle | None = None  # of whatever comes next
@@ -350,14 +338,14 @@ class SelfPacedPushSum(PushSum):
             for peer in self._send():
                 self._sent[peer] += 1
             self._heard = False
-        self._finish(self.step - self._push.overlap)
+        self._finish(self.step - self.push.overlap)
         self.step += 1
 
     def drain(self) -> None:
         """Collective: take in all that is on its way. Nobody may send before all have done so."""
-        worker, sent = self._worker, self._sent.clone()
-        exchange.ring_sum(worker, sent, Tag.COUNT)
-        while self._received < int(sent[worker.workers.index(worker.rank)]):
+        sent, own = self._sent.clone(), self.worker.workers.index(self.worker.rank)
+        exchange.ring_sum(self.worker, sent, Tag.COUNT)
+        while self._received < int(sent[own]):
             self._add_next()
         self._sent.zero_()
         self._received = 0
@@ -366,7 +354,7 @@ class SelfPacedPushSum(PushSum):
     def agree(self) -> None:
         """Nothing is expected any more: what comes next is for another phase."""
         if self._arrival is not None:
-            transport = self._worker.transport
+            transport = self.worker.transport
             transport.send(torch.zeros_like(self.mass), transport.rank, Tag.MIX).wait()
             self._arrival.wait()
             self._arrival = None
@@ -378,7 +366,7 @@ class SelfPacedPushSum(PushSum):
     def _next_arrival(self) -> Handle:
         if self._arrival is None:
             into = torch.empty_like(self.mass)
-            self._arrival = self._worker.transport.receive(None, Tag.MIX, into)
+            self._arrival = self.worker.transport.receive(None, Tag.MIX, into)
         return self._arrival
 
     def _add_next(self) -> None:

@@ -13,8 +13,7 @@ from orchestra.settings import setting
 from orchestra.settings.base import REQUIRED
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import CHANGED, Footprint, Roles, Strategy, WorkSource
-from orchestra.strategies.switch_rules import LossStable, Rule
-from orchestra.strategies.switch_state import SwitchState
+from orchestra.strategies.switch_rules import LossStable, Rule, SwitchState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,9 +37,8 @@ class Switch(Strategy[SwitchState]):
     Workers that know the same of each step switch at the step that the rule says. Others report
     to the first one, which observes for all; they switch a few steps later, at one that none of
     them has passed. Where workers take batches from a queue, a step is a round: as many samples as
-    all workers have in one. A rule that counts ends the queue after its rounds. Any other one
-    observes on the rank that holds the queue, once all batches of a round are done, and then no
-    further batch is handed out.
+    all workers have in one. A rule that counts ends the queue after its rounds; any other one once
+    all batches of a round are done, and then no further batch is handed out.
     """
 
     switches = True
@@ -79,11 +77,8 @@ class Switch(Strategy[SwitchState]):
                     f"Switch: {phase!r} gives each rank a part of the model, which no other phase "
                     "can go on with: use it alone"
                 )
-        averages = (
-            isinstance(self.first, AllReduce)
-            and self.first.shard == "nothing"
-            and not self.first.backup
-        )
+        first = self.first
+        averages = isinstance(first, AllReduce) and first.shard == "nothing" and not first.backup
         if self.when.reads_gradients and not averages:
             raise InputError(
                 f"Switch: when={self.when!r} needs whole averaged gradients, which first="
@@ -100,9 +95,7 @@ class Switch(Strategy[SwitchState]):
 
     @property
     def depends_on_speed(self) -> bool:
-        """As a phase does; and at what step an announced change comes."""
-        phases = self.first.depends_on_speed or self.then.depends_on_speed
-        return phases or self._announced
+        return self.first.depends_on_speed or self.then.depends_on_speed or self._announced
 
     @property
     def _announced(self) -> bool:
@@ -112,13 +105,13 @@ class Switch(Strategy[SwitchState]):
 
     def roles(self, ranks: int) -> Roles:
         """Those of the first phase; the second's have to be possible too."""
-        roles = self.first.roles(ranks)
-        if len(self.then.roles(ranks).shares) != len(roles.shares):
+        first, then = self.first.roles(ranks), self.then.roles(ranks)
+        if len(then.shares) != len(first.shares):
             raise InputError(
                 f"Switch: {self.first!r} and {self.then!r} run on different numbers of processes"
             )
-        self._check_moments(roles, self.then.roles(ranks))
-        return roles
+        self._check_moments(first, then)
+        return first
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         return self.first.footprint(rank, ranks).joined(self.then.footprint(rank, ranks), max)
@@ -138,18 +131,9 @@ class Switch(Strategy[SwitchState]):
                 f"optimizer's moments, so they cannot be {self.moments}: set moments='reset'"
             )
 
-    def current_roles(self, worker: Worker, state: SwitchState) -> Roles:
-        return self._phase(state).current_roles(worker, state.inner)
-
     @property
     def steps_together(self) -> bool:
         return self.first.steps_together or self.then.steps_together
-
-    def currently_together(self, state: SwitchState) -> bool:
-        return self._phase(state).currently_together(state.inner)
-
-    def currently_synchronous(self, state: SwitchState) -> bool:
-        return self._phase(state).currently_synchronous(state.inner)
 
     def currently_lockstep(self, state: SwitchState) -> bool:
         """As the phase under way is; until the switch workers count the steps alike."""
@@ -163,36 +147,65 @@ class Switch(Strategy[SwitchState]):
         return self._phase(state).work(state.inner)
 
     def start(self, worker: Worker) -> SwitchState:
-        before = worker.measures.switched_at_step or 0
-        state = SwitchState(self.when, self.nesting, self.when.begin(), before=before)
-        state.limit_queues(worker)
-        state.inner = self.first.start(worker)
-        self._begin_first(worker, state)
+        state = SwitchState(
+            self.when, self.nesting, self.when.begin(), before=worker.measures.switched_at_step or 0
+        )
+        self._begin_first(worker, state, lambda: self.first.start(worker))
         return state
 
-    def _begin_first(self, worker: Worker, state: SwitchState) -> None:
-        """Watch the steps, and be there where a phase inside the first one ends."""
+    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
+        """Resume in the phase that the checkpoint was taken in."""
+        steps, before = saved["steps"], saved.get("before", 0)
+        state = SwitchState(self.when, self.nesting, self.when.begin(), steps=steps, before=before)
+        optimizers.restore(state.rule, saved["rule"])
+        if saved["switched"]:
+            state.queue_of = worker.queue_of
+            self._begin_second(worker, state)
+            state.inner = self.then.resume(worker, saved["inner"])
+        else:
+            state.begun, state.fired = saved["begun"], saved["fired"]
+            self._begin_first(worker, state, lambda: self.first.resume(worker, saved["inner"]))
+        return state
+
+    def _begin_first(self, worker: Worker, state: SwitchState, start: Callable[[], Any]) -> None:
+        """Watch the steps, and be there where a phase inside the first one, or its queue, ends."""
+        state.queue_of = worker.queue_of
+        if worker.own_loop:  # whose epochs have ends of their own
+            worker.queue_of = None
+        elif worker.queue_of is not None:
+            worker.queue_of = state.make_queue
+        state.inner = start()
         if isinstance(self.first, Switch):
             worker.before_phase.append(functools.partial(self._share_count, worker, state))
         self._watch(worker, state)
 
+    def _begin_second(self, worker: Worker, state: SwitchState) -> None:
+        first, roles = len(worker.workers), self.then.roles(worker.budget_ranks)
+        worker.begin_phase(roles.workers)
+        worker.snapshots.skip(worker.step.consumed)
+        worker.queue_of = state.queue_of
+        if self.learning_rate == "divided":
+            worker.rate_scale /= len(roles.workers)
+        elif self.learning_rate == "multiplied":
+            worker.rate_scale *= first
+        state.switched = True
+
     def _takes(self, worker: Worker, state: SwitchState) -> bool:
         """Workers take batches from a queue in the phase under way."""
-        return worker.queue_of is not None and self._innermost(state).self_paced
+        return worker.queue_of is not None and self.under_way(state).self_paced
 
-    def _innermost(self, state: SwitchState) -> Strategy[Any]:
+    def under_way(self, state: SwitchState) -> Strategy[Any]:
         """The phase under way, of however many switches inside one another."""
-        phase = self._phase(state)
-        return phase._innermost(state.inner) if isinstance(phase, Switch) else phase
+        return self._phase(state).under_way(state.inner)
 
     def end_phase(self, worker: Worker, state: SwitchState, level: int) -> None:
         """The switch, or one inside the phase under way."""
         if not state.switched and level == self.nesting:
             self._switch(worker, state)
-            return
-        before = self._innermost(state)
-        self._phase(state).end_phase(worker, state.inner, level)
-        self._follow(worker, state, before)
+        else:
+            before = self.under_way(state)
+            self._phase(state).end_phase(worker, state.inner, level)
+            self._follow(worker, state, before)
 
     def _share_count(self, worker: Worker, state: SwitchState) -> None:
         """Collective over all ranks, where a phase inside the first one ends after a step.
@@ -214,7 +227,7 @@ class Switch(Strategy[SwitchState]):
 
     def _follow(self, worker: Worker, state: SwitchState, before: Strategy[Any]) -> None:
         """Where the first phase has gone on from the phase `before` inside it, go on from there."""
-        if state.switched or self._innermost(state) is before:
+        if state.switched or self.under_way(state) is before:
             return
         state.end_watch()
         if worker.queue_of is not None and before.self_paced:
@@ -236,7 +249,14 @@ class Switch(Strategy[SwitchState]):
         if not self.first.synchronous and worker.rank == worker.workers.ranks[0]:
             worker.reporter.expendable(False)  # it announces the step to leave after
         if self._announced and worker.rank in worker.workers.ranks:
-            state.watch(worker)
+            state.leaving = exchange.CommonStep(
+                worker,
+                steps=state.steps,
+                level=self.nesting + 1,
+                observe=state.observe,
+            )
+            state.seconds = exchange.own_seconds(worker)
+            worker.gradients.measures_square = self.when.reads_gradients
 
     @property
     def nesting(self) -> int:
@@ -283,9 +303,9 @@ class Switch(Strategy[SwitchState]):
         # Rules that count do so before a phase inside may begin, and with it a queue, by them.
         if self.when.counts:
             state.fired = state.observe(worker.step)
-        before = self._innermost(state)
+        before = self.under_way(state)
         self.first.update(worker, state.inner)
-        if self._innermost(state) is not before:
+        if self.under_way(state) is not before:
             self._follow(worker, state, before)
             return
         if not self.when.counts:
@@ -312,51 +332,29 @@ class Switch(Strategy[SwitchState]):
         state.inner = self.then.start(worker)
 
     def _leave_together(self, worker: Worker, state: SwitchState, position: int) -> None:
-        """End the watch; agree on what workers at their own pace could not agree on before."""
+        """End the watch; agree on what workers at their own pace, or servers, do not know."""
         if state.leaving is not None:
             state.end_watch()
             worker.gradients.measures_square = False
-        if self.first.synchronous:
-            exchange.wait_for_everyone(worker)  # a server may still wait for one who is to leave
-            return
         roles = self.first.current_roles(worker, state.inner)
+        there = next(rank for rank in worker.everyone.ranks if rank in roles.workers)
+        if self.first.synchronous:  # a server may still wait for one who is to leave
+            own = state.steps if worker.rank == there else 0
+            state.steps = exchange.wait_for_everyone(worker, own)
+            return
         if not roles.servers:
             exchange.exact_mean_of_buffers(worker)
-        there = next(rank for rank in worker.everyone.ranks if rank in roles.workers)
-        worker.step.consumed = exchange.agree_on_position(worker, position, there)
         if self._takes(worker, state):
-            state.count_rounds(worker.step.consumed)
+            state.count_rounds(position)
+        worker.step.consumed, state.steps = exchange.agree_on_data(
+            worker, [position, state.steps], there
+        )
 
-    def _begin_second(self, worker: Worker, state: SwitchState) -> None:
-        first, roles = len(worker.workers), self.then.roles(worker.budget_ranks)
-        worker.begin_phase(roles.workers)
-        worker.snapshots.skip(worker.step.consumed)
-        worker.queue_of = state.queue_of
-        if self.learning_rate == "divided":
-            worker.rate_scale /= len(roles.workers)
-        elif self.learning_rate == "multiplied":
-            worker.rate_scale *= first
-        state.switched = True
-
-    def resume(self, worker: Worker, saved: Mapping[str, Any]) -> SwitchState:
-        """Resume in the phase that the checkpoint was taken in."""
-        steps, before = saved["steps"], saved.get("before", 0)
-        state = SwitchState(self.when, self.nesting, self.when.begin(), steps=steps, before=before)
-        optimizers.restore(state.rule, saved["rule"])
-        if saved["switched"]:
-            state.queue_of = worker.queue_of
-            self._begin_second(worker, state)
-            state.inner = self.then.resume(worker, saved["inner"])
-        else:
-            state.begun, state.fired = saved["begun"], saved["fired"]
-            state.limit_queues(worker)
-            state.inner = self.first.resume(worker, saved["inner"])
-            self._begin_first(worker, state)
-        return state
+    # In either phase
 
     def serve(self, worker: Worker, state: SwitchState) -> Pause | None:
         """As the phase under way does; where its workers switch, this rank switches with them."""
-        before, switched = self._innermost(state), state.switched
+        before, switched = self.under_way(state), state.switched
         paused = self._phase(state).serve(worker, state.inner)
         if switched or paused is None:
             return paused

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from orchestra.settings.registry import lazy_names
+from orchestra.settings.registry import lazy_package
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Loss, Metrics, Task, TensorData, evaluate, load_task
 
 __all__ = ["Loss", "Metrics", "Task", "TensorData", "evaluate", "load_task"]
-__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "task"))
+__getattr__ = lazy_package(__name__, "task", names=__all__)

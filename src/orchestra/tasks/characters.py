@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from orchestra.errors import InputError
 from orchestra.tasks import settings
-from orchestra.tasks.task import Task, TensorData
+from orchestra.tasks.task import Task, tensor_task
 from orchestra.worker.batches import Batch
 
 #: Line feed and printable ASCII; whatever else counts as one more character.
@@ -25,16 +25,9 @@ VOCABULARY = len(KNOWN) + 1
 
 def characters(chosen: settings.Characters) -> Task:
     """The windows in memory, and a GPT."""
-    train, validation, test = (windows(part, chosen.context) for part in split_text())
-    return Task(
-        model=partial(GPT, VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width),
-        train=train,
-        validation=validation,
-        test=test,
-        loss=next_token_loss,
-        metrics=text_scores,
-        collate=TensorData.collate,
-    )
+    splits = (windows(part, chosen.context) for part in split_text())
+    model = partial(GPT, VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width)
+    return tensor_task(model, *splits, loss=next_token_loss, metrics=text_scores)
 
 
 def text() -> str:
@@ -69,8 +62,8 @@ def split_text() -> tuple[str, str, str]:
     return whole[:end], whole[end:start], whole[start:]
 
 
-def windows(part: str, context: int) -> TensorData:
-    """Samples (characters, those that follow), each of shape (context,), cut one after the other.
+def windows(part: str, context: int) -> tuple[Tensor, Tensor]:
+    """Characters and those that follow, each of shape (n, context), cut one after the other.
 
     Raises:
         InputError: the text is shorter than one window.
@@ -84,7 +77,7 @@ def windows(part: str, context: int) -> TensorData:
             f"set it to {len(tokens) - 1} or less"
         )
     end = count * context
-    return TensorData(tokens[:end].view(count, context), tokens[1 : end + 1].view(count, context))
+    return tokens[:end].view(count, context), tokens[1 : end + 1].view(count, context)
 
 
 class Attention(nn.Module):

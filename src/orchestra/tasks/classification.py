@@ -1,41 +1,87 @@
-"""Classification of images: loss, metric, augmentation, and the networks."""
+"""Classification of images: their cache, loss, metric, augmentation, and the networks."""
 
 from __future__ import annotations
 
+import fcntl
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orchestra.tasks.task import Task, TensorData, Transform
+from orchestra.records.layout import cache_folder
+from orchestra.records.record import write_atomically
+from orchestra.tasks.task import tensor_task
 from orchestra.worker.batches import Batch
 
+Tensors: TypeAlias = dict[str, Tensor]
 
-def image_task(
-    model: Callable[[], nn.Module],
-    *splits: tuple[Tensor, ...],
-    transform: Transform | None = None,
-    augmented: Transform | None = None,
-) -> Task:
-    """A task that classifies images: cross entropy, and accuracy.
+
+def cached(name: str, make: Callable[[], Tensors]) -> Tensors:
+    """What `make` gives, from the file `name` in the cache folder if a whole one is there.
+
+    Otherwise it is made and kept there, by one process of those that ask at the same time; the
+    others wait for it. A damaged file is replaced. Where the folder cannot be written, each
+    process makes its own. The tensors are mapped from the file, so that processes share the
+    memory; whatever is written to them stays with the writer.
 
     Args:
-        splits: images and labels for training, validation and test.
-        transform: changes each batch when it is read.
-        augmented: the same of a training batch; `transform` by default.
+        name: names the content: other content needs another name.
+        make: gives the tensors by name; CPU, contiguous.
     """
-    train, validation, test = splits
-    return Task(
-        model=model,
-        train=TensorData(*train, transform=augmented or transform),
-        validation=TensorData(*validation, transform=transform),
-        test=TensorData(*test, transform=transform),
-        loss=cross_entropy,
-        metrics=accuracy,
-        collate=TensorData.collate,
-    )
+    try:
+        path = cache_folder() / name
+    except RuntimeError:
+        return make()
+    tensors = _read(path)
+    if tensors is None:
+        with ExitStack() as stack:
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            tensors = _read(path)  # another process may have made them meanwhile
+            if tensors is None:
+                tensors = make()
+                with suppress(OSError):
+                    write_atomically(path, save(tensors, {"crc32": _checksum(tensors)}))
+    return tensors
+
+
+def _read(path: Path) -> Tensors | None:
+    """Return the tensors in `path`; None if it is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            expected = (file.metadata() or {}).get("crc32")
+            tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+    return tensors if expected == _checksum(tensors) else None
+
+
+def _checksum(tensors: Tensors) -> str:
+    checksum = 0
+    for name in sorted(tensors):
+        checksum = zlib.crc32(name.encode(), checksum)
+        checksum = zlib.crc32(tensors[name].numpy().data, checksum)
+    return f"{checksum:08x}"
+
+
+def split(
+    images: Tensor, labels: Tensor, sizes: list[int], train_samples: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield splits of these `sizes`, one after the other; of the first one, its first samples."""
+    for part in zip(torch.split(images, sizes), torch.split(labels, sizes), strict=True):
+        yield part[0][:train_samples], part[1][:train_samples]
+        train_samples = len(images)
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -48,6 +94,10 @@ def accuracy(model: nn.Module, batches: Iterator[Batch]) -> dict[str, float]:
     """The share of samples whose largest logit is their label's."""
     right = torch.cat([model(images).argmax(1) == labels for images, labels in batches])
     return {"accuracy": right.double().mean().item()}
+
+
+image_task = partial(tensor_task, loss=cross_entropy, metrics=accuracy)
+"""A task that classifies images."""
 
 
 def standardised(
@@ -112,11 +162,7 @@ def small_cnn(channels: int, hidden: int, dropout: float, batch_norm: bool) -> n
 
 
 def lenet5() -> nn.Module:
-    """LeNet-5 (LeCun et al., 1998): images of shape (n, 1, 28, 28) to logits of shape (n, 10).
-
-    61,706 parameters. As built today: padding in place of inputs of 32 x 32 pixels, ReLU, maximum
-    in place of trained averages, each map of the second convolution sees all of the first.
-    """
+    """LeNet-5 as the task digits28 has it: images of shape (n, 1, 28, 28) to logits (n, 10)."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2),
         nn.ReLU(),

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.tasks import settings
-from orchestra.tasks.cache import cached
 from orchestra.tasks.classification import (
+    cached,
     image_task,
     lenet5,
     random_shift,
     small_cnn,
+    split,
     standardised,
 )
 from orchestra.tasks.task import Task
@@ -88,11 +89,9 @@ CHUNK = 2_000
 def digits28(chosen: settings.Digits28) -> Task:
     """Distorted digits, and LeNet-5."""
     images, labels, _ = distorted_digits(chosen.distortion)
-    sizes = [TRAIN, VALIDATION, TEST]
-    train, *others = zip(torch.split(images, sizes), torch.split(labels, sizes), strict=True)
-    first = tuple(part[: chosen.train_samples] for part in train)
+    splits = split(images, labels, [TRAIN, VALIDATION, TEST], chosen.train_samples)
     transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
-    return image_task(lenet5, first, *others, transform=transform)
+    return image_task(lenet5, *splits, transform=transform)
 
 
 def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,16 +106,11 @@ def distorted_digits(distortion: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _made(distortion: float) -> dict[str, Tensor]:
-
     pixels, labels, *parts = split_digits()
     # RandomState: NumPy promises that its stream never changes.
     random = numpy.random.RandomState(IMAGE_SEED)
-    originals = numpy.concatenate(
-        [
-            _in_turns(part.numpy(), size, random)
-            for part, size in zip(parts, (TRAIN, VALIDATION, TEST), strict=True)
-        ]
-    )
+    sizes = zip(parts, (TRAIN, VALIDATION, TEST), strict=True)
+    originals = numpy.concatenate([_in_turns(part.numpy(), size, random) for part, size in sizes])
     large = _enlarged(pixels.double().numpy())
     chunks = numpy.split(originals, range(CHUNK, len(originals), CHUNK))
     images = [_distorted(large[chunk], distortion, random) for chunk in chunks]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import math
+import struct
 import zlib
 from functools import partial
 from pathlib import Path
@@ -88,9 +90,8 @@ def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     Raises:
         InputError: a file is missing, damaged or of another kind, or the two do not fit together.
     """
-    images_path = _found(folder, FILES[f"{split} images"])
-    labels_path = _found(folder, FILES[f"{split} labels"])
-    images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
+    images_path, images = read_idx(folder, FILES[f"{split} images"], 3)
+    labels_path, labels = read_idx(folder, FILES[f"{split} labels"], 1)
     if images.shape[1:] != (28, 28):
         size = " x ".join(map(str, images.shape[1:]))
         raise InputError(f"task mnist: {images_path}: images of {size} pixels, not 28 x 28")
@@ -105,48 +106,37 @@ def mnist_images(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     return images.unsqueeze(1), labels.long()
 
 
-def read_idx(path: Path, dimensions: int) -> Tensor:
-    """The bytes in an IDX file of so many dimensions, as a tensor of that shape, dtype uint8.
+def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
+    """The IDX file `name`, compressed or not, of so many dimensions: where it is, and its bytes as
+    a tensor of that shape, dtype uint8.
 
     Raises:
-        InputError: the file is no such thing, or not whole.
+        InputError: the file is missing, no such thing, or not whole.
     """
-    content = _content(path)
-    header = 4 + 4 * dimensions
-    if content[:4] != bytes([0, 0, BYTES, dimensions]) or len(content) < header:
-        raise InputError(
-            f"task mnist: {path}: begins with {content[:4].hex(' ') or 'nothing'}, not with "
-            f"{bytes([0, 0, BYTES, dimensions]).hex(' ')}, as an IDX file of bytes in "
-            f"{dimensions} dimensions does; {MNIST_SOURCE}"
-        )
-    words = memoryview(content)[4:header]
-    shape = [int.from_bytes(words[at : at + 4], "big") for at in range(0, len(words), 4)]
-    values = torch.tensor(shape).prod().item()
-    if len(content) - header != values:
-        raise InputError(
-            f"task mnist: {path}: {len(content) - header} bytes follow the header, which "
-            f"announces {values}; the file is not whole: fetch it again ({MNIST_SOURCE})"
-        )
-    return torch.frombuffer(content, dtype=torch.uint8)[header:].view(shape)
-
-
-def _found(folder: Path, name: str) -> Path:
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.is_file():
-            return path
-    raise InputError(f"task mnist: neither {name} nor {name}.gz is in {folder}; {MNIST_SOURCE}")
-
-
-def _content(path: Path) -> bytearray:
-    content = path.read_bytes()
-    if path.suffix != ".gz":
-        return bytearray(content)
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+    if path is None:
+        raise InputError(f"task mnist: neither {name} nor {name}.gz is in {folder}; {MNIST_SOURCE}")
+    content = bytearray(path.read_bytes())
     try:
-        return bytearray(gzip.decompress(content))
+        content = bytearray(gzip.decompress(content)) if path.suffix == ".gz" else content
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(
             f"task mnist: {path}: not a whole gzip file ({error}); fetch it again ({MNIST_SOURCE})"
         ) from None
+    header, magic = 4 + 4 * dimensions, bytes([0, 0, BYTES, dimensions])
+    if content[:4] != magic or len(content) < header:
+        raise InputError(
+            f"task mnist: {path}: begins with {content[:4].hex(' ') or 'nothing'}, not with "
+            f"{magic.hex(' ')}, as an IDX file of bytes in {dimensions} dimensions does; "
+            f"{MNIST_SOURCE}"
+        )
+    shape = struct.unpack_from(f">{dimensions}I", content, 4)
+    if len(content) - header != math.prod(shape):
+        raise InputError(
+            f"task mnist: {path}: {len(content) - header} bytes follow the header, which "
+            f"announces {math.prod(shape)}; the file is not whole: fetch it again ({MNIST_SOURCE})"
+        )
+    return path, torch.frombuffer(content, dtype=torch.uint8)[header:].view(shape)
 
 
 TRAINING = tuple(f"data_batch_{number}.bin" for number in range(1, 6))

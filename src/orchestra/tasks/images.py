@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestra.tasks import settings
-from orchestra.tasks.cache import cached
-from orchestra.tasks.classification import image_task, resnet20, standardised
+from orchestra.tasks.classification import cached, image_task, resnet20, split, standardised
 from orchestra.tasks.task import Task
 
 Numbers: TypeAlias = NDArray[float64]
@@ -40,12 +39,9 @@ def images(chosen: settings.Images) -> Task:
     name = f"images-recipe{RECIPE}-noise{chosen.noise!r}.safetensors"
     made = cached(name, lambda: _made(chosen.noise))
     sizes = [TRAIN, VALIDATION, TEST]
-    train, *others = zip(
-        torch.split(made["images"], sizes), torch.split(made["labels"], sizes), strict=True
-    )
-    first = tuple(part[: chosen.train_samples] for part in train)
+    splits = split(made["images"], made["labels"], sizes, chosen.train_samples)
     transform = partial(standardised, mean=MEAN, deviation=DEVIATION)
-    return image_task(resnet20, first, *others, transform=transform)
+    return image_task(resnet20, *splits, transform=transform)
 
 
 def _made(noise: float) -> dict[str, Tensor]:
@@ -73,7 +69,9 @@ def _textures(random: RandomState, count: int) -> tuple[Numbers, Numbers]:
 def _drawn(waves: Numbers, colours: Numbers, noise: float, random: RandomState) -> NDArray[uint8]:
     """Draw an image (3, 32, 32) for each texture: it, in a disc, before another one."""
     count = len(waves)
-    figure = _painted(_varied(waves, random), _recoloured(colours, random), random)
+    varied = _varied(waves, random)
+    mixed = (colours + random.uniform(-1, 1, colours.shape)) / 2  # half of any other colour
+    figure = _painted(varied, mixed, random)
     ground = _painted(*_textures(random, count), random)
     place = (numpy.arange(SIDE) + 0.5) / SIDE
     middle = random.uniform(0.35, 0.65, (2, count, 1, 1))
@@ -94,11 +92,6 @@ def _varied(waves: Numbers, random: RandomState) -> Numbers:
     turned_row = numpy.cos(angle) * row - numpy.sin(angle) * column
     turned_column = numpy.sin(angle) * row + numpy.cos(angle) * column
     return numpy.stack([turned_row / size, turned_column / size], -1)
-
-
-def _recoloured(colours: Numbers, random: RandomState) -> Numbers:
-    """Mix half of each texture's own colour with half of any other."""
-    return (colours + random.uniform(-1, 1, colours.shape)) / 2
 
 
 def _painted(waves: Numbers, colours: Numbers, random: RandomState) -> Numbers:

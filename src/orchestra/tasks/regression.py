@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from orchestra.tasks import settings
-from orchestra.tasks.task import Task, TensorData
+from orchestra.tasks.task import Task, tensor_task
 from orchestra.worker.batches import Batch
 
 #: Units of the hidden layer, and the standard deviation of what they see before tanh: with 2, a
@@ -26,16 +26,8 @@ def regression(chosen: settings.Regression) -> Task:
     inputs, targets = _data(chosen)
     sizes = [chosen.train_samples, chosen.validation_samples, chosen.test_samples]
     splits = zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
-    train, validation, test = (TensorData(*split) for split in splits)
-    return Task(
-        model=partial(mlp, chosen.inputs, chosen.hidden, chosen.outputs),
-        train=train,
-        validation=validation,
-        test=test,
-        loss=squared_error,
-        metrics=regression_scores,
-        collate=TensorData.collate,
-    )
+    model = partial(mlp, chosen.inputs, chosen.hidden, chosen.outputs)
+    return tensor_task(model, *splits, loss=squared_error, metrics=regression_scores)
 
 
 def _data(chosen: settings.Regression) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from orchestra.errors import InputError
 from orchestra.settings import Settings, parse
-from orchestra.tasks.registry import TASKS
+from orchestra.tasks.settings import TASKS
 from orchestra.worker.batches import Batch, to_device
 
 Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]
@@ -133,6 +133,33 @@ class TensorData(Dataset[tuple[Tensor, ...]]):
         return samples if isinstance(samples, tuple) else default_collate(samples)
 
 
+def tensor_task(
+    model: Callable[[], nn.Module],
+    *splits: tuple[Tensor, ...],
+    loss: Loss,
+    metrics: Metrics,
+    transform: Transform | None = None,
+    augmented: Transform | None = None,
+) -> Task:
+    """A task whose samples are in memory.
+
+    Args:
+        splits: the tensors for training, validation and test.
+        transform: changes each batch when it is read.
+        augmented: the same of a training batch; `transform` by default.
+    """
+    train, validation, test = splits
+    return Task(
+        model=model,
+        train=TensorData(*train, transform=augmented or transform),
+        validation=TensorData(*validation, transform=transform),
+        test=TensorData(*test, transform=transform),
+        loss=loss,
+        metrics=metrics,
+        collate=TensorData.collate,
+    )
+
+
 def load_task(given: object, *, where: str = "task") -> Task:
     """The task that `given` stands for.
 
@@ -185,16 +212,19 @@ def evaluate(
         InputError: the metrics are not a dict of numbers.
     """
     total = 0.0
+    sized: Any = dataset
+    # A generator of its own: a DataLoader draws a number from the global one when it starts.
+    loader = DataLoader(dataset, batch_size, collate_fn=task.collate, generator=torch.Generator())
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def measured() -> Iterator[Batch]:
         nonlocal total
         left = len(sized)
-        for batch in _batches(task, model, dataset, batch_size):
+        for batch in (to_device(batch, device) for batch in loader):
             total += task.loss(model, batch).item() * min(batch_size, left)
             left -= batch_size
             yield batch
 
-    sized: Any = dataset
     with evaluation_mode(model), torch.no_grad(), one_forward_each(model):
         batches = measured()
         metrics = _checked(task.metrics(model, batches)) if task.metrics is not None else {}
@@ -241,16 +271,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _batches(
-    task: Task, model: nn.Module, dataset: Dataset[Any], batch_size: int
-) -> Iterator[Batch]:
-    # A generator of its own: a DataLoader draws a number from the global one when it starts.
-    loader = DataLoader(dataset, batch_size, collate_fn=task.collate, generator=torch.Generator())
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    for batch in loader:
-        yield to_device(batch, device)
 
 
 def _checked(metrics: object) -> dict[str, float]:

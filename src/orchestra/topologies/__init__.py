@@ -102,7 +102,6 @@ class Ring(Topology):
     """Everyone and both neighbours on a circle; few bytes, slow to spread."""
 
     def links(self, ranks: int, step: int) -> Graph:
-        """Rank i sends to i - 1 and i + 1."""
         return _circulant(ranks, {1, -1})
 
 
@@ -148,7 +147,6 @@ class Star(Topology):
     """Everyone and rank 0, which is in the middle."""
 
     def links(self, ranks: int, step: int) -> Graph:
-        """Rank 0 sends to all, all to rank 0."""
         return (tuple(range(1, ranks)), *((0,) for _ in range(1, ranks)))
 
 
@@ -157,7 +155,6 @@ class Complete(Topology):
     """Everyone with everyone: one step agrees exactly, at the bytes that this takes."""
 
     def links(self, ranks: int, step: int) -> Graph:
-        """Everyone sends to all others."""
         return _circulant(ranks, set(range(1, ranks)))
 
 
@@ -176,22 +173,16 @@ class RandomRegular(Topology):
     seed: int = setting(0, "of the random choice", low=0, high=MOST_SEED)
 
     def links(self, ranks: int, step: int) -> Graph:
-        """The one graph."""
         degree = min(self.degree, ranks - 1)
         degree += ranks * degree % 2
         _require_room(ranks, degree, MOST_DRAWN)
-        edges = _regular_edges(ranks, degree)
+        distances = list(range(1, degree // 2 + 1))
+        circle = {frozenset((i, (i + d) % ranks)) for d in distances for i in range(ranks)}
+        if degree % 2:
+            circle |= {frozenset((i, i + ranks // 2)) for i in range(ranks // 2)}
+        edges = sorted((min(edge), max(edge)) for edge in circle)
         _shuffle_edges(edges, ranks, random.Random(self.seed))
         return tuple(tuple(sorted(own)) for own in _neighbours(edges, ranks))
-
-
-def _regular_edges(ranks: int, degree: int) -> list[tuple[int, int]]:
-    """A circle in which everyone has the `degree` nearest as neighbours."""
-    distances = list(range(1, degree // 2 + 1))
-    edges = {frozenset((i, (i + d) % ranks)) for d in distances for i in range(ranks)}
-    if degree % 2:
-        edges |= {frozenset((i, i + ranks // 2)) for i in range(ranks // 2)}
-    return sorted((min(edge), max(edge)) for edge in edges)
 
 
 def _shuffle_edges(edges: list[tuple[int, int]], ranks: int, stream: random.Random) -> None:

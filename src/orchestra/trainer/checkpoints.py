@@ -23,8 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from orchestra.collectives import broadcast, receive_object, send_object
+from orchestra.data.random_state import random_state, restore_random_state
 from orchestra.errors import PeerLost, RunFailed
-from orchestra.optimizers.state import capture
+from orchestra.optimizers.state import capture, restore
+from orchestra.strategies.base import Strategy
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.worker import Worker
@@ -49,14 +51,9 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def pending_folder(folder: Path, index: int) -> Path:
-    """Where checkpoint `index` is written before it counts."""
-    return folder / f".{index:04d}"
-
-
 def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
     """Write one rank's `state` (as `capture` gives it); the SHA-256 of the file, in hex."""
-    pending = pending_folder(folder, index)
+    pending = folder / f".{index:04d}"
     tensors: dict[str, Tensor] = {}
 
     def put(place: str, tensor: Tensor) -> str:
@@ -75,59 +72,44 @@ def write_rank(folder: Path, index: int, rank: int, state: Any) -> str:
 
 def commit(folder: Path, index: int, digests: dict[str, str]) -> None:
     """Make checkpoint `index` count: all ranks have written. Older ones but one are deleted."""
-    pending = pending_folder(folder, index)
+    pending, final = folder / f".{index:04d}", folder / f"{index:04d}"
     manifest = pending / MANIFEST
     with writing(manifest):
         manifest.write_text(json.dumps({"schema": 1, "files": digests}, indent=1))
         _sync(manifest)
         _sync(pending)
-        final = folder / f"{index:04d}"
-        _remove(final)
+        _remove(folder, final.name)
         pending.rename(final)
         _sync(folder)
-        _sweep(folder)  # a run that was killed in the midst of it left something
-        for old in sorted(complete(folder))[:-KEEP]:
+        _remove(folder, f".*{DOOMED}")  # a run that was killed in the midst of it left something
+        for old in sorted(complete(folder))[:-KEEP]:  # renamed first: half of one seems damaged
             (folder / f"{old:04d}").rename(folder / f".{old:04d}{DOOMED}")
-        _sweep(folder)
+        _remove(folder, f".*{DOOMED}")
 
 
-def _sweep(folder: Path) -> None:
-    """Delete what is doomed; it was renamed first, since one half deleted would seem damaged."""
-    for doomed in folder.glob(f".*{DOOMED}"):
-        _remove(doomed)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Before a run goes on: delete what one that was killed began to write, or to delete."""
-    with writing(folder):
-        for path in folder.glob(".[0-9]*"):
-            _remove(path)
+def _remove(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def complete(folder: Path) -> Iterator[int]:
     """The numbers of the checkpoints in `folder`, whole or damaged."""
-    yield from (int(path.name) for path, is_one in _entries(folder) if is_one)
+    yield from (int(path.name) for path in sorted(folder.glob("*")) if _is_checkpoint(path))
 
 
 def others(folder: Path) -> list[Path]:
     """What lies in `folder` without being a checkpoint."""
-    return [path for path, is_one in _entries(folder) if not is_one]
+    return [path for path in sorted(folder.glob("[!.]*")) if not _is_checkpoint(path)]
 
 
-def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Return all that is not hidden; of each whether its name is one that `commit` gives."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        name = path.name
-        number = name.isascii() and name.isdigit() and name == f"{int(name):04d}"
-        if not name.startswith("."):
-            yield path, number and path.is_dir()
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether the name of `path` is one that `commit` gives."""
+    name = path.name
+    number = name.isascii() and name.isdigit() and name == f"{int(name):04d}"
+    return number and path.is_dir()
 
 
 def verify(folder: Path, index: int, ranks: int) -> None:
@@ -196,29 +178,33 @@ class CollectiveCheckpoints:
             self.index = index
 
     def _newest_whole(self) -> int:
-        remove_unfinished(self._folder)
+        notice = self._worker.reporter.notice
+        with writing(self._folder):
+            _remove(self._folder, ".[0-9]*")  # what a run that was killed began to write or delete
         for path in others(self._folder):
-            self._worker.reporter.notice(f"checkpoint refused: {path}: not the folder of one")
+            notice(f"checkpoint refused: {path}: not the folder of one")
         for index in sorted(complete(self._folder), reverse=True):
             try:
                 verify(self._folder, index, len(self._ranks))
             except DamagedCheckpoint as damage:
-                self._worker.reporter.notice(f"checkpoint refused: {damage}")
+                notice(f"checkpoint refused: {damage}")
             else:
                 return index
         return -1
 
     def _commit(self, index: int, digest: str | None, leader: int) -> bool:
         """Return whether checkpoint `index` counts, as the leader decides; all wait for that."""
-        transport, own = self._worker.transport, self._worker.rank
-        if own != leader:
+        transport = self._worker.transport
+        if self._worker.rank != leader:
             send_object(transport, digest, leader)
             return bool(transport.receive(leader, Tag.CHECKPOINT).wait())
-        digests = {
-            rank: digest if rank == leader else self._digest_of(rank) for rank in self._ranks
-        }
-        files = {rank_file(rank): text for rank, text in digests.items() if text}
-        whole = len(files) == len(digests)
+        files: dict[str, str] = {}
+        for rank in self._ranks:
+            with contextlib.suppress(PeerLost):
+                written = digest if rank == leader else receive_object(transport, rank)
+                if written is not None:
+                    files[rank_file(rank)] = str(written)
+        whole = len(files) == len(self._ranks)
         if whole:
             commit(self._folder, index, files)
         for rank in self._ranks:
@@ -227,13 +213,32 @@ class CollectiveCheckpoints:
                     transport.send(torch.tensor([whole]), rank, Tag.CHECKPOINT).wait()
         return whole
 
-    def _digest_of(self, rank: int) -> str | None:
-        """Receive the digest of what `rank` has written; None if a rank is lost."""
-        try:
-            digest = receive_object(self._worker.transport, rank)
-        except PeerLost:
-            return None
-        return None if digest is None else str(digest)
+
+def held(worker: Worker, state: Any, parameters: Any) -> dict[str, Any]:
+    """What a rank goes on from, `state` being its strategy's; `resume` puts it back.
+
+    `parameters` are given back by the caller.
+    """
+    return {
+        "parameters": parameters,
+        "buffers": dict(worker.buffers),
+        "strategy": state,
+        "rate_scale": worker.rate_scale,
+        "rates": worker.step.rates,
+        "random": random_state(),
+    }
+
+
+def resume(worker: Worker, strategy: Strategy[Any], saved: Mapping[str, Any]) -> Any:
+    """Collective: put back what was `held`, but for the parameters; the strategy's state."""
+    for name, buffer in worker.buffers:
+        if name in saved["buffers"]:
+            restore(buffer, saved["buffers"][name])
+    worker.step.rates = tuple(saved.get("rates", ()))
+    state = strategy.resume(worker, saved["strategy"])
+    worker.rate_scale = saved["rate_scale"]
+    restore_random_state(saved["random"])
+    return state
 
 
 # Files, and plain data with tensors in it

@@ -1,4 +1,4 @@
-"""The curve of a run: the snapshots of all ranks, put together and evaluated after the stopwatch.
+"""What is evaluated after the stopwatch: the curve of a run, and its final model.
 
 First every rank hands in what it has, without values; so the leader knows that all have ended, and
 nothing of what follows takes time from one that still trains. From then on the others answer the
@@ -8,30 +8,34 @@ Where replicas differ every rank evaluates its own, and the leader their average
 
 from __future__ import annotations
 
+import math
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from orchestra.collectives import receive_object, send_object
 from orchestra.errors import PeerLost
-from orchestra.exchange.agreement import pack
 from orchestra.records.report import Point
 from orchestra.tasks.task import Task, evaluate
-from orchestra.trainer.evaluation import Mean, set_buffers
 from orchestra.transports.tags import Tag
-from orchestra.worker.layout import FlatModel
+from orchestra.worker.layout import FlatModel, Layout, buffer_places
 from orchestra.worker.snapshots import Part
+from orchestra.worker.threads import chosen_threads, usable_cores
 from orchestra.worker.worker import Worker
 
+T = TypeVar("T")
+Buffers = Sequence[tuple[str, Tensor]]
 EVALUATION_BATCH = 512
 MOST_JUDGED = 16
 """Replicas that are evaluated at each snapshot; the average is of all."""
@@ -61,8 +65,7 @@ def hand_in(worker: Worker, leader: int, figures: Callable[[], Figures]) -> None
             transport.send(parts[wanted].values, leader, Tag.PARTS).wait()
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A part that lies on `rank`, `number` in its list; `head` has no values where it is away."""
 
     rank: int
@@ -84,10 +87,10 @@ class Gathered:
         self._held = [Held(worker.rank, number, part) for number, part in enumerate(own)]
         for rank in worker.everyone.ranks:
             if rank != worker.rank:
-                with self._bearing():
-                    for number, head in enumerate(receive_object(worker.transport, rank)):
-                        part = Part(**{**head, "values": torch.empty(0)})
-                        self._held.append(Held(rank, number, part))
+                heads = self._asked(rank, partial(receive_object, worker.transport, rank)) or ()
+                for number, head in enumerate(heads):
+                    part = Part(**{**head, "values": torch.empty(0)})
+                    self._held.append(Held(rank, number, part))
 
     @property
     def indices(self) -> list[int]:
@@ -130,10 +133,9 @@ class Gathered:
             self._ask(rank, _EVALUATE)
         found = {own: figures()} if own in ranks else {}
         for rank in others:
-            if rank not in self._lost:
-                with self._bearing():
-                    answer = receive_object(self._worker.transport, rank)
-                    found[rank] = {int(index): metrics for index, metrics in answer}
+            answer = self._asked(rank, partial(receive_object, self._worker.transport, rank))
+            if answer is not None:
+                found[rank] = {int(index): metrics for index, metrics in answer}
         return found
 
     def close(self) -> None:
@@ -148,25 +150,23 @@ class Gathered:
         if held.rank == self._worker.rank:
             return held.head.values
         self._ask(held.rank, held.number)
-        if held.rank not in self._lost:
-            with self._bearing():
-                return self._worker.transport.receive(held.rank, Tag.PARTS).wait()
-        return None
+        transport = self._worker.transport
+        return self._asked(held.rank, lambda: transport.receive(held.rank, Tag.PARTS).wait())
 
     def _ask(self, rank: int, request: int) -> None:
-        if rank not in self._lost:
-            with self._bearing():
-                self._worker.transport.send(torch.tensor([request]), rank, Tag.PARTS).wait()
+        transport = self._worker.transport
+        self._asked(rank, lambda: transport.send(torch.tensor([request]), rank, Tag.PARTS).wait())
 
-    @contextmanager
-    def _bearing(self) -> Iterator[None]:
-        """Note who is lost inside, where that is tolerated."""
-        try:
-            yield
-        except PeerLost as lost:
-            if not self._tolerant:
-                raise
-            self._lost.add(lost.rank)
+    def _asked(self, rank: int, ask: Callable[[], T]) -> T | None:
+        """Return what `ask` gets of `rank`; None where that is lost, if it may be."""
+        if rank not in self._lost:
+            try:
+                return ask()
+            except PeerLost as lost:
+                if not self._tolerant:
+                    raise
+                self._lost.add(lost.rank)
+        return None
 
 
 def _kind_of_own(parts: Iterable[Part]) -> str:
@@ -185,7 +185,8 @@ def own_figures(model: FlatModel, task: Task, parts: Sequence[Part]) -> Figures:
     found: Figures = {}
     if dataset is None:
         return found
-    with kept(model):
+    with ExitStack() as stack:
+        stack.callback(model.keep())
         for index in sorted({part.index for part in parts}):
             of_index = [part for part in parts if part.index == index and not part.mirror]
             own = [part for part in of_index if part.kind == _kind_of_own(of_index)]
@@ -211,7 +212,8 @@ def points_of(
     dataset, points = judging_data(task), []
     if dataset is None:
         return []
-    with kept(model):
+    with ExitStack() as stack:
+        stack.callback(model.keep())
         for index in gathered.indices:
             point = _assemble(model, gathered, index) if index < below else None
             if point is None:
@@ -257,12 +259,12 @@ def _assemble(model: FlatModel, gathered: Gathered, index: int) -> Point | None:
 def moments(held: Sequence[Part], size: int) -> list[Point]:
     """When each snapshot was taken, of parameters that have no values, `size` in all; no figures.
 
-    A snapshot that does not cover all of them is left out; what mirrors other
-    parts counts where those are lost.
+    A snapshot that does not cover all of them is left out; what mirrors other parts counts where
+    those are lost.
     """
     found = []
     for index in sorted({part.index for part in held}):
-        slices = [p for p in held if p.index == index and p.kind == "parameters"]
+        slices = [part for part in held if (part.index, part.kind) == (index, "parameters")]
         there = {part.offset for part in slices if not part.mirror}
         slices = [part for part in slices if not (part.mirror and part.offset in there)]
         covered = 0
@@ -270,21 +272,140 @@ def moments(held: Sequence[Part], size: int) -> list[Point]:
             if part.offset <= covered:
                 covered = max(covered, part.covered.stop)
         if covered == size:
-            samples, seconds = (max(p.samples for p in slices), max(p.seconds for p in slices))
-            found.append(Point(samples, seconds, {}))
+            seconds = max(part.seconds for part in slices)
+            found.append(Point(max(part.samples for part in slices), seconds, {}))
     return found
 
 
+# Means of vectors, buffers, and parts of a model
+
+
+class Mean:
+    """The weighted mean of vectors that come one at a time, each covering some elements.
+
+    It is taken in float64. `square` is, for each element, sum_i w_i (x_i - mean)^2 (Welford's
+    update with weights), so that no vector has to be kept.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.total = torch.zeros(size, dtype=torch.float64)
+        self.weight = torch.zeros(size, dtype=torch.float64)
+        self.square = torch.zeros(size, dtype=torch.float64)
+
+    def add(self, part: Part) -> None:
+        """One more vector."""
+        total, weight = self.total[part.covered], self.weight[part.covered]
+        values = part.values.double().cpu()
+        before = torch.where(weight > 0, total / weight, values)
+        total += part.weight * values
+        weight += part.weight
+        self.square[part.covered] += part.weight * (values - before) * (values - total / weight)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a mean of every element."""
+        return bool((self.weight > 0).all())
+
+    @property
+    def mean(self) -> Tensor:
+        """Shape: [size]."""
+        return self.total / self.weight
+
+    @property
+    def distance(self) -> float:
+        """sqrt(sum_i p_i ||x_i - mean||^2), p_i being the share of vector i in the weight."""
+        return math.sqrt(max(0.0, float((self.square / self.weight).sum())))
+
+
+def buffers_vector(named: Buffers) -> Tensor | None:
+    """All buffers of a module end to end, in float64; None if it has none."""
+    buffers = [buffer.detach().double().reshape(-1) for _, buffer in named]
+    return torch.cat(buffers) if buffers else None
+
+
+def set_buffers(buffers: Buffers, parts: Sequence[Part]) -> None:
+    """Set floating buffers to the weighted mean of `parts`, others to those of the first part."""
+    own = buffers_vector(buffers)
+    if not parts or own is None:
+        return
+    first, mean = own.cpu(), Mean(len(own))
+    for part in reversed(parts):
+        first[part.covered] = part.values
+    for part in parts:
+        mean.add(part)
+    means = torch.where(mean.weight > 0, mean.mean, first)
+    offset = 0
+    for _, buffer in buffers:
+        source = means if buffer.is_floating_point() else first
+        with torch.no_grad():
+            buffer.copy_(source[offset : offset + buffer.numel()].view(buffer.shape))
+        offset += buffer.numel()
+
+
+def agree_on_buffers(worker: Worker, samples: int, leader: int) -> None:
+    """After an asynchronous run: the leader takes the sample-weighted mean of the buffers.
+
+    `samples` are those of this rank. Only ranks that have data at the end take part.
+    """
+    vector, workers = buffers_vector(worker.buffers), worker.workers.ranks
+    if vector is None:
+        return
+    weighted = torch.cat([vector, vector.new_tensor([samples])])
+    if worker.rank != leader:
+        if worker.rank in workers:
+            worker.transport.send(weighted, leader, Tag.PARTS).wait()
+        return
+    parts, there = [], {leader, *worker.everyone.ranks}
+    for rank in (rank for rank in workers if rank in there):
+        with suppress(PeerLost):
+            own = rank == leader
+            message = weighted if own else worker.transport.receive(rank, Tag.PARTS).wait()
+            if not message.is_meta and message[-1] > 0:
+                parts.append(Part(0, 0, 0.0, 0, message[:-1], float(message[-1]), "buffers"))
+    set_buffers(worker.buffers, parts)
+
+
+def put_together(module: nn.Module, part: Part) -> None:
+    """Give `module` the values of some rank's `part`."""
+    if part.kind == "buffers":
+        buffers = [(name, getattr(owner, leaf)) for name, owner, leaf in buffer_places(module)]
+        set_buffers(buffers, [part])
+        return
+    named = dict(module.named_parameters())
+    for slot in Layout.of_module(module).slots:
+        first = slot.offset - part.offset
+        if 0 <= first < part.values.numel():
+            with torch.no_grad():
+                named[slot.name].copy_(part.values[first : first + slot.size].view(slot.shape))
+
+
+# While others wait
+
+
 @contextmanager
-def kept(model: FlatModel) -> Iterator[None]:
-    """Whatever its parameters and buffers are set to inside, outside they are what they were."""
-    parameters = model.parameters.clone()
-    buffers = [packed.values for packed in pack(model.buffers)]
+def signs_of_life(worker: Worker, module: nn.Module, steps: int) -> Iterator[None]:
+    """Every forward pass inside is progress, lest a long evaluation be taken for a hang."""
+    batches = count(1)
+
+    def forward(*_: object) -> None:
+        worker.reporter.progress(step=steps, samples=next(batches))
+
+    hook = module.register_forward_hook(forward)
     try:
         yield
     finally:
-        with torch.no_grad():
-            model.parameters.copy_(parameters)
-        for packed, values in zip(pack(model.buffers), buffers, strict=True):
-            packed.values.copy_(values)
-            packed.unpack()
+        hook.remove()
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Use all cores that this process may, or as many threads as OMP_NUM_THREADS allows.
+
+    The other ranks have nothing to do meanwhile.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, chosen_threads(os.environ) or len(usable_cores())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

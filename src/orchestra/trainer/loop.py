@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue
 from orchestra.strategies.base import CHANGED, Strategy, WorkSource
-from orchestra.trainer.evaluation import buffers_vector
+from orchestra.trainer.curve import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
 from orchestra.trainer.trace import Trace
@@ -61,15 +61,13 @@ def queue_of(training: Training, budget: int, start: int, shares: tuple[float, .
     return WorkQueue(plan.start, budget, sizes, every and every * plan.global_batch)
 
 
-@dataclass(eq=False, kw_only=True)
-class Loop:
+class Loop(ABC):
     """Steps on a worker, serving on a rank without data, until the budget is used up.
 
     Attributes:
-        samples: gives what this rank reads where the ranks have these shares of a step.
-        budget: samples of the whole run; an epoch has `epoch_samples`.
-        checkpoint: takes one, collectively.
-        measured: the weights of the ranks' parts wherever workers step together.
+        state: the strategy's.
+        training: its settings; an epoch has `epoch_samples`, and the whole run `budget`.
+        shares: the measured weights of the ranks' parts wherever workers step together, if any.
         stopped: the user's stop was agreed on.
     """
 
@@ -77,42 +75,42 @@ class Loop:
     strategy: Strategy[Any]
     state: Any
     training: Training
-    samples: Callable[[tuple[float, ...]], Samples]
     epoch_samples: int
     budget: int
     position: Position
     recorder: Recorder
     trace: Trace
-    checkpoint: Callable[[], None]
-    measured: tuple[float, ...] | None = None
-    stopped: bool = False
+    shares: tuple[float, ...] = ()
+    stopped = False
+    _leaving: CommonStep | None = None
 
-    def __post_init__(self) -> None:
-        self._base_rates = self.worker.optimizer.base_rates
-        self._leaving: CommonStep | None = None
-        self._begin_phase()
-        # Before anything of it is sent, so that the rank is named whose own loss it is.
-        self.worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
+    @abstractmethod
+    def _samples(self, shares: tuple[float, ...]) -> Samples:
+        """Return what this rank reads where ranks have these shares: all samples, or its shard."""
+
+    @abstractmethod
+    def _write_checkpoint(self) -> None:
+        """Write one at a quiet point, all ranks together."""
 
     def _begin_phase(self) -> None:
         """Deal out what is left of the data to those who have roles now."""
         strategy, rank = self.strategy, self.worker.rank
-        self._phase = self.worker.phase
+        self._phase, self._base_rates = self.worker.phase, self.worker.optimizer.base_rates
         self._roles = roles = strategy.current_roles(self.worker, self.state)
-        together = strategy.currently_together(self.state)
+        together = strategy.under_way(self.state).steps_together
         plan = plan_of_roles(
             self.training,
             self.position.plan_start,
             self.budget,
             roles.shares,
-            self.measured if together else None,
+            (self.shares or None) if together else None,
         )
         own = self.training.sharding is not None
-        self._feed = Feed(self.samples(plan.shares), plan, roles.part(rank), own)
+        self._feed = Feed(self._samples(plan.shares), plan, roles.part(rank), own)
         self._works = rank in roles.workers
         self._queue = strategy.work(self.state)
 
-    def run(self) -> None:
+    def _train_to_end(self) -> None:
         """Train to the end of the budget, or to the step at which the user's stop is agreed."""
         self._open_window()
         while True:
@@ -140,7 +138,7 @@ class Loop:
             return
         if self.worker.rank == self._roles.workers[0]:
             self.trace.happened(f"switch, after step {self.worker.measures.switched_at_step}")
-        self.close()
+        self._stop_looking()
         self.position.plan_start = self.position.consumed
         self.position.plan_step = 0
         self.position.own = None
@@ -218,7 +216,7 @@ class Loop:
     def _train(self, batch: Any, step: Step, *, done: int) -> None:
         """Do a step on `batch`, after `done` samples of the whole cluster."""
         worker, strategy, state = self.worker, self.strategy, self.state
-        synchronous = strategy.currently_synchronous(state)
+        synchronous = strategy.under_way(state).synchronous
         factor = self.training.schedule.factor(done / self.budget)
         step.rates = tuple(rate * factor for rate in self._base_rates)
         step.epoch = step.consumed / self.epoch_samples
@@ -232,10 +230,7 @@ class Loop:
         strategy.update(worker, state)
         if not synchronous:
             self._offer_buffers(float(self.recorder.totals.samples + step.samples))
-        self._finish_step()
-
-    def _finish_step(self) -> None:
-        worker, position = self.worker, self.position
+        position = self.position
         position.steps += 1
         position.consumed = worker.step.consumed
         self.recorder.step(position.steps)
@@ -270,7 +265,7 @@ class Loop:
             self._leaving = CommonStep(self.worker, steps=plan_step - 1)
         return self._leaving.reached(plan_step, wish=step.stop)
 
-    def close(self) -> None:
+    def _stop_looking(self) -> None:
         """Collective, after the strategy has stopped: end what finds a common step to leave at."""
         if self._leaving is not None:
             self._leaving.close()
@@ -286,5 +281,5 @@ class Loop:
     def _take_checkpoint(self) -> None:
         with self.trace.aside("checkpoint"):
             self.recorder.pause()
-            self.checkpoint()
+            self._write_checkpoint()
             self.recorder.resume()

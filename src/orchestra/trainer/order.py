@@ -11,19 +11,18 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestra.errors import InputError
+from orchestra.settings.base import from_plain, to_plain
 from orchestra.trainer.checkpoints import writing
 from orchestra.worker.interception import Flow, Interceptor, Operation
 
 T = TypeVar("T")
-
 NOBODY = -1
 """A tag that no message has."""
-
 
 RANKS = "seconds", "stop"
 """Questions of the rank, whichever flow asks."""
@@ -67,27 +66,24 @@ class Order:
     first_step: int = 0
     shares: list[float] = field(default_factory=list)
 
-    def flow(self, name: str) -> FlowOrder:
-        """The answers to the flow `name`."""
-        return self.flows.setdefault(name, FlowOrder())
-
     def answers(self, flow: str, what: str) -> list[Any]:
-        """Those to the question `what` of a flow."""
-        found: list[Any] = getattr(self if what in RANKS else self.flow(flow), what)
+        """Those to the question `what` of a flow, which begins here if it is new."""
+        holder = self if what in RANKS else self.flows.setdefault(flow, FlowOrder())
+        found: list[Any] = getattr(holder, what)
         return found
 
 
 @dataclass(eq=False)
 class Recording(Interceptor):
-    """Writes into `order` what the rank is told."""
+    """Writes the answers that the rank gets into `order`."""
 
     order: Order
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         if operation.flow is not None:
-            self.order.flow(operation.flow.name)
+            self.order.flows.setdefault(operation.flow.name, FlowOrder())
         if operation.kind == "receive" and operation.peer is None:
-            sources = self.order.flow(flow.name).sources
+            sources = self.order.answers(flow.name, "sources")
             operation.marks[self] = len(sources)
             sources.append(-1)  # in the order of the receives, not of their ends
         return proceed()
@@ -95,11 +91,10 @@ class Recording(Interceptor):
     def wait(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         result = proceed()
         if self in operation.marks:
-            place = operation.marks[self]
-            self.order.flow(flow.name).sources[place] = operation.source
+            self.order.flows[flow.name].sources[operation.marks[self]] = operation.source
         return result
 
-    def told(
+    def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
         answer = proceed()
@@ -124,7 +119,7 @@ class Repeating(Interceptor):
             operation.tag = operation.tag if taken >= 0 else NOBODY
         return proceed()
 
-    def told(
+    def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
         """What was done then has to be, before the flow goes on."""
@@ -147,22 +142,15 @@ class Repeating(Interceptor):
             ) from None
 
 
-def from_plain(data: dict[str, Any]) -> Order:
-    """The order that `asdict` made into `data`."""
-    flows = {name: FlowOrder(**flow) for name, flow in data["flows"].items()}
-    return Order(**{**data, "flows": flows})
-
-
-def order_file(folder: Path, rank: int) -> Path:
-    """Where the order of a rank is kept in the folder of its run."""
+def _file(folder: Path, rank: int) -> Path:
     return folder / f"order-rank-{rank}.json.gz"
 
 
 def write_order(folder: Path, rank: int, order: Order) -> None:
     """Keep the order of a rank with the records of its run."""
-    path = order_file(folder, rank)
+    path = _file(folder, rank)
     with writing(path):
-        path.write_bytes(gzip.compress(json.dumps(asdict(order)).encode(), mtime=0))
+        path.write_bytes(gzip.compress(json.dumps(to_plain(order)).encode(), mtime=0))
 
 
 def read_order(folder: Path, rank: int) -> Order:
@@ -171,15 +159,15 @@ def read_order(folder: Path, rank: int) -> Order:
     Raises:
         InputError: there is none, it is damaged, or it begins in the midst of a run.
     """
-    path = order_file(folder, rank)
+    path = _file(folder, rank)
     try:
-        order = from_plain(json.loads(gzip.decompress(path.read_bytes())))
+        order: Order = from_plain(Order, json.loads(gzip.decompress(path.read_bytes())))
     except FileNotFoundError:
         raise InputError(
             f"{path} is missing: a run is recorded with --record-order, and a rank that was killed "
             "leaves nothing"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, TypeError, EOFError) as error:
         raise InputError(f"{path} is damaged ({error}); record the run again") from None
     if order.first_step:
         raise InputError(

@@ -1,24 +1,23 @@
-"""The epochs of a loop of the user's own: workers have parts of a loader, other ranks serve."""
+"""The epochs of a loop of the user's own: its loader is dealt out, and workers agree at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from orchestra import exchange
-from orchestra.collectives import all_reduce
-from orchestra.data.own_loop import Loader, Part, ShardedLoader, generators_of, shard_loader
+from orchestra.data import loaders
 from orchestra.data.random_state import random_state, restore_random_state, undisturbed
 from orchestra.errors import InputError
-from orchestra.strategies.base import Roles
-from orchestra.trainer.own_state import Word
-from orchestra.transports.tags import Tag
-
-if TYPE_CHECKING:
-    from orchestra.trainer.own_loop import OwnLoop
+from orchestra.schedules.work_queue import Kind, WorkItem
+from orchestra.strategies.base import Strategy, WorkSource
+from orchestra.trainer.own_model import BackwardPasses
+from orchestra.trainer.own_state import OwnRank, Word
+from orchestra.worker.runtime import Runtime
 
 MID_EPOCH = -(1 << 20)
 """In place of the step of a pause: the workers' epoch goes on after it. Phases end above that."""
@@ -31,29 +30,178 @@ ENDED = (
 )
 
 
-class Epochs:
-    """How far a rank has come in the epochs of its loop, and what it does where they begin and end.
+class Epochs(OwnRank):
+    """The user's loader, iterated once an epoch; `Batches` saves and resumes it, too.
 
     Attributes:
         epoch: how many have ended.
-        taken: batches of the epoch under way that this worker has had.
-        ended: all workers have left.
         begun: an epoch was begun, or served.
         left: an iteration was left before its epoch's end, and nobody has agreed since.
+        item: what this worker took from the queue and has not made a step with.
+        loss: what was reported last.
+        share: of the samples behind the gradient of the batch, or group, that was handed out last,
+            this worker's; 1 where its gradient is not averaged.
     """
 
-    def __init__(self, loop: OwnLoop, loader: Loader, seed: int, *, follows: bool) -> None:
-        self.loader = loader
-        self.seed = seed
-        self.epoch = self.taken = 0
-        self.ended = self.begun = self.left = False
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy[Any],
+        loader: loaders.Loader | Epochs,
+        *,
+        accumulation: int,
+        seed: int,
+        work: str,
+        **options: Any,
+    ) -> None:
+        before = loader if isinstance(loader, Epochs) else None
+        self.loader: loaders.Loader = loader.loader if isinstance(loader, Epochs) else loader
+        # The batches of another loop, which see to the order.
+        self._source = source = None if before is None or before.ended else before
+        self._queued: loaders.QueuedLoader | None = None
+        if work == "shared" and accumulation == 1 and source is None:
+            self._queued = loaders.QueuedLoader.of(self.loader, seed)
+        queue_of = None if self._queued is None else self._queued.queue
+        super().__init__(runtime, model, optimizer, strategy, queue_of, **options)
+        self.passes = BackwardPasses(accumulation, copied=self.worker.layout.device.type != "cpu")
+        self.epoch = 0
+        self.begun = self.left = False
+        self.item: WorkItem | None = None
+        self.loss = float("nan")
+        self.share = 1.0
+        self._seed = seed
         self._goes_on = self._in_epoch = False
-        self._loop = loop
-        self._follows = follows  # another loop, whose batches see to the order
-        self._resumed_at = self._backwards = 0
+        self._resumed_at = self._passes_before = 0
         self._order: dict[str, Any] = {}
-        self._roles = self._current_roles()
-        self._sharded = self._shard()
+        self._together = [self]  # this one and those that are iterated with it
+        if source is not None:
+            if source._uses_queue:
+                raise InputError(
+                    "models that are trained by turns need as many batches on every worker: set "
+                    "work='equal' in the first distribute"
+                )
+            source._together.append(self)
+        self._deal_out()
+
+    def __len__(self) -> int:
+        if self._sharded is None:  # on a server: that of a worker
+            return len(loaders.shard_loader(self.loader, len(self._roles.workers), 0, self._seed))
+        return len(self._sharded)
+
+    @property
+    def length(self) -> int | None:
+        """Of an epoch, in batches; None where the loader does not know."""
+        try:
+            return len(self)
+        except TypeError:
+            return None
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the workers step together now, on the average of their gradients."""
+        return any(each.synchronous for each in self._together)
+
+    # Iterating
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        return self._iterate(None)
+
+    def groups(self, size: int) -> Generator[Any, None, None]:
+        """Iterate an epoch, `size` batches at a time; those of a group are behind one gradient.
+
+        For loops that take the batches of a step before its first `backward()`, of which there has
+        to be one for each batch, and one `step()` for each group. Only the last `backward()`
+        exchanges, whatever `accumulation` says; also that of the last group, which may be smaller.
+
+        Raises:
+            InputError: batches lie in a queue, from which workers take one at a time.
+        """
+        if self._uses_queue:
+            raise InputError("batches.groups() needs as many on every worker: set work='equal'")
+        return self._iterate(size)
+
+    @property
+    def _uses_queue(self) -> bool:
+        """Whether workers take the batches of some phase from a queue."""
+        return self._queued is not None and self.strategy.self_paced
+
+    def _iterate(self, group: int | None) -> Generator[Any, None, None]:
+        if self._source is not None:
+            yield from self._source._iterate(group)
+            return
+        if self._is_over():
+            return
+        for each in self._together:
+            each.take_over()
+        for each in self._together:
+            each._begin_epoch()
+        try:
+            if self._sharded is not None:
+                yield from self._work(self._sharded, group)
+        except GeneratorExit:
+            for each in self._together:
+                each.left = True
+            raise
+        for each in self._together:
+            each._end_epoch()
+
+    def _work(self, sharded: loaders.ShardedLoader, group: int | None) -> Iterator[Any]:
+        if self.source() is None:
+            if not self.taken:
+                self._order = self._draws()
+                parts = sharded.begin(0)
+            else:
+                with undisturbed():
+                    restore_random_state(self._order["random"])
+                    parts = sharded.begin(self.taken)
+            while some := list(islice(parts, group or 1)):
+                self._count(*some)
+                if group is not None:
+                    for each in self._together:
+                        each.passes.begin_group(len(some))
+                batches = [part.batch for part in some]
+                yield batches[0] if group is None else batches
+                if not self.is_worker():
+                    return
+                if self.source() is not None:
+                    break
+        if (source := self.source()) is not None:
+            yield from self._take(source)
+
+    def _take(self, source: WorkSource) -> Iterator[Any]:
+        """Give the batches of the queue, until all pause at the end of the epoch."""
+        worker = self.worker
+        assert self._queued is not None
+        while True:
+            if self.item is not None:
+                source.skip(worker.parameters)
+            self.item = source.take()
+            if self.item.kind is not Kind.BATCH:
+                worker.step.consumed, self.item = self.item.start, None
+                return
+            part = self._queued.load(self.item)
+            self._count(part)
+            yield part.batch
+
+    def _count(self, *parts: loaders.Part) -> None:
+        """Note which samples are behind the next gradient, here and on all workers."""
+        samples = sum(part.samples for part in parts)
+        totals = [part.total for part in parts if part.total is not None]
+        averaged = self.averages_gradients
+        if len(totals) == len(parts):
+            total = sum(totals)
+        elif averaged:
+            total = int(self.sum_over_workers(torch.tensor([samples])))
+        else:
+            total = samples
+        self.share = samples / total if averaged else 1.0
+        for each in self._together:
+            each.taken += len(parts)
+            each.passes.take(samples, total, [part.batch for part in parts])
+
+    # Epochs
 
     def _is_over(self) -> bool:
         """Return whether there is nothing to do any more, where that is no mistake."""
@@ -68,28 +216,30 @@ class Epochs:
     def _begin_epoch(self) -> None:
         self.begun = self._in_epoch = True
         self.left = False
-        self._loop.worker.reporter.phase("training")
+        self.worker.reporter.phase("training")
         self.taken, self._resumed_at = self._resumed_at, 0
-        self._loop.begin_epoch(self._backwards)
-        self._backwards = 0
-        if (roles := self._current_roles()) != self._roles:  # deal the coming epochs out anew
-            self._roles = roles
-            self._sharded = self._shard()
+        self.passes.begin_epoch(self._passes_before)
+        self._passes_before = 0
+        if self.roles != self._roles:
+            self._deal_out()
 
-    def _begin_order(self, sharded: ShardedLoader) -> Iterator[Part]:
-        if not self.taken:
-            self._order = self._draws()
-            return sharded.begin(0)
-        with undisturbed():
-            restore_random_state(self._order["random"])
-            return sharded.begin(self.taken)
+    def _deal_out(self) -> None:
+        """Deal the coming epochs out to those who have roles now."""
+        self._roles = self.roles
+        self._sharded: loaders.ShardedLoader | None = None
+        workers, rank = self._roles.workers, self.worker.rank
+        if rank in workers:
+            index, alike = workers.index(rank), self.alike
+            self._sharded = loaders.shard_loader(
+                self.loader, len(workers), index, self._seed, alike
+            )
+            self._sharded.epoch = self.epoch
 
     def _end_epoch(self) -> None:
-        loop = self._loop
-        loop.counts.end_epoch()
         word = None
+        self.passes.end_epoch()
         if self.is_worker():
-            loop.strategy.quiesce(loop.worker, loop.state, self.epoch)
+            self.strategy.quiesce(self.worker, self.state, self.epoch)
         else:
             word = self._serve()
         self._take_part_in_agreement()
@@ -100,53 +250,49 @@ class Epochs:
         self.epoch += 1
 
     def _take_part_in_agreement(self) -> None:
-        loop = self._loop
-        loop.strategy.agree(loop.worker, loop.state)
+        self.strategy.agree(self.worker, self.state)
         if not self.ended:  # replicas that differ have averaged them; others take the first one's
-            exchange.broadcast_buffers(loop.worker, loop.worker.everyone)
+            exchange.broadcast_buffers(self.worker, self.worker.everyone)
         self.left = False
 
-    # Where the order stands
+    def agree(self) -> None:
+        """In mid-epoch, let every worker's model hold the agreed parameters; training can go on.
 
-    @property
-    def dealt_out_anew(self) -> bool:
-        """Whether there are other workers than when the epoch began."""
-        return self.taken > 0 and self.workers != self._roles.workers
+        For instance after `break`, before saving: every worker calls it, after equally many steps.
+        Where an epoch has ended it changes nothing.
 
-    @property
-    def order(self) -> int:
-        """The number from which the order of the epoch under way, or of the next one, follows."""
-        begun = self.taken > 0 and not self._resumed_at
-        return 0 if self._sharded is None else self._sharded.epoch - begun
-
-    def order_state(self) -> dict[str, Any]:
-        """The generators that the order of the epoch under way, or of the next one, follows from.
-
-        At its beginning, that is: what was drawn since is drawn again.
+        Raises:
+            InputError: workers take unlike numbers of batches.
         """
-        return self._order if self.taken and not self._follows else self._draws()
+        for each in self._in_mid_epoch("agree"):
+            each.strategy.quiesce(each.worker, each.state, MID_EPOCH)
+            each._take_part_in_agreement()
 
-    def _draws(self) -> dict[str, Any]:
-        own = [generator.get_state() for generator in self.generators()]
-        return {"random": random_state(), "generators": own}
+    def end_epoch(self) -> None:
+        """After `break`, end the epoch as if there were no more batches.
 
-    def generators(self) -> list[torch.Generator]:
-        """The loader's own, unless another loop's batches see to them."""
-        return generators_of(self.loader) if not self._follows else []
+        Every worker's model then holds the agreed parameters, and the next iteration begins another
+        epoch. Every worker calls it, after equally many steps. Where an epoch has ended it changes
+        nothing.
 
-    def go_on_from(self, position: Mapping[str, Any], order: dict[str, Any]) -> None:
-        """The next iteration begins at `position`, as `state_dict` gave it."""
-        self._roles = self._current_roles()
-        self._sharded = self._shard()
-        self.epoch = position["epoch"]
-        self.taken = self._resumed_at = position["taken"]
-        self._backwards = position["backwards"]
-        if self._sharded is not None:
-            self._sharded.epoch = position["order"]
-        self.begun = self._in_epoch = self.left = False
-        self._order = order
-        for generator, state in zip(self.generators(), order["generators"], strict=True):
-            generator.set_state(state)
+        Raises:
+            InputError: workers take unlike numbers of batches.
+        """
+        for each in self._in_mid_epoch("end_epoch"):
+            each._end_epoch()
+
+    def _in_mid_epoch(self, method: str) -> Iterator[Epochs]:
+        """Give those that are iterated together, where this worker is within an epoch."""
+        for each in (self._source or self)._together:
+            if each._in_epoch and not each.ended and each.is_worker():
+                if method == "agree":
+                    each.take_over()
+                if each.source() is not None:
+                    raise InputError(
+                        f"batches.{method}() in mid-epoch needs equally many batches on every "
+                        "worker: set work='equal' in distribute, or go on to the end of the epoch"
+                    )
+                yield each
 
     # Ranks that serve
 
@@ -162,70 +308,50 @@ class Epochs:
 
     def _serve(self, *, until_saved: bool = False) -> Word | None:
         """Serve to the end of the workers' epoch; return what follows, if the loop ends there."""
-        loop = self._loop
-        loop.worker.reporter.phase("serving")
-        loop.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
+        self.worker.reporter.phase("serving")
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         last = None
         while not self.is_worker():
-            paused = loop.strategy.serve(loop.worker, loop.state)
+            paused = self.strategy.serve(self.worker, self.state)
             if paused is None:
-                word = loop.kept.hear()
+                word = self.hear()
                 if word not in (Word.RESTART, Word.RESUME):
                     self.ended, last = True, word
                     break
-                loop.kept.follow(word)
             elif paused.step == SAVING:
-                loop.kept.collect()
+                self.collect(self._order_state())
                 if until_saved:
                     break
             elif paused.step == MID_EPOCH:
                 self._take_part_in_agreement()
             elif paused.step >= 0:
                 break
-        loop.worker.reporter.phase("training")
+        self.worker.reporter.phase("training")
         return last
 
     def end(self, word: Word) -> None:
         """The loop is over; `word` tells whether the script goes on with another one."""
         self.begun = self.ended = True
+        self.left = False
         self._goes_on = word is not Word.OVER
         if word is Word.HANDS_OVER:
-            self._loop.kept.hand_over()
-
-    # Workers
-
-    def _current_roles(self) -> Roles:
-        return self._loop.strategy.current_roles(self._loop.worker, self._loop.state)
+            self.hand_over()
 
     @property
-    def workers(self) -> tuple[int, ...]:
-        """The ranks that have data now; the others serve."""
-        return self._current_roles().workers
+    def _order_number(self) -> int:
+        """The number from which the order of the epoch under way, or of the next one, follows."""
+        begun = self.taken > 0 and not self._resumed_at
+        return 0 if self._sharded is None else self._sharded.epoch - begun
 
-    def is_worker(self) -> bool:
-        """Whether this rank has data in the phase under way."""
-        return self._loop.worker.rank in self.workers
+    def _order_state(self) -> dict[str, Any]:
+        """Return the generators that the order of the epoch under way, or the next one, follows
+        from: at its beginning, that is. What was drawn since is drawn again."""
+        return self._order if self.taken and self._source is None else self._draws()
 
-    def _shard(self) -> ShardedLoader | None:
-        """Return the part of this rank, where it has data."""
-        workers, rank = self._roles.workers, self._loop.worker.rank
-        if rank not in workers:
-            return None
-        index = workers.index(rank)
-        sharded = shard_loader(self.loader, len(workers), index, self.seed, self.alike)
-        sharded.epoch = self.epoch
-        return sharded
+    def _draws(self) -> dict[str, Any]:
+        own = [generator.get_state() for generator in self._generators()]
+        return {"random": random_state(), "generators": own}
 
-    def sum_over_workers(self, numbers: Tensor) -> Tensor:
-        """Collective over the workers: the sums, in float64 on the CPU, of their `numbers`."""
-        worker = self._loop.worker
-        sums = numbers.detach().to("cpu", torch.float64, copy=True)
-        all_reduce(worker.transport, sums, "ring", worker.workers, Tag.COUNT)
-        return sums
-
-    def alike(self, number: int) -> bool:
-        """Collective over the workers: whether `number`, of 32 bits, is the same on all of them."""
-        worker = self._loop.worker
-        numbers = torch.zeros(len(worker.workers), dtype=torch.float64)
-        numbers[worker.workers.index(worker.rank)] = number
-        return bool((self.sum_over_workers(numbers) == number).all())
+    def _generators(self) -> list[torch.Generator]:
+        """Return the loader's own, unless another loop's batches see to them."""
+        return loaders.generators_of(self.loader) if self._source is None else []

@@ -1,22 +1,18 @@
-"""What a loop of the user's own does with model, state and batches: refused, watched, counted."""
+"""What a loop of the user's own does with its model: refused, watched, and counted by batches."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from orchestra.errors import InputError
-from orchestra.worker.batches import digest, tensors_of
+from orchestra.worker.batches import tensors_of
 from orchestra.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from orchestra.trainer.own_loop import OwnLoop
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int) -> None:
@@ -52,13 +48,6 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
                     "model does not have, so that no other worker would learn of it: put both into "
                     "one nn.Module (an nn.ModuleList) and distribute that"
                 )
-
-
-def part_storages(worker: Worker) -> None:
-    """Give each parameter a storage of its own in the flat vector: files get whole storages."""
-    if worker.layout.device.type != "meta":
-        for parameter in worker.gradients.parameters:
-            parameter.data = from_dlpack(parameter.data)
 
 
 class Hook:
@@ -136,90 +125,64 @@ def _owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-# Its state
+# The state that it goes on from
 
 
-def settings_of(loop: OwnLoop) -> dict[str, Any]:
-    """What has to be the same where a state is loaded."""
-    return {
-        "strategy": repr(loop.strategy),
-        "ranks": loop.worker.runtime.ranks,
-        "optimizer": type(loop.optimizer).__name__,
-        "accumulation": loop.accumulation,
-        "seed": loop.batches.seed,
-        "work": "shared" if loop.strategy.self_paced and loop.queued else "equal",
-    }
+def check_fits(
+    where: str,
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    worker: Worker,
+    length: int | None,
+    generators: Sequence[torch.Generator],
+) -> None:
+    """Refuse a `state` that a loop of these `settings`, on `worker`, cannot go on from.
 
-
-def check_place(loop: OwnLoop) -> None:
-    """Raises InputError where there is no state that could be gone on from."""
-    batches, where = loop.batches, "batches.state_dict()"
-    if not loop.between_steps:
-        raise InputError(f"{where}: gradients wait for their step: call it after that")
-    if batches.taken and loop.strategy.work(loop.state) is not None:
-        raise InputError(
-            f"{where} in mid-epoch needs equally many batches on every worker: set "
-            "work='equal' in distribute, or save when the epoch has ended"
-        )
-    if batches.dealt_out_anew:
-        raise InputError(
-            f"{where}: a rank has become a server in this epoch, so that nobody takes its part "
-            "of it: save when the epoch has ended"
-        )
-
-
-def check_fits(loop: OwnLoop, state: Mapping[str, Any]) -> None:
-    """Collective over the workers: raises InputError unless `loop` can go on from `state`."""
-    batches, worker, where = loop.batches, loop.worker, "batches.load_state_dict()"
+    `length` is that of an epoch; `generators` are those of the loader. Messages begin with `where`.
+    """
     expected = {"settings", "position", "groups", "ranks"}
     if not isinstance(state, Mapping) or not expected <= state.keys():
         raise InputError(f"{where}: expected what batches.state_dict() returned")
-    for name, ours in settings_of(loop).items():
+    for name, ours in settings.items():
         theirs = state["settings"].get(name)
         if theirs != ours:
             raise InputError(
                 f"{where}: the state is of {name}={theirs}, and this loop of {name}={ours}: "
                 "distribute with the settings that it was saved under"
             )
-    if state["ranks"].keys() != {str(rank) for rank in range(worker.runtime.ranks)}:
+    position, ranks = state["position"], state["ranks"]
+    if ranks.keys() != {str(rank) for rank in range(worker.runtime.ranks)}:
         raise InputError(
             f"{where}: the state lacks what other ranks had: save what the first worker's "
             "batches.state_dict() returned (if orchestra.is_first())"
         )
-    every = (each["parameters"] for each in state["ranks"].values())
-    parameters = next(named for named in every if named)  # servers have none
-    found = _differences(worker, parameters)
-    if found or len(state["groups"]) != len(loop.optimizer.param_groups):
-        raise InputError(
-            f"{where}: the state is of another model or optimizer: "
-            f"{found or 'it has other parameter groups'}"
-        )
-    position = state["position"]
-    if position["taken"] and position["length"] != batches.length:
+    found = _differences(worker.named_parameters(), parameters_in(ranks))
+    if not found and len(state["groups"]) != len(worker.optimizer.groups):
+        found = "it has other parameter groups"
+    if found:
+        raise InputError(f"{where}: the state is of another model or optimizer: {found}")
+    if position["taken"] and position["length"] != length:
         raise InputError(
             f"{where}: the state was saved in the midst of an epoch of {position['length']} "
-            f"batches on each worker, and here it has {batches.length}: use the same loader"
+            f"batches on each worker, and here it has {length}: use the same loader"
         )
-    generators = state["ranks"][str(worker.rank)]["order"]["generators"]
-    if len(generators) != len(batches.generators()):
+    if len(ranks[str(worker.rank)]["order"]["generators"]) != len(generators):
         raise InputError(f"{where}: the loader has other generators than then: use the same loader")
-    roles = loop.strategy.roles(worker.runtime.ranks)
-    if loop.strategy.current_roles(worker, loop.state) != roles:
-        raise InputError(
-            f"{where}: ranks have changed their roles since the beginning: load before training"
-        )
-    if not batches.alike(digest([position, parameters])):
-        raise InputError(f"{where}: workers load unlike states: give all the same one")
 
 
-def _differences(worker: Worker, parameters: Mapping[str, Tensor]) -> str:
-    """In which parameter a state is another model's; empty if in none."""
-    named = worker.named_parameters()
-    for name in [*named, *parameters]:
-        if name not in parameters or name not in named:
+def parameters_in(ranks: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Return some worker's parameters in a state; ranks that serve have none."""
+    every = (each["parameters"] for each in ranks.values())
+    return next(named for named in every if named)
+
+
+def _differences(named: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
+    """Return in which parameter `others` are another model's; empty if in none."""
+    for name in [*named, *others]:
+        if name not in others or name not in named:
             return f"parameter {name!r} is in one of them only"
-        if parameters[name].shape != named[name].shape:
-            theirs, ours = tuple(parameters[name].shape), tuple(named[name].shape)
+        if others[name].shape != named[name].shape:
+            theirs, ours = tuple(others[name].shape), tuple(named[name].shape)
             return f"parameter {name!r} has the shape {theirs} in it, and {ours} here"
     return ""
 
@@ -233,54 +196,76 @@ class Count(NamedTuple):
     samples: int = 0
     total: int = 0
 
-    def plus(self, other: Count) -> Count:
+    def plus(self, other: Count | None) -> Count:
         """The sum of both."""
-        return Count(self.samples + other.samples, self.total + other.total)
+        return self if other is None else Count(self[0] + other[0], self[1] + other[1])
 
 
-class SampleCounts:
-    """Assigns the batches that a worker takes to the backward passes that it makes.
+class BackwardPasses:
+    """Counts the backward passes that a worker makes, and the batches behind each.
 
     Usually a backward pass follows each batch. A loop may take batches ahead of the backward pass
     of an earlier one, which it still holds then; it may pass batches over, which it has let go of;
     and it may make several backward passes on one batch, each of which has the batch's counts.
 
-    Where batches are `copied` to another device, those that were let go of say nothing.
+    Args:
+        accumulation: backward passes of a step, of which the last one exchanges.
+        copied: batches go to another device; those that were let go of say nothing then.
 
     Attributes:
         ahead: batches that the loop has taken, and not begun, when it calls `backward`.
+        under_way: a pass has begun, and not ended.
+        complete: a pass has ended since the last step.
+        done: passes in this epoch, or group of batches.
+        entered: a forward pass of this step has begun.
+        paused: no pass exchanges, for now.
     """
 
-    def __init__(self, *, copied: bool) -> None:
+    def __init__(self, accumulation: int, *, copied: bool) -> None:
+        self.accumulation = accumulation
+        self.paused = self.under_way = self.complete = False
         self._copied = copied
         self._exchanged: Count | None = None  # of the last exchange
         self._stepped: Count | None = None  # of the last step
         self._in_exchange: Count | None = None  # since then; a batch may count 0
         self._in_step: Count | None = None
-        self.begin_epoch()
+        self.begin_epoch(0)
 
-    def begin_epoch(self) -> None:
-        """From here batches are those of another epoch."""
+    def begin_epoch(self, done: int) -> None:
+        """Count batches and passes from here, where `done` passes of the epoch are over."""
         self.ahead: int | None = None
+        self.done = done
+        self.entered = False
+        self._every = self.accumulation
+        self._grouped = False  # all batches of a step were taken before its first backward
         self._taken: deque[tuple[Count, Callable[[], object]]] = deque()  # None: nobody holds it
-        self._fresh = self._ended = self._done = False
-        self._forwards = self._entered = 0  # in this epoch, and since the last batch was taken
+        self._fresh = self._ended = self._stepped_since = False
+        self._forwards = self._forwards_on_last = 0  # in this epoch, on the batch taken last
+
+    def begin_group(self, size: int) -> None:
+        """`size` batches are behind the next step, each with a backward pass of its own."""
+        self._every, self._grouped, self.done = size, True, 0
 
     def end_epoch(self) -> None:
         """There are no more batches."""
         self._ended = True
+
+    def exchanges(self, at_end: Callable[[], bool]) -> bool:
+        """Whether the pass under way is the last of its step; `at_end`: are all batches taken?"""
+        last = (self.done + 1) % self._every == 0 or (at_end() and not self._grouped)
+        return last and not self.paused
 
     def take(self, samples: int, total: int, batch: Any) -> None:
         """A batch is handed out."""
         first = next(tensors_of(batch), None)
         held: Callable[[], object] = (lambda: None) if first is None else weakref.ref(first)
         self._taken.append((Count(samples, total), held))
-        self._fresh, self._entered = True, 0
+        self._fresh, self._forwards_on_last = True, 0
 
     def forward(self) -> None:
         """A forward pass of the whole model begins."""
         self._forwards += 1
-        self._entered += 1
+        self._forwards_on_last += 1
 
     def backward(self) -> None:
         """A backward pass begins.
@@ -289,27 +274,33 @@ class SampleCounts:
             InputError: no batch can be behind it.
         """
         none_before = self._exchanged is None and self._in_exchange is None
-        if not self._taken and (none_before or (self._ended and self._done)):
+        over = self._ended and self._stepped_since
+        if not self._taken and (none_before or over):
             raise InputError(
                 "backward(): no batch was taken for it from the batches that distribute returned: "
                 "iterate them, anew in each epoch; where several models are trained on the same "
                 "batches, pass the first call's batches to the others"
             )
-        if not self._taken or not (self._fresh or (self._ended and self._done)):
+        if not self._taken or not (self._fresh or over):
             return
         if self.ahead is None:
             self.ahead = self._taken_ahead()
         while len(self._taken) > self.ahead + 1:
             self._taken.popleft()
         count, _ = self._taken.popleft()
-        self._fresh = self._done = False
-        self._in_exchange = count.plus(self._in_exchange or Count())
-        self._in_step = count.plus(self._in_step or Count())
+        self._fresh = self._stepped_since = False
+        self._in_exchange = count.plus(self._in_exchange)
+        self._in_step = count.plus(self._in_step)
+
+    def end(self) -> None:
+        """A backward pass ends."""
+        self.under_way, self.complete = False, True
+        self.done += 1
 
     def _taken_ahead(self) -> int:
         *earlier, _ = self._taken
         held = sum(held() is not None for _, held in earlier)
-        if earlier and self._forwards and not self._entered:
+        if earlier and self._forwards and not self._forwards_on_last:
             return max(held, 1)  # what is going backward went forward before the last was taken
         if len(earlier) == 1 and not held and self._copied:
             raise InputError(
@@ -330,5 +321,6 @@ class SampleCounts:
         """What is behind the update that is made."""
         self._stepped = self._in_step or self._stepped or Count()
         self._in_step = None
-        self._done = True
+        self._stepped_since = True
+        self.complete = self.entered = False
         return self._stepped

@@ -14,17 +14,16 @@ import torch
 from torch import nn
 
 from orchestra.data.feed import Samples, open_samples, open_shard
-from orchestra.data.random_state import random_state, restore_random_state, undisturbed
+from orchestra.data.random_state import undisturbed
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import restore
 from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.records.tensorboard import Scalars, write_curve_events
-from orchestra.strategies.base import ModelPart, Strategy
+from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task
-from orchestra.trainer import curve, evaluation, setup
-from orchestra.trainer.checkpoints import CollectiveCheckpoints, save_state, writing
+from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.order import Order, Recording, Repeating, write_order
 from orchestra.trainer.recorder import Recorder, Totals
@@ -35,7 +34,7 @@ from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Part
-from orchestra.worker.worker import Measures, Worker
+from orchestra.worker.worker import Worker
 
 
 def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
@@ -46,7 +45,7 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     run, folder = assignment
     assert isinstance(run.strategy, Strategy)
     runtime.reporter.phase("set-up")
-    with writing(folder):
+    with checkpoints.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     session = Session(runtime, run, run.strategy, folder)
     try:
@@ -57,11 +56,11 @@ def train(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
             session.recorder.flush()  # what was measured until then is kept
         raise
     finally:
-        if session.run.training.record_order:
+        if session.training.record_order:
             write_order(folder, runtime.rank, session.order)
 
 
-class Session:
+class Session(Loop):
     """One rank's objects, for the length of a run; with `repeats`, of one that is repeated."""
 
     def __init__(
@@ -80,7 +79,6 @@ class Session:
         windows = len(list(phases(strategy)))
         self.trace = Trace(runtime.transport.now, training.trace_steps, windows)
         self.order = Order()
-        self.shares: tuple[float, ...] = ()
         self.engine = runtime  # as it was given: what is measured with it is not traced
         if repeats is not None:
             self.shares = tuple(repeats.shares)
@@ -89,10 +87,10 @@ class Session:
             runtime = intercepted(runtime, Recording(self.order))
         if training.trace_steps:
             runtime = intercepted(runtime, self.trace)
-        self.runtime, self.run, self.strategy, self.folder = runtime, run, strategy, folder
+        self.runtime, self.run, self.training = runtime, run, training
+        self.strategy, self.folder = strategy, folder
         self.began = runtime.transport.now()
         self.setup: dict[str, float] = {}
-        self.stopped = False
         self.roles = strategy.roles(training.ranks)
         self.part: ModelPart | None = None
         self.worker = self._make_worker()
@@ -100,7 +98,7 @@ class Session:
         if training.work == "shared":
             self.worker.queue_of = functools.partial(queue_of, training, self.budget)
         self.position, self.totals = Position(), Totals()
-        self.checkpoints = CollectiveCheckpoints(self.worker, folder / "checkpoints")
+        self.checkpoints = checkpoints.CollectiveCheckpoints(self.worker, folder / "checkpoints")
         self._passed("task")
         self.state = self._start()
         self._passed("group")
@@ -117,48 +115,41 @@ class Session:
         warms_up = self.runtime.warms_up and self.part is None
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples)
-        self._measure()
-        loop = Loop(
-            worker=worker,
-            strategy=strategy,
-            state=self.state,
-            training=self.run.training,
-            samples=self._samples,
-            epoch_samples=self.epoch_samples,
-            budget=self.budget,
-            position=self.position,
-            recorder=self.recorder,
-            trace=self.trace,
-            checkpoint=self._take_checkpoint,
-            measured=self.shares or None,
-        )
+        if not self.shares and self.run.measures_shares:
+            speeds = self.engine.speeds
+            if not speeds:
+                speeds = setup.measured_speeds(self.engine, worker, self._first_samples)
+            self.shares = setup.shares_of(speeds)
+            self.order.shares = list(self.shares)
+        self._begin_phase()
+        # Before anything of it is sent, so that the rank is named whose own loss it is.
+        worker.check_loss = lambda loss: self._check_loss(loss, self.position.steps + 1)
         reporter.phase("training")
         start_together(worker, self.roles.leader)
         worker.agrees = False
-        worker.snapshots.start_clock(self.runtime.transport.now() - self.totals.elapsed)
+        worker.snapshots.started = self.runtime.transport.now() - self.totals.elapsed
         self._passed("first_step")
         self.recorder.resume()
         self.trace.start()
-        loop.run()
+        self._train_to_end()
         self.trace.close()
-        self.stopped = loop.stopped
         reporter.phase("leaving")
         strategy.stop(worker, self.state)
-        loop.close()
-        if not strategy.currently_synchronous(self.state):
+        self._stop_looking()
+        if not strategy.under_way(self.state).synchronous:
             leader = strategy.current_roles(worker, self.state).leader
-            evaluation.agree_on_buffers(worker, self.totals.samples, leader)
+            curve.agree_on_buffers(worker, self.totals.samples, leader)
         self.recorder.pause()
 
     def finish(self) -> RankReport:
         """Evaluate on the leader, write the parameters, and report."""
         worker, roles = self.worker, self.strategy.current_roles(self.worker, self.state)
-        tolerant = roles.replicas > 0 or not self.strategy.currently_synchronous(self.state)
-        self._conclude()
-        report = self._report()
+        tolerant = roles.replicas > 0 or not self.strategy.under_way(self.state).synchronous
+        self._add_final_parts()
+        report = self._report(roles)
         if self.scalars is not None:
             self.scalars.close()
-        with evaluation.signs_of_life(worker, worker.module, self.position.steps):
+        with curve.signs_of_life(worker, worker.module, self.position.steps):
             if worker.rank != roles.leader:
                 curve.hand_in(worker, roles.leader, self._own_figures)
                 return report
@@ -170,10 +161,22 @@ class Session:
         worker.reporter.phase("evaluating")
         return replace(report, leader=self._evaluate(gathered, nodes))
 
+    def _add_final_parts(self) -> None:
+        """Add what each rank has of the final model to what it gives to the leader."""
+        snapshots = self.worker.snapshots
+        if self.shared is not None:
+            self.shared.parts += snapshots.parts
+            snapshots.parts = []
+        elif self.part is not None:
+            buffers = curve.buffers_vector(self.worker.buffers)
+            snapshots.parts += snapshots.conclude("parameters", self.worker.parameters)
+            if buffers is not None:
+                snapshots.parts += snapshots.conclude("buffers", buffers)
+
     def _evaluate(self, gathered: curve.Gathered, nodes: dict[int, curve.Figures]) -> LeaderReport:
         """On the leader: evaluate snapshots and final parameters, and write these."""
         worker, task, module = self.worker, self.task, self._whole(gathered)
-        with evaluation.signs_of_life(worker, module, self.position.steps), evaluation.all_cores():
+        with curve.signs_of_life(worker, module, self.position.steps), curve.all_cores():
             points: list[Point] = []
             final = len(worker.snapshots.due)
             if any(index < final for index in gathered.indices):
@@ -185,12 +188,24 @@ class Session:
             dataset = task.validation if dataset is None else dataset
             if dataset is not None:
                 figures = evaluate(task, module, dataset, curve.EVALUATION_BATCH)
-        if self.run.training.tensorboard:
-            with writing(self.folder):
+        if self.training.tensorboard:
+            with checkpoints.writing(self.folder):
                 write_curve_events(self.folder, points)
-        save_state(self.folder / "parameters.safetensors", module)
+        checkpoints.save_state(self.folder / "parameters.safetensors", module)
         final_loss = figures.pop("loss", self.totals.loss)
         return LeaderReport(final_loss, figures, parameters_hash(module), points)
+
+    def _whole(self, gathered: curve.Gathered) -> nn.Module:
+        """Return the final model, on the leader."""
+        if self.part is None:
+            return self.worker.module
+        self.state = None  # the optimizer makes room
+        with undisturbed():
+            self.runtime.seed(self.run.seed)
+            module = self.task.model().to(self.worker.layout.device)
+        for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
+            curve.put_together(module, part)
+        return module
 
     def _own_figures(self) -> curve.Figures:
         """Evaluate this rank's own replica at its snapshots."""
@@ -199,11 +214,37 @@ class Session:
         self.worker.reporter.phase("leaving")
         return figures
 
+    def _report(self, roles: Roles) -> RankReport:
+        worker, totals, measures = self.worker, self.totals, self.worker.measures
+        seconds = vars(totals.spent).copy()
+        bytes_sent = seconds.pop("bytes_sent")
+        staleness = sorted(Counter(measures.staleness).items())
+        return RankReport(
+            rank=worker.rank,
+            role="worker" if worker.rank in roles.workers else "server",
+            steps=self.position.steps,
+            samples=totals.samples,
+            setup=self.setup,
+            train_seconds=totals.elapsed,
+            seconds=seconds,
+            bytes_sent=bytes_sent,
+            bytes_estimated=measures.native_bytes > 0,
+            staleness={str(value): count for value, count in staleness},
+            dropped=measures.dropped,
+            peak_buffer_bytes=measures.peak_buffer_bytes,
+            switched_at_step=measures.switched_at_step,
+            switched_at_sample=measures.switched_at_sample,
+            stopped=self.stopped,
+            threads=self.runtime.threads or torch.get_num_threads(),
+            timeline=self.trace.timeline(self.runtime.clock),
+            shares=self.shares,
+        )
+
     # Set-up
 
     def _make_worker(self) -> Worker:
         """Load the task and make its model, or take that which all ranks share."""
-        runtime, run, training = self.runtime, self.run, self.run.training
+        runtime, run, training = self.runtime, self.run, self.training
         runtime.seed(run.seed)
         self.samples: Samples = setup.Unread()
         if self.shared is not None:
@@ -213,7 +254,7 @@ class Session:
         self.epoch_samples, self.budget = setup.budget_of(self.task, training)
         module = self.task.model().to(setup.device_of(training, runtime))
         self._check_target(module)
-        self.part = self._part_of(module)
+        self.part = self._model_part(module)
         worker = setup.make_worker(runtime, run, self.task, module, self.part, self.budget)
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
@@ -221,7 +262,7 @@ class Session:
 
     def _check_target(self, module: nn.Module) -> None:
         """Refuse a run towards a metric that the task does not have: it would never arrive."""
-        target, task = self.run.training.target, self.task
+        target, task = self.training.target, self.task
         if target is None or self.runtime.rank != self.roles.leader:
             return
         dataset = curve.judging_data(task)
@@ -233,7 +274,7 @@ class Session:
             hint = nearest(target.metric, known)
             raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
 
-    def _part_of(self, module: nn.Module) -> ModelPart | None:
+    def _model_part(self, module: nn.Module) -> ModelPart | None:
         """Return the part of `module` that this rank trains, where each has one."""
         strategy, runtime = self.strategy, self.runtime
         if not strategy.divides_model:
@@ -247,13 +288,12 @@ class Session:
 
     def _first_samples(self) -> Batch:
         """Read a batch that training reads, too."""
-        size = min(self.run.training.batch_size, self.epoch_samples)
+        size = min(self.training.batch_size, self.epoch_samples)
         fresh = open_samples(self.task.train, self.run.seed, self.task.collate)
         return fresh.read(0, size)
 
     def _samples(self, shares: tuple[float, ...]) -> Samples:
-        """Return what this rank reads where ranks have these shares: all samples, or its shard."""
-        sharding, rank = self.run.training.sharding, self.roles.part(self.runtime.rank)
+        sharding, rank = self.training.sharding, self.roles.part(self.runtime.rank)
         if sharding is None or not shares[rank]:
             return self.samples
         workers = [place for place, share in enumerate(shares) if share]
@@ -266,75 +306,10 @@ class Session:
             workers.index(rank),
         )
 
-    def _measure(self) -> None:
-        """Find the weights of the ranks' parts, where they are wanted and not known yet."""
-        if self.shares or not self.run.measures_shares:
-            return
-        speeds = self.engine.speeds
-        if not speeds:
-            speeds = setup.measured_speeds(self.engine, self.worker, self._first_samples)
-        self.shares = setup.shares_of(speeds)
-        self.order.shares = list(self.shares)
-
     def _passed(self, part: str) -> None:
         """Note that the set-up has come to the end of `part`."""
         passed = self.runtime.transport.now() - self.began
         self.setup[part] = passed - sum(self.setup.values())
-
-    # The end
-
-    def _conclude(self) -> None:
-        """Add what each rank has of the final model to what it gives to the leader."""
-        snapshots = self.worker.snapshots
-        if self.shared is not None:
-            self.shared.parts += snapshots.parts
-            snapshots.parts = []
-        elif self.part is not None:
-            buffers = evaluation.buffers_vector(self.worker.buffers)
-            snapshots.parts += snapshots.conclude("parameters", self.worker.parameters)
-            if buffers is not None:
-                snapshots.parts += snapshots.conclude("buffers", buffers)
-
-    def _whole(self, gathered: curve.Gathered) -> nn.Module:
-        """Return the final model, on the leader."""
-        if self.part is None:
-            return self.worker.module
-        self.state = None  # the optimizer makes room
-        with undisturbed():
-            self.runtime.seed(self.run.seed)
-            module = self.task.model().to(self.worker.layout.device)
-        for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
-            evaluation.put_together(module, part)
-        return module
-
-    def _report(self) -> RankReport:
-        worker, totals, measures = self.worker, self.totals, self.worker.measures
-        roles, spent = self.strategy.current_roles(worker, self.state), totals.spent
-        staleness = sorted(Counter(measures.staleness).items())
-        return RankReport(
-            rank=worker.rank,
-            role="worker" if worker.rank in roles.workers else "server",
-            steps=self.position.steps,
-            samples=totals.samples,
-            setup=self.setup,
-            train_seconds=totals.elapsed,
-            seconds={
-                "compute": spent.compute,
-                "communicate": spent.communicate,
-                "wait": spent.wait,
-            },
-            bytes_sent=spent.bytes_sent,
-            bytes_estimated=measures.native_bytes > 0,
-            staleness={str(value): count for value, count in staleness},
-            dropped=measures.dropped,
-            peak_buffer_bytes=measures.peak_buffer_bytes,
-            switched_at_step=measures.switched_at_step,
-            switched_at_sample=measures.switched_at_sample,
-            stopped=self.stopped,
-            threads=self.runtime.threads or torch.get_num_threads(),
-            timeline=self.trace.timeline(self.runtime.clock),
-            shares=self.shares,
-        )
 
     # Checkpoints
 
@@ -345,28 +320,22 @@ class Session:
             return self.strategy.start(self.worker)
         worker, position = self.worker, self.position
         restore(worker.parameters, saved["parameters"])
-        for name, buffer in worker.buffers:
-            restore(buffer, saved["buffers"][name])
         restore(position, saved["position"])
-        self.order.first_step = position.steps
         restore(self.totals, saved["totals"])
-        worker.measures = restore(Measures(), saved["measures"])
+        restore(worker.measures, saved["measures"])
+        self.order.first_step = position.steps
         worker.snapshots.parts = [Part(**part) for part in saved["snapshots"]]
         worker.snapshots.skip(position.consumed)
         self.shares = tuple(saved.get("shares", ()))
         worker.step.consumed = position.consumed
-        worker.step.rates = tuple(saved.get("rates", ()))
-        state = self.strategy.resume(worker, saved["strategy"])
-        worker.rate_scale = saved["rate_scale"]
-        restore_random_state(saved["random"])
+        state = checkpoints.resume(worker, self.strategy, saved)
         if self.runtime.rank == self.roles.workers[0]:
             self.runtime.reporter.notice(
                 f"resumed from checkpoint {self.checkpoints.index}, step {position.steps}"
             )
         return state
 
-    def _take_checkpoint(self) -> None:
-        """Write one at a quiet point, all ranks together; a run of shapes has nothing to write."""
+    def _write_checkpoint(self) -> None:  # a run of shapes has nothing to write
         if self.shared is None:
             leader = self.strategy.current_roles(self.worker, self.state).leader
             self.checkpoints.take(self.held(), leader)
@@ -374,18 +343,12 @@ class Session:
     def held(self) -> dict[str, Any]:
         """All that a run resumes from, but its settings."""
         worker = self.worker
-        return {
-            "parameters": worker.parameters,
-            "buffers": dict(worker.buffers),
+        return checkpoints.held(worker, self.state, worker.parameters) | {
             "position": self.position,
             "totals": self.totals,
             "measures": worker.measures,
             "snapshots": worker.snapshots.parts,
-            "strategy": self.state,
-            "rate_scale": worker.rate_scale,
-            "rates": worker.step.rates,
             "shares": self.shares,
-            "random": random_state(),
         }
 
 

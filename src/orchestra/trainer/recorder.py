@@ -123,20 +123,16 @@ class Recorder:
             line["position"] = step.position
         self._lines.append(json.dumps(line) + "\n")
         if self._scalars is not None:
-            self._scalars.add(number, self._main_figures(line))
+            seconds, self._seconds_last = line["seconds"] - self._seconds_last, line["seconds"]
+            figures = {"loss": step.loss}
+            figures |= {f"learning rate/{group}": rate for group, rate in enumerate(step.rates)}
+            if seconds > 0:
+                figures["samples per second"] = step.samples / seconds
+            if step.staleness:
+                figures["staleness"] = max(step.staleness)
+            self._scalars.add(number, figures)
         if self._worker.transport.now() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
-
-    def _main_figures(self, line: dict[str, Any]) -> dict[str, float]:
-        seconds, self._seconds_last = line["seconds"] - self._seconds_last, line["seconds"]
-        figures = {"loss": line["loss"]}
-        for group, rate in enumerate(line["rates"]):
-            figures[f"learning rate/{group}"] = rate
-        if seconds > 0:
-            figures["samples per second"] = line["samples"] / seconds
-        if "staleness" in line:
-            figures["staleness"] = max(line["staleness"])
-        return figures
 
     def flush(self) -> None:
         """Bring what was written down to disk."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
@@ -18,16 +19,16 @@ from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import ModelPart, roles_of
 from orchestra.tasks.task import Task, load_task
-from orchestra.trainer.evaluation import places_of, release
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, batch_samples, to_device
-from orchestra.worker.layout import Layout
+from orchestra.worker.layout import Layout, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
-from orchestra.worker.snapshots import Part, Snapshots
+from orchestra.worker.snapshots import Part, Place, Places, Snapshots
 from orchestra.worker.worker import Worker
 
+Extents = dict[str, tuple[int, int]]
 GRADIENTS = 7
 """That each rank computes to measure its speed; the median of their seconds counts."""
 
@@ -69,8 +70,11 @@ def make_worker(
     spec = _optimizer(run, module)
     options = _worker_options(runtime, training, budget, Layout.of_module(module))
     if part is not None:
-        options["snapshots"].places = places_of(part, module)
-        release(module, part.module)
+        options["snapshots"].places = _places_of(part, module)
+        kept = {id(parameter) for parameter in part.module.parameters()}
+        for parameter in module.parameters():  # the memory of all others is free
+            if id(parameter) not in kept:
+                parameter.data = parameter.new_empty(0)
         module = part.module
     return Worker(
         runtime,
@@ -205,3 +209,42 @@ def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
     """The weights of the parts of ranks that are that fast: 1 in the mean, to three decimals."""
     mean = sum(speeds) / len(speeds)
     return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)
+
+
+# Where each rank has a part of the model
+
+
+def _places_of(part: ModelPart, whole: nn.Module) -> Places:
+    """Return where in the vectors of `whole` the tensors lie that `part` answers for."""
+    return {
+        kind: _places(extents(part.module), extents(whole), part.owned)
+        for kind, extents in (("parameters", _slots), ("buffers", _buffers))
+    }
+
+
+def _slots(module: nn.Module) -> Extents:
+    """First element and end of each trainable parameter, with the gap behind it."""
+    layout = Layout.of_module(module)
+    edges = [*(slot.offset for slot in layout.slots), layout.size]
+    return dict(zip((slot.name for slot in layout.slots), pairwise(edges), strict=True))
+
+
+def _buffers(module: nn.Module) -> Extents:
+    named = [(name, getattr(owner, leaf).numel()) for name, owner, leaf in buffer_places(module)]
+    edges = [0, *accumulate(size for _, size in named)]
+    return dict(zip((name for name, _ in named), pairwise(edges), strict=True))
+
+
+def _places(part: Extents, whole: Extents, owned: frozenset[str]) -> Sequence[Place]:
+    """Return one place for each run of tensors that lie side by side in both."""
+    places: list[Place] = []
+    for name, (first, end) in part.items():
+        if name not in owned or name not in whole:
+            continue
+        offset = whole[name][0]
+        last = places[-1] if places else None
+        if last is not None and (last.end, last.offset + last.end - last.first) == (first, offset):
+            places[-1] = Place(last.first, end, last.offset)
+        else:
+            places.append(Place(first, end, offset))
+    return places

@@ -127,18 +127,15 @@ class Trace(Interceptor):
             assert operation.flow is not None
             self._rows[operation.flow] = len(self._labels)
             self._labels.append(operation.flow.label)
-            return proceed()
-        if operation.kind == "send":
+        elif operation.kind == "send":
             return self._begin_send(flow, operation, proceed)
-        if operation.kind == "collective":
+        elif operation.kind == "collective":
             operation.visible |= self.is_open and operation.ranks <= SHOWN
-        if operation.kind != "receive":
-            return proceed()
-        if operation.peer is not None:
+        elif operation.kind == "receive" and operation.peer is not None:
             number = next(self._received[operation.peer, operation.tag])
             if self.is_open:
                 operation.marks[self] = number
-        elif self._serving and self.is_open:
+        elif operation.kind == "receive" and self._serving and self.is_open:
             self._count_down()
         return proceed()
 

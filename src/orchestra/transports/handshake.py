@@ -183,12 +183,13 @@ class _Arrival:
             self.hello += piece
 
 
+@dataclass(eq=False)
 class Reception:
     """Accepts connections, and hands over those that prove that they come from a rank of the run.
 
     The data of its sockets in `selector` are functions: call them when their socket is ready.
 
-    Args:
+    Attributes:
         receiver: the rank of this end, or `WATCHER`.
         tls: of this end, where given.
         missing: the ranks whose connections are taken; one that is handed over is removed.
@@ -198,29 +199,21 @@ class Reception:
         refused: called with the host, and with why a connection failed in TLS.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        listener: socket.socket,
-        receiver: int,
-        token: bytes,
-        tls: TLS | None,
-        *,
-        missing: set[int],
-        spare: int,
-        welcome: Callable[[int, socket.socket], None],
-        refused: Callable[[str, str], None],
-    ) -> None:
-        self._selector = selector
-        self._listener = listener
-        self._receiver = receiver
-        self._token = token
-        self._context = None if tls is None else tls.context(server_side=True)
-        self._missing, self._spare = missing, spare
-        self._welcome, self._refused = welcome, refused
+    selector: selectors.BaseSelector
+    listener: socket.socket
+    receiver: int
+    token: bytes
+    tls: TLS | None
+    missing: set[int]
+    spare: int
+    welcome: Callable[[int, socket.socket], None]
+    refused: Callable[[str, str], None]
+
+    def __post_init__(self) -> None:
+        self._context = None if self.tls is None else self.tls.context(server_side=True)
         self._arrivals: dict[_Arrival, None] = {}  # the oldest first
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
 
     def advance_all(self) -> None:
         """Read what has arrived on all connections that are without proof."""
@@ -233,10 +226,10 @@ class Reception:
             self._drop(arrival)
 
     def _accept(self) -> None:
-        if len(self._arrivals) >= self._spare + len(self._missing):
+        if len(self._arrivals) >= self.spare + len(self.missing):
             self._drop(next(iter(self._arrivals)))
         try:
-            connection, (host, *_) = self._listener.accept()
+            connection, (host, *_) = self.listener.accept()
         except OSError:
             return  # it went again
         try:
@@ -251,7 +244,7 @@ class Reception:
             return
         arrival = _Arrival(connection, host, time.monotonic())
         self._arrivals[arrival] = None
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._advance(arrival))
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self._advance(arrival))
 
     def _advance(self, arrival: _Arrival) -> None:
         connection = arrival.connection
@@ -260,24 +253,24 @@ class Reception:
         try:
             arrival.advance()
             _, _, peer = _HELLO.unpack_from(arrival.hello)
-            proof = hello(peer, self._receiver, self._token)
-            if not hmac.compare_digest(arrival.hello, proof) or peer not in self._missing:
+            proof = hello(peer, self.receiver, self.token)
+            if not hmac.compare_digest(arrival.hello, proof) or peer not in self.missing:
                 raise ConnectionError("not of this run, or not expected")
             # It fits into the empty buffer of a new connection.
-            connection.send(hello(self._receiver, peer, self._token))
+            connection.send(hello(self.receiver, peer, self.token))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as more:
             writes = isinstance(more, ssl.SSLWantWriteError)
             events = selectors.EVENT_WRITE if writes else selectors.EVENT_READ
-            self._selector.modify(connection, events, lambda: self._advance(arrival))
+            self.selector.modify(connection, events, lambda: self._advance(arrival))
         except OSError as error:
             if isinstance(error, ssl.SSLError):
-                self._refused(arrival.host, in_words(error))
+                self.refused(arrival.host, in_words(error))
             self._drop(arrival)
         else:
             self._forget(arrival)
-            self._missing.remove(peer)
-            self._welcome(peer, connection)
+            self.missing.remove(peer)
+            self.welcome(peer, connection)
 
     def _drop(self, arrival: _Arrival) -> None:
         self._forget(arrival)
@@ -285,4 +278,4 @@ class Reception:
 
     def _forget(self, arrival: _Arrival) -> None:
         del self._arrivals[arrival]
-        self._selector.unregister(arrival.connection)
+        self.selector.unregister(arrival.connection)

@@ -138,27 +138,20 @@ class Receive(Operation):
         return self.into
 
 
-class Incoming:
-    """A message of which at least the header has arrived; `view` is where its bytes go.
-
-    One that is `complete` needs none.
-    """
-
-    __slots__ = ("complete", "frame_bytes", "header", "receive", "source", "tensor", "view")
-
-    def __init__(
-        self, source: int, header: Header, tensor: Tensor, receive: Receive | None, view: memoryview
-    ) -> None:
-        self.source = source
-        self.header = header
-        self.tensor = tensor
-        self.receive = receive
-        self.view = view
-        self.frame_bytes = header.frame_bytes
-        self.complete = False
-
-
 _NO_BYTES = memoryview(b"")
+
+
+@dataclass(eq=False, slots=True)
+class Incoming:
+    """A message of which at least the header has arrived; `view` is where its bytes go."""
+
+    source: int
+    header: Header
+    tensor: Tensor
+    receive: Receive | None = None
+    view: memoryview = _NO_BYTES
+    frame_bytes: int = 0
+    complete: bool = False
 
 
 class Mailbox:
@@ -213,7 +206,7 @@ class Mailbox:
         else:
             landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=into is not None)
         view = byte_view(landing) if content is None else _NO_BYTES
-        message = Incoming(source, header, landing, taker, view)
+        message = Incoming(source, header, landing, taker, view, header.frame_bytes)
         if taker is not None:
             taker.sender = source
             taker.frame_bytes = message.frame_bytes
@@ -230,9 +223,7 @@ class Mailbox:
     def deliver_local(self, tensor: Tensor, tag: int) -> None:
         """A message from this rank to itself; `tensor` is given away."""
         header = Header(0, tensor.dtype, tuple(tensor.shape), tag, tensor.nbytes)
-        message = Incoming(self.rank, header, tensor, None, _NO_BYTES)
-        message.frame_bytes = 0
-        message.complete = True
+        message = Incoming(self.rank, header, tensor, complete=True)
         receive = self._claim(self.rank, tag)
         if receive is None:
             self._unexpected.setdefault(tag, []).append(message)
@@ -278,11 +269,12 @@ class Mailbox:
 
     def _claim(self, source: int, tag: int) -> Receive | None:
         """The receive that was posted first for a message, no longer posted."""
-        named = self._posted.get((source, tag))
-        receives = [queue[0] for queue in (named, self._posted.get((None, tag))) if queue]
-        if not receives:
+        queue, open_to_any = self._posted.get((source, tag)), self._posted.get((None, tag))
+        if open_to_any and not (queue and queue[0].sequence < open_to_any[0].sequence):
+            queue = open_to_any
+        if not queue:
             return None
-        receive = min(receives, key=lambda receive: receive.sequence)
+        receive = queue[0]
         self._remove_posted(receive)
         return receive
 

@@ -10,7 +10,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class NativeWork:
         return self.work.is_completed()
 
 
+@dataclass(eq=False)
 class Native:
     """All-reduces between all ranks; each is begun by every rank in the same order.
 
@@ -53,34 +54,28 @@ class Native:
     that fails, or a group that cannot be made, raises `RunAborted`: the backends do not say which
     rank is gone, the watcher does.
 
-    Args:
+    Attributes:
         make_store: gives the store through which the ranks find each other.
-        rank: this rank.
-        size: how many ranks there are.
+        rank: this one of `size`.
         host: the address on which gloo listens.
         device: index of the GPU that NCCL uses for this rank.
         timeout: seconds after which a collective, or the set-up of a group, fails.
     """
 
-    def __init__(
-        self,
-        make_store: Callable[[], Store],
-        rank: int,
-        size: int,
-        *,
-        host: str,
-        device: int,
-        timeout: float,
-    ) -> None:
-        self._rank, self._size = rank, size
-        self._host = host
-        self._device = device
-        self._timeout = timedelta(seconds=timeout)
-        self._store = functools.cache(make_store)
-        self._groups: dict[str, Any] = {}  # by the kind of device
-        # gloo's threads must not be the last to hold a work: they need the interpreter to let go
-        # of a tensor, and closing the group holds the interpreter and waits for them.
-        self._recent: deque[NativeWork] = deque(maxlen=16)
+    make_store: Callable[[], Store]
+    rank: int
+    size: int
+    host: str
+    device: int
+    timeout: float
+    _groups: dict[str, Any] = field(default_factory=dict, init=False)  # by the kind of device
+    # gloo's threads must not be the last to hold a work: they need the interpreter to let go
+    # of a tensor, and closing the group holds the interpreter and waits for them.
+    _recent: deque[NativeWork] = field(default_factory=lambda: deque(maxlen=16), init=False)
+
+    @functools.cached_property
+    def _store(self) -> Store:
+        return self.make_store()
 
     def all_reduce(self, tensor: Tensor) -> NativeWork:
         """Begin to replace a contiguous `tensor` by its sum over all ranks."""
@@ -98,23 +93,23 @@ class Native:
             group.shutdown()
         self._groups.clear()
         self._recent.clear()
-        self._store.cache_clear()
+        self.__dict__.pop("_store", None)
 
     def _group(self, device: str) -> Any:
         if device not in self._groups:
             on_gpu = device == "cuda"
             backend: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
             options = backend.Options() if on_gpu else backend._Options()
-            options._timeout = self._timeout
+            options._timeout = timedelta(seconds=self.timeout)
             try:
                 if on_gpu:
-                    if ip_address(self._host).is_loopback:
+                    if ip_address(self.host).is_loopback:
                         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-                    torch.cuda.set_device(self._device)
+                    torch.cuda.set_device(self.device)
                 else:
-                    options._devices = [backend.create_device(hostname=self._host)]
-                store = PrefixStore(device, self._store())
-                self._groups[device] = backend(store, self._rank, self._size, options)
+                    options._devices = [backend.create_device(hostname=self.host)]
+                store = PrefixStore(device, self._store)
+                self._groups[device] = backend(store, self.rank, self.size, options)
             except RuntimeError as error:
                 raise RunAborted(
                     f"torch.distributed could not connect the ranks for tensors on {device}: "

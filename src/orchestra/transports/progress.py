@@ -1,4 +1,4 @@
-"""The byte streams of a rank, and what moves them: whoever waits moves the bytes of everybody.
+"""What moves the byte streams of a rank: whoever waits moves the bytes of everybody.
 
 There is no thread of its own. Of the flows that wait, one leads: it blocks in the selector and
 serves every stream. The others sleep on a condition until their operation is finished or the lead
@@ -7,159 +7,22 @@ is free. One lock guards all state and is held except while blocked.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import socket
-import ssl
 import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Mapping
 
 import torch
 
 from orchestra.errors import PeerLost
-from orchestra.transports.framing import FAREWELL, pack_farewell, unpack_header
-from orchestra.transports.matching import LEFT, Flow, Incoming, Mailbox, Operation, Receive, Send
+from orchestra.transports.framing import Stream, StreamEnded, pack_farewell
+from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
 
-# Bytes in one call of the kernel: enough to hide its cost, few enough that both directions and
-# all streams take turns.
-CALL_BYTES = 1 << 20
-# What is read ahead of a header: small messages then need one call each.
-INBOX_BYTES = 1 << 16
 TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
-
-_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
-
-class StreamEnded(ConnectionError):
-    """The other end closed the connection."""
-
-
-class Stream:
-    """Frames to and from `rank`: out of a queue, and into a mailbox; one TCP connection.
-
-    The caller holds the lock and watches the socket.
-
-    Attributes:
-        events: the selector's events for this stream.
-        farewell: the other end has said that it leaves.
-        read_wants_write: under TLS, reading goes on once something can be written.
-    """
-
-    def __init__(self, connection: socket.socket, rank: int, mailbox: Mailbox) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.rank = rank
-        self.events = selectors.EVENT_READ
-        self.backlog: deque[Send] = deque()
-        self.incoming: Incoming | None = None
-        self.farewell = False
-        self.encrypted = isinstance(connection, ssl.SSLSocket)
-        self.read_wants_write = False
-        self._mailbox = mailbox
-        self._position = 0  # bytes of `incoming` that are in place
-        self._inbox = memoryview(bytearray(INBOX_BYTES))
-        self._filled = 0
-
-    def write(self) -> bool:
-        """Hand over what the kernel takes; whether a send was finished that a flow waits for.
-
-        Raises OSError where the connection is broken; what had arrived whole before still counts.
-        """
-        news = False
-        while self.backlog:
-            send = self.backlog[0]
-            try:
-                if self.encrypted:
-                    count = self.connection.send(send.header or send.payload[:CALL_BYTES])
-                else:
-                    count = self.connection.sendmsg((send.header, send.payload[:CALL_BYTES]))
-            except _NOT_NOW:
-                break
-            except OSError:
-                with contextlib.suppress(OSError):
-                    while self.read():
-                        pass
-                raise
-            in_header = min(count, len(send.header))
-            send.header = send.header[in_header:]
-            send.payload = send.payload[count - in_header :]
-            if not send.header and not send.payload:
-                self.backlog.popleft()
-                send.finished = True
-                news = news or send.awaited
-        return news
-
-    def read(self) -> int:
-        """Move what has arrived into its messages, a few calls' worth at most; bytes moved.
-
-        Raises `StreamEnded` at the end of the stream, another OSError where it is broken.
-        """
-        moved = 0
-        self.read_wants_write = False
-        while moved < CALL_BYTES or self._pending():
-            message = self.incoming
-            if message is None:
-                place = self._inbox[self._filled :]
-            else:
-                place = message.view[self._position : self._position + CALL_BYTES]
-            try:
-                count = self.connection.recv_into(place)
-            except _NOT_NOW as reason:
-                self.read_wants_write = isinstance(reason, ssl.SSLWantWriteError)
-                break
-            if count == 0:
-                raise StreamEnded("its connection closed")
-            moved += count
-            if message is None:
-                self._filled += count
-                self._parse()
-            else:
-                self._position += count
-                self._complete_if_full(message)
-            if count < len(place) and not self.encrypted:
-                break
-        return moved
-
-    def _pending(self) -> bool:
-        """Decrypted bytes lie where no selector sees them."""
-        return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
-
-    def _parse(self) -> None:
-        """Turn the bytes of the inbox into messages; the rest moves to its front."""
-        start = 0
-        while self.incoming is None:
-            header = unpack_header(self._inbox[start : self._filled])
-            if header is None:
-                break
-            start += header.frame_bytes - header.payload_bytes
-            if header.kind == FAREWELL:
-                self.farewell = True
-                continue
-            message = self.incoming = self._mailbox.begin(self.rank, header)
-            count = min(header.payload_bytes, self._filled - start)
-            message.view[:count] = self._inbox[start : start + count]
-            start += count
-            self._position = count
-            self._complete_if_full(message)
-        rest = self._filled - start
-        self._inbox[:rest] = bytes(self._inbox[start : self._filled])
-        self._filled = rest
-
-    def _complete_if_full(self, message: Incoming) -> None:
-        if self._position == message.header.payload_bytes:
-            self.incoming = None
-            self._mailbox.complete(message)
-
-    def close(self) -> None:
-        """Give the socket back; what the kernel has taken is still delivered."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-        self.connection.close()
 
 
 class ProgressEngine:
@@ -168,6 +31,7 @@ class ProgressEngine:
     def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
         self.rank = rank
         self.size = len(connections) + 1
+        self.flows: list[Flow] = []
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -283,7 +147,7 @@ class ProgressEngine:
                 self._advance(None)
             for stream in self._streams.values():
                 stream.close()
-            self._release()
+            self.release()
 
     def acknowledged_bytes(self) -> int:
         """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
@@ -297,16 +161,10 @@ class ProgressEngine:
             ]
         return sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
 
-    def release_after_fork(self) -> None:
-        """In a child process: close the copies of the sockets.
-
-        Otherwise a data loader's worker would keep the streams of its dead rank open.
-        """
+    def release(self) -> None:
+        """Close this process's copies of the sockets."""
         for stream in self._streams.values():
             stream.connection.close()
-        self._release()
-
-    def _release(self) -> None:
         self._streams = {}
         self._selector.close()
         self._wake_in.close()
@@ -417,8 +275,9 @@ _engines: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()
 
 
 def _release_after_fork() -> None:
+    """A data loader's worker would keep the streams of its dead rank open."""
     for engine in list(_engines):
-        engine.release_after_fork()
+        engine.release()
 
 
 os.register_at_fork(after_in_child=_release_after_fork)

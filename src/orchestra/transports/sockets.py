@@ -37,7 +37,6 @@ class SocketTransport(Flow, CollectiveMixin):
     Args:
         engine: moves the bytes of all flows of this rank.
         on_flow_start: called first in the thread of each background flow.
-        flows: those of this rank, of which this is one more.
 
     Attributes:
         native: begins the all-reduce of torch.distributed, where there is one.
@@ -46,10 +45,7 @@ class SocketTransport(Flow, CollectiveMixin):
     """
 
     def __init__(
-        self,
-        engine: ProgressEngine,
-        on_flow_start: Callable[[], None] = lambda: None,
-        flows: list[Flow] | None = None,
+        self, engine: ProgressEngine, on_flow_start: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(engine.rank, engine)
         self.size = engine.size
@@ -58,13 +54,12 @@ class SocketTransport(Flow, CollectiveMixin):
         self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
         self._on_flow_start = on_flow_start
-        self._flows = [] if flows is None else flows
-        self._flows.append(self)
+        engine.flows.append(self)
 
     @property
     def bytes_sent(self) -> int:
         """Payload and headers sent by all flows of this rank."""
-        return sum(flow.traffic.bytes_sent for flow in self._flows)
+        return sum(flow.traffic.bytes_sent for flow in self._engine.flows)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Send:
         """Start sending a contiguous `tensor`; see `Transport.send`."""
@@ -114,7 +109,7 @@ class SocketTransport(Flow, CollectiveMixin):
 
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
         """Run `function` in a daemon thread, with a flow of its own on the same streams."""
-        child = SocketTransport(self._engine, self._on_flow_start, self._flows)
+        child = SocketTransport(self._engine, self._on_flow_start)
         child.native = self.native
 
         def run() -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -66,11 +67,10 @@ def split_batch(batch: Batch, parts: int, setting: str = "accumulation") -> list
             f"rows; set {setting} to 1"
         )
     bounds = [samples * part // parts for part in range(parts + 1)]
-
-    def rows(first: int, end: int) -> Callable[[Tensor], Tensor]:
-        return lambda tensor: tensor[first:end]
-
-    return [(map_tensors(batch, rows(first, end)), end - first) for first, end in pairwise(bounds)]
+    return [
+        (map_tensors(batch, itemgetter(slice(first, end))), end - first)
+        for first, end in pairwise(bounds)
+    ]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -22,7 +22,6 @@ from orchestra.transports.protocol import (
     Handle,
     HandOver,
     Task,
-    Traffic,
     Transport,
 )
 from orchestra.worker.runtime import Compute, PassingReporter, Runtime, Work
@@ -48,7 +47,6 @@ class Flow:
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, function: Callable[..., Any]) -> Flow:
-        """The flow that is to run `function`."""
         label = getattr(function, "__name__", "background").strip("_").replace("_", " ")
         return Flow(f"{self.name}.{next(self.numbers)}", label)
 
@@ -84,7 +82,6 @@ class Operation:
 
     @property
     def source(self) -> int:
-        """Who has sent what was received."""
         source: int = self.begun.source  # type: ignore[union-attr]
         return source
 
@@ -111,10 +108,9 @@ class Interceptor:
         waited for other ranks until `moving`. The operation is none that was begun."""
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
-        """`flow` computes."""
         return proceed()
 
-    def told(
+    def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
         """`flow` asks for what depends on chance: "now", "lost", "done" (of `operation`), "stop"
@@ -148,12 +144,10 @@ class Chain:
 
     @property
     def flow(self) -> Flow:
-        """The flow of this thread."""
         flow: Flow = getattr(self._of_thread, "flow", self.main)
         return flow
 
     def enter(self, flow: Flow) -> None:
-        """This thread is that of `flow`."""
         self._of_thread.flow = flow
 
 
@@ -164,19 +158,9 @@ class InterceptedTransport(CollectiveMixin):
         self.inner = inner
         self.chain = chain
         self.flow = flow
+        self.rank, self.size, self.traffic = inner.rank, inner.size, inner.traffic
+        self.add = inner.add
         flow.transport = inner
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.inner.traffic
 
     @property
     def bytes_sent(self) -> int:
@@ -252,38 +236,35 @@ class InterceptedTransport(CollectiveMixin):
             return proceed()
         flow = self.flow
         operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
-        return InterceptedHandle(operation.begun, self.chain, flow, operation)
-
-    def add(self, own: Tensor, *arrived: Tensor) -> None:
-        self.inner.add(own, *arrived)
+        return InterceptedHandle(self.chain, flow, operation)
 
     def now(self) -> float:
-        return self.chain.call("told", self.flow, "now", proceed=self.inner.now)
+        return self.chain.call("ask", self.flow, "now", proceed=self.inner.now)
 
     def lost(self) -> frozenset[int]:
-        return self.chain.call("told", self.flow, "lost", proceed=self.inner.lost)
+        return self.chain.call("ask", self.flow, "lost", proceed=self.inner.lost)
 
 
 @dataclass(slots=True)
 class InterceptedHandle:
     """A handle or task of `flow`, behind the interceptors of `chain`."""
 
-    inner: Any
     chain: Chain
     flow: Flow
     operation: Operation
 
     @property
     def source(self) -> int:
-        source: int = self.inner.source
-        return source
+        return self.operation.source
 
     def wait(self) -> Any:
-        return self.chain.call("wait", self.flow, self.operation, proceed=self.inner.wait)
+        begun: Any = self.operation.begun
+        return self.chain.call("wait", self.flow, self.operation, proceed=begun.wait)
 
     def done(self) -> bool:
+        begun: Any = self.operation.begun
         done: bool = self.chain.call(
-            "told", self.flow, "done", proceed=self.inner.done, operation=self.operation
+            "ask", self.flow, "done", proceed=begun.done, operation=self.operation
         )
         return done
 
@@ -298,7 +279,7 @@ class InterceptedCompute:
     @property
     def seconds(self) -> float:
         ask = functools.partial(getattr, self.inner, "seconds")
-        seconds: float = self.chain.call("told", self.chain.flow, "seconds", proceed=ask)
+        seconds: float = self.chain.call("ask", self.chain.flow, "seconds", proceed=ask)
         return seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
@@ -322,7 +303,7 @@ class InterceptedReporter(PassingReporter):
 
     def stop_requested(self) -> bool:
         ask = self.inner.stop_requested
-        return self.chain.call("told", self.chain.flow, "stop", proceed=ask)
+        return self.chain.call("ask", self.chain.flow, "stop", proceed=ask)
 
 
 def intercepted(runtime: Runtime, *interceptors: Interceptor) -> Runtime:

@@ -96,6 +96,19 @@ class FlatModel:
         """The module's persistent buffers, by name."""
         return [(name, getattr(owner, attribute)) for name, owner, attribute in self._buffers]
 
+    def keep(self) -> Callable[[], None]:
+        """Copy parameters and buffers; return what puts them back."""
+        kept = [self.parameters.clone(), *(buffer.clone() for _, buffer in self.buffers)]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for tensor, values in zip(
+                    [self.parameters, *(buffer for _, buffer in self.buffers)], kept, strict=True
+                ):
+                    tensor.copy_(values)
+
+        return put_back
+
 
 def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Name, owner and attribute of each buffer (BatchNorm statistics and the like) in its state."""
@@ -115,6 +128,10 @@ class Gradients:
     its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
     `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
     `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
+
+    `on_backward()` is called in every backward, before any slot counts as ready; `on_ready(first,
+    end)` in a step's last one, when these slots, from the first to before the end, have their
+    gradients.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
@@ -131,8 +148,8 @@ class Gradients:
         self.last_backward = True  # of a step; those before it only accumulate
         self._collected = [False] * len(layout.slots)
         self._own_tail = np.zeros(len(self.tail))
-        self._on_ready: Callable[[int, int], None] | None = None
-        self._on_backward: Callable[[], None] | None = None
+        self.on_ready: Callable[[int, int], None] | None = None
+        self.on_backward: Callable[[], None] | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self.parameters)
@@ -140,11 +157,11 @@ class Gradients:
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
-            if self._on_backward is not None:
-                self._on_backward()
+            if self.on_backward is not None:
+                self.on_backward()
             self.used[index] = True
-            if self._on_ready is not None and self.last_backward:
-                self._on_ready(index, index + 1)
+            if self.on_ready is not None and self.last_backward:
+                self.on_ready(index, index + 1)
 
         return mark
 
@@ -152,15 +169,6 @@ class Gradients:
         """Hear no more of the parameters' gradients."""
         for hook in self._hooks:
             hook.remove()
-
-    def when_ready(self, callback: Callable[[int, int], None] | None) -> None:
-        """Call `callback(first, end)` in a step's last backward when these slots, from the first to
-        before the end, have their gradients."""
-        self._on_ready = callback
-
-    def when_in_backward(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` in every backward, before any slot counts as ready."""
-        self._on_backward = callback
 
     def clear(self) -> None:
         """Begin a step: no gradients."""

@@ -47,7 +47,6 @@ class Shape(Tensor):
 
     @staticmethod
     def flat(elements: int, dtype: torch.dtype = torch.float32) -> Shape:
-        """One dimension of so many elements."""
         return _shape(torch.empty(elements, dtype=dtype, device="meta"))
 
     @classmethod
@@ -76,7 +75,8 @@ class Shape(Tensor):
 
     @cached_property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        kind: torch.dtype = _get(self, "dtype")
+        with torch._C.DisableTorchFunctionSubclass():
+            kind: torch.dtype = torch._C.TensorBase.dtype.__get__(self)  # type: ignore[attr-defined]
         return kind
 
     @cached_property
@@ -164,15 +164,6 @@ class Shape(Tensor):
 _LIKE = frozenset({torch.empty_like, torch.zeros_like, torch.ones_like})
 
 
-def _get(shape: Shape, name: str) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return (
-            Tensor.__dict__[name].__get__(shape)
-            if name in Tensor.__dict__
-            else getattr(torch._C.TensorBase, name).__get__(shape)
-        )
-
-
 def _shape(tensor: Tensor) -> Shape:
     return tensor.as_subclass(Shape)
 
@@ -191,19 +182,23 @@ class SharedShapes:
         self.storage = Shape.flat(self.layout.size + tail, self.layout.dtype)
         by_name = dict(module.named_parameters())
         self.named = {slot.name: by_name[slot.name] for slot in self.layout.slots}
-        self.buffers = _one_of_each_dtype(module)
+        elements: dict[torch.dtype, int] = {}  # of all buffers of a dtype, which are sent together
+        for _, owner, attribute in buffer_places(module):
+            buffer = getattr(owner, attribute)
+            elements[buffer.dtype] = elements.get(buffer.dtype, 0) + buffer.numel()
+        self.buffers: list[tuple[str, Tensor]] = [
+            (str(dtype), Shape.flat(count, dtype)) for dtype, count in elements.items()
+        ]
         self.stop_at: int | None = None
         self.newest_step = 0
         self.spec = spec
 
     @cached_property
     def views(self) -> list[Tensor]:
-        """The gradient of each parameter."""
         return self.layout.views(self.storage)
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer of all parameters."""
         return self.spec.build(self.named)
 
     @cached_property
@@ -222,15 +217,6 @@ class SharedShapes:
         return self.stop_at is not None and step >= self.stop_at
 
 
-def _one_of_each_dtype(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """As many elements as the buffers of `module` have: they are only sent together."""
-    elements: dict[torch.dtype, int] = {}
-    for _, owner, attribute in buffer_places(module):
-        buffer = getattr(owner, attribute)
-        elements[buffer.dtype] = elements.get(buffer.dtype, 0) + buffer.numel()
-    return [(str(dtype), Shape.flat(count, dtype)) for dtype, count in elements.items()]
-
-
 class ShapeGradients(Gradients):
     """Gradients that are there as soon as backward has come past them."""
 
@@ -245,7 +231,7 @@ class ShapeGradients(Gradients):
         self.square = 0.0
         self.last_backward = True
         self._shared = shared
-        self._on_ready: Callable[[int, int], None] | None = None
+        self.on_ready: Callable[[int, int], None] | None = None
         self._stop = False
 
     @property
@@ -259,8 +245,8 @@ class ShapeGradients(Gradients):
 
     def pass_backward(self) -> None:
         """All slots are ready, in their order."""
-        if self._on_ready is not None:
-            self._on_ready(0, len(self.used))
+        if self.on_ready is not None:
+            self.on_ready(0, len(self.used))
 
     def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
         self._stop = stop
@@ -273,11 +259,12 @@ class ShapeGradients(Gradients):
 class ShapeWorker(Worker):
     """A worker that charges for all that another one does, and does none of it."""
 
+    agrees = True
+
     def __init__(self, runtime: Runtime, shared: SharedShapes, **options: Any) -> None:
         self._shared = shared
         self._steps = 0
         super().__init__(runtime, shared.module, shared.spec, **options)
-        self.agrees = True
 
     def _lay_out(self, module: nn.Module) -> None:
         self.module = module
@@ -299,9 +286,6 @@ class ShapeWorker(Worker):
             assert isinstance(self.gradients, ShapeGradients)
             work = Work("gradient", self.step.samples)
             self.compute.run(work, self.gradients.pass_backward)
-
-    def named_parameters(self) -> dict[str, Tensor]:
-        return dict(self._shared.named)
 
     def local_optimizer(self) -> torch.optim.Optimizer:
         return self._shared.optimizer

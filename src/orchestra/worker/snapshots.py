@@ -49,8 +49,8 @@ Places = Mapping[str, Sequence[Place]]
 class Snapshots:
     """Takes a copy when the samples consumed by the cluster pass a due point.
 
-    On a rank that has a part of the model only, `places` tells for parameters and for buffers
-    what of that to copy, and where it belongs.
+    Seconds count from `started` on the clock of `now`. On a rank that has a part of the model only,
+    `places` tells for parameters and for buffers what of that to copy, and where it belongs.
     """
 
     def __init__(
@@ -60,13 +60,9 @@ class Snapshots:
         self.parts: list[Part] = []
         self._now = now
         self.places = places
-        self._started = 0.0
+        self.started = 0.0
         self._behind = 0
         self._next: dict[tuple[str, int], int] = {}
-
-    def start_clock(self, at: float) -> None:
-        """Seconds of later parts count from `at`."""
-        self._started = at
 
     def skip(self, samples: int) -> None:
         """Due points up to `samples` are behind a run that resumes there."""
@@ -90,7 +86,7 @@ class Snapshots:
         if passed == upcoming:
             return
         self._next[kind, offset] = passed
-        seconds = self._now() - self._started
+        seconds = self._now() - self.started
         part = Part(passed - 1, samples, seconds, offset, values, weight, kind, mirror)
         self.parts += [replace(p, values=p.values.detach().clone()) for p in self._placed(part)]
 
@@ -110,7 +106,7 @@ class Snapshots:
         """Copy again what was last copied at `samples`, if it was: more has arrived since."""
         for place, part in enumerate(self.parts):
             if (part.kind, part.samples, part.offset) == ("parameters", samples, offset):
-                seconds = self._now() - self._started
+                seconds = self._now() - self.started
                 self.parts[place] = replace(
                     part, seconds=seconds, values=values.detach().clone(), weight=weight
                 )

@@ -20,10 +20,9 @@ from orchestra.bench.calibrate.stopwatch import (
     waited,
 )
 from orchestra.bench.calibrate.training import Workload, measure_task
-from orchestra.bench.turns import Progress, check_stopped, teller
+from orchestra.bench.turns import Progress, run_ranks
 from orchestra.cluster.calibration import Calibration, TaskCosts
 from orchestra.cluster.costs import Quality
-from orchestra.engines.processes.launch import launch
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
 
@@ -114,15 +113,15 @@ def _measurement(
     value and under what conditions (`stopwatch.Kept`), the others None."""
 
     def measure(until: float, end: float, tell: Callable[[float], None]) -> Attempt | None:
-        outcome = launch(
+        results = run_ranks(
             program,
             argument(until),
             ranks,
-            on_event=teller(lambda _, part: tell(part), name, total),
+            steps=total,
+            on_progress=lambda _, part: tell(part),
             limit=max(end - time.monotonic(), 0.0),
         )
-        check_stopped(outcome)
-        found = [result for result in outcome.results if result is not None]
+        found = [result for result in results if result is not None]
         if not found or (len(found) < ranks and program is not measure_task):
             return None
         conditions = [own for _, own in found]
@@ -136,17 +135,12 @@ def _costs(steps: Attempt, speeds: Attempt, time_slice: float) -> TaskCosts:
     """Return a task's figures, from what was kept of its steps, and of those on all cores."""
     costs: TaskCosts = steps.value[0]
     shared, turns = speeds.value[0]
-    spreads = [
-        spread
-        for gradient in (costs.one.gradient, costs.all.gradient)
-        for (amount, _), spread in zip(gradient.points, gradient.spread, strict=True)
-        if amount == costs.batch_size
-    ]
+    spread = max(t.gradient.spread_at(costs.batch_size) for t in (costs.one, costs.all))
     return replace(
         costs,
         shared_speed=shared,
         refill=turns * time_slice,
-        quality=_quality([steps, speeds], max(spreads)),
+        quality=_quality([steps, speeds], spread),
     )
 
 

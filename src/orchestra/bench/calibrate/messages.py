@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from orchestra.bench.calibrate.stopwatch import Budget, Kept, curve_of, repeat, rounds, total
-from orchestra.bench.turns import Progress, check_stopped, teller
+from orchestra.bench.turns import Progress, run_ranks
 from orchestra.cluster.calibration import Curve, Messages
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.environment import Launched
-from orchestra.engines.processes.launch import launch
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
@@ -198,7 +197,7 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     """Time a message from a flow to another of the same rank, and half of the answer."""
     there, back = 11, 12
     values = torch.zeros(size // 4)
-    task = transport.spawn(lambda inner: _echo(inner, there, back))
+    task = transport.spawn(lambda inner: _send_back(inner, there, back))
 
     count = 0
 
@@ -216,7 +215,7 @@ def _local(transport: Transport, size: int, seconds: float, most: float) -> list
     return [spent]
 
 
-def _echo(transport: Transport, there: int, back: int) -> None:
+def _send_back(transport: Transport, there: int, back: int) -> None:
     while (message := transport.receive(transport.rank, there).wait()).numel():
         transport.send(message, transport.rank, back)
 
@@ -289,10 +288,10 @@ def calibrate_links(
 
         outcome = join(measure_links, size, launched)
         return outcome.results[0] if launched.rank == 0 else None
-    tell = teller(on_progress, "links", ranks * (ranks - 1) // 2)
-    outcome = launch(measure_links, size, ranks, on_event=tell)
-    check_stopped(outcome)
-    matrix: Matrix = outcome.results[0]
+    pairs = ranks * (ranks - 1) // 2
+    matrix: Matrix = run_ranks(
+        measure_links, size, ranks, steps=pairs, what="links", on_progress=on_progress
+    )[0]
     return matrix
 
 

@@ -156,13 +156,16 @@ def measure_task(runtime: Runtime, order: Workload) -> tuple[TaskCosts, Kept] | 
         torch.set_num_threads(threads)
         with kept.watched(threads):
             timings.append(meter.timing(threads, elements, {}))
+    batch = open_samples(task.train, 0, task.collate).read(0, order.batch_size)
+    with FlopCounterMode(display=False) as counter:
+        task.loss(module, batch).backward()
     costs = TaskCosts(
         *order.key,
         batch_size=order.batch_size,
         cold=cold,
         shared_speed=1.0,
         refill=0.0,
-        sample_flops=_sample_flops(task, module, order.batch_size),
+        sample_flops=float(counter.get_total_flops()) / order.batch_size,
         timings=tuple(timings),
         parameters=parameters,
     )
@@ -309,14 +312,6 @@ def _updates(module: nn.Module, order: Workload, kept: Kept, budget: Budget) -> 
         times[elements] = statistics.median(repeats)
     most = max(times, default=0)
     return {elements: seconds / times[most] for elements, seconds in times.items() if elements}
-
-
-def _sample_flops(task: Task, module: nn.Module, size: int) -> float:
-    """Count the operations of one sample's gradient, on a batch of `size`."""
-    batch = open_samples(task.train, 0, task.collate).read(0, size)
-    with FlopCounterMode(display=False) as counter:
-        task.loss(module, batch).backward()
-    return float(counter.get_total_flops()) / size
 
 
 def _parameters(

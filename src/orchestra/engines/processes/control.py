@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestra.engines.events import Failure, Pulse
+from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.system import keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
@@ -29,10 +29,12 @@ from orchestra.transports.handshake import TLS, WATCHER, connect
 if TYPE_CHECKING:
     from orchestra.transports.sockets import SocketTransport
 
-BEAT_SECONDS = 0.5
 GONE = "rank 0, which watches over the run, is gone"
 
 Message = dict[str, Any]
+Signs = tuple[Hashable, tuple[int, ...], str]
+"""Of life of a running program, asked for at each beat: what changes whenever something moved, and
+the ranks and the operation that it is blocked on."""
 
 _LENGTHS = struct.Struct("!IQ")  # of the JSON text, of the bytes beside it
 _CHUNK = 1 << 16  # little enough to be there for a rank that is short of memory
@@ -74,6 +76,7 @@ class BadFrame(Exception):
 
 
 def pack(message: Message, payload: bytes = b"") -> bytes:
+    """The frame of `message`, with `payload` beside it."""
     text = json.dumps(message).encode()
     return _LENGTHS.pack(len(text), len(payload)) + text + payload
 
@@ -116,19 +119,6 @@ class Frames:
             yield message, body[text:]
 
 
-@dataclass(frozen=True)
-class Signs:
-    """Signs of life of a running program, asked for at each beat.
-
-    `progress` changes whenever something moved; `waits_for` and `what` say what the rank is
-    blocked on.
-    """
-
-    progress: Hashable
-    waits_for: tuple[int, ...] = ()
-    what: str = ""
-
-
 class Control:
     """Keeps the watcher informed from a thread of its own, and obeys it.
 
@@ -160,10 +150,10 @@ class Control:
         self._leave_at = math.inf
         self._heard_at = time.monotonic()
         self._parent = os.getppid()
-        self._pulse = Pulse()  # changed as a whole: another thread sends it
+        self._state = Heartbeat(spec.rank)  # changed as a whole: another thread sends it
         self._activity = 0
         self._last_news: Hashable = None
-        self._probe: Callable[[], Signs] = lambda: Signs(None)
+        self._probe: Callable[[], Signs] = lambda: (None, (), "")
         self._transport: SocketTransport | None = None
         self._thread = threading.Thread(target=self._beat_and_obey, name="control", daemon=True)
 
@@ -196,7 +186,7 @@ class Control:
 
     def connecting(self, to: tuple[int, ...]) -> None:
         """This rank waits for the ranks `to`, to connect with them."""
-        self._probe = lambda: Signs(to, to, "to connect")
+        self._probe = lambda: (to, to, "to connect")
 
     # The way out
 
@@ -238,10 +228,10 @@ class Control:
     def progress(
         self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
     ) -> None:
-        self._pulse = replace(self._pulse, step=step, samples=samples, loss=loss, fraction=fraction)
+        self._state = replace(self._state, step=step, samples=samples, loss=loss, fraction=fraction)
 
     def phase(self, name: str) -> None:
-        self._pulse = replace(self._pulse, phase=name)
+        self._state = replace(self._state, phase=name)
         self._beat()
         if name == "training":
             # What set-up frees, such as a whole model of which this rank trains a stage, goes back
@@ -249,7 +239,7 @@ class Control:
             keep_freed_memory()
 
     def expendable(self, yes: bool) -> None:
-        self._pulse = replace(self._pulse, expendable=yes)
+        self._state = replace(self._state, expendable=yes)
         self._beat()
 
     def notice(self, text: str) -> None:
@@ -280,20 +270,15 @@ class Control:
                 elif not self._take_in(frames):
                     break
         if not self._dismissed:
-            if self._cause is None:
-                self._on_orphaned(GONE)
-            self._leave(self._cause or GONE)
+            self._orphaned(GONE)
 
     def _take_in(self, frames: Frames) -> bool:
         """Obey what has arrived; False at the end of the connection."""
         self._heard_at = time.monotonic()
-        if self._spec.tls is None:
+        with self._sending:  # two threads must not use one TLS connection at a time
+            self._connection.settimeout(0.0)
             open_still = frames.read()
-        else:
-            with self._sending:  # two threads must not use one TLS connection at a time
-                self._connection.settimeout(0.0)
-                open_still = frames.read()
-                self._connection.settimeout(None)
+            self._connection.settimeout(None)
         try:
             for message, _ in frames.complete():
                 self._obey(message)
@@ -334,9 +319,12 @@ class Control:
         """A host that loses its power or its network does not close its connections."""
         patience = self._spec.limits.patience
         if not self._spec.local and time.monotonic() - self._heard_at > patience:
-            reason = f"rank 0, which watches over the run, is silent for {patience:g} s"
+            self._orphaned(f"rank 0, which watches over the run, is silent for {patience:g} s")
+
+    def _orphaned(self, reason: str) -> None:
+        if self._cause is None:
             self._on_orphaned(reason)
-            self._leave(reason)
+        self._leave(self._cause or reason)
 
     def _leave(self, reason: str) -> None:
         if not self._spec.local:
@@ -346,15 +334,14 @@ class Control:
         os._exit(1)
 
     def _beat(self) -> None:
-        signs = self._probe()
+        progress, waits_for, what = self._probe()
         with self._sending:  # which guards the news, too: any thread of the program may beat
-            pulse = self._pulse
-            news = (signs.progress, pulse.step, pulse.samples, pulse.phase)
+            state = self._state
+            news = (progress, state.step, state.samples, state.phase)
             self._activity += news != self._last_news
             self._last_news = news
-            waits = {"waits_for": signs.waits_for, "waits_what": signs.what}
-            beat = {**asdict(pulse), "activity": self._activity, **waits}
-            self._send({"kind": "beat", "pulse": beat})
+            beat = replace(state, activity=self._activity, waits_for=waits_for, waits_what=what)
+            self._send({"kind": "beat", "beat": asdict(beat)})
 
     def _send(self, message: Message, payload: bytes = b"") -> None:
         # Where the connection has ended the thread finds out, and acts.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from orchestra.engines.events import Beat, Event, Interrupted, Notice, Pulse
+from orchestra.engines.events import Event, Heartbeat, Interrupted, Notice
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 
@@ -20,7 +20,7 @@ BEHIND = 0.8  # a worker with less than this part of the leader's steps is named
 
 
 class Progress:
-    """How far a series of runs is, for its user, on standard error.
+    """How far a series of `total` runs is, for its user, on standard error.
 
     On a terminal a bar over all runs stands above that of the run under way; elsewhere each
     finished run is one line. Silent with `quiet`.
@@ -63,11 +63,10 @@ class Progress:
 
     def finish(self, outcome: str, *, failed: bool = False) -> None:
         """It has ended: `outcome` says how, in one line."""
-        self._done += 1
         self._seconds.append(time.monotonic() - self._run_began)
         if failed or self.live is None:
-            self._print(f"{self._done}/{self._total} {self.what}: {outcome}")
-        self._show()
+            self._print(f"{self._done + 1}/{self._total} {self.what}: {outcome}")
+        self.skip()
 
     def tell(self, text: str) -> None:
         """A notice for the user."""
@@ -81,8 +80,8 @@ class Progress:
 
     def _show(self) -> None:
         if self.live is not None:
-            fraction = self._done / self._total
-            self.live.update(self._task, description=self._title(), **_state(fraction))
+            state = _state(self._done / self._total)
+            self.live.update(self._task, description=self._title(), **state)
 
     def _title(self) -> str:
         return f"run {min(self._done + 1, self._total)} of {self._total}"
@@ -135,7 +134,7 @@ class Display:
         self, run: Run, roles: Roles, *, quiet: bool = False, progress: Progress | None = None
     ) -> None:
         self._name = run.name
-        self._pulses = dict.fromkeys(roles.workers, Pulse())  # in training
+        self._beats = {rank: Heartbeat(rank) for rank in roles.workers}  # in training
         self._loss: float | None = None
         self._fraction = 0.0
         self._phase = "set-up"
@@ -163,19 +162,18 @@ class Display:
             self._progress.tell(prefix + event.text)
         elif isinstance(event, Interrupted):
             self._progress.interrupted = True
-        elif isinstance(event, Beat) and self._progress.live is not None:
-            pulse = event.pulse
-            if pulse.phase != "serving":
-                self._phase = pulse.phase
-            if pulse.phase == "training" and event.rank in self._pulses:
+        elif isinstance(event, Heartbeat) and self._progress.live is not None:
+            if event.phase != "serving":
+                self._phase = event.phase
+            if event.phase == "training" and event.rank in self._beats:
                 self._training_since = self._training_since or time.monotonic()
-                self._pulses[event.rank] = pulse
-                self._loss = pulse.loss if pulse.loss is not None else self._loss
-                self._fraction = max(self._fraction, pulse.fraction or 0.0)
+                self._beats[event.rank] = event
+                self._loss = event.loss if event.loss is not None else self._loss
+                self._fraction = max(self._fraction, event.fraction or 0.0)
             self._progress.live.update(self._task, **_state(self._fraction))
 
     def _text(self) -> str:
-        samples = sum(pulse.samples for pulse in self._pulses.values())
+        samples = sum(beat.samples for beat in self._beats.values())
         parts = [] if samples and self._phase == "training" else [self._phase]
         if self._training_since is not None and samples:
             seconds = max(time.monotonic() - self._training_since, 1e-9)
@@ -184,7 +182,7 @@ class Display:
                 parts.append(f"{seconds * (1 / self._fraction - 1):.0f} s left")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
-        steps = {rank: pulse.step for rank, pulse in self._pulses.items()}
+        steps = {rank: beat.step for rank, beat in self._beats.items()}
         enough = BEHIND * max(steps.values()) - 1
         behind = [str(rank) for rank, done in steps.items() if done < enough]
         if behind:

@@ -58,10 +58,11 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
     Raises `InputError` if they are incomplete, or contradict each other.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _torch(_Variables(environ, "the environment"))
+        if "LOCAL_RANK" in environ:
+            return _torchrun(_Variables(environ, "the environment"))
+        return _one_a_pod(_Variables(environ, "the environment"), "RANK", "WORLD_SIZE", "")
     if "PET_NODE_RANK" in environ:
-        variables = _Variables(environ, "PyTorchJob")
-        return _one_a_pod(variables, "PET_NODE_RANK", "PET_NNODES", "PET_")
+        return _one_a_pod(_Variables(environ, "PyTorchJob"), "PET_NODE_RANK", "PET_NNODES", "PET_")
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _open_mpi(_Variables(environ, "Open MPI"))
     # A batch script has the variables of its job, but only a step has processes with ranks.
@@ -120,14 +121,10 @@ class _Variables:
         return self.number(name) if self.environ.get(name) else value
 
 
-def _torch(variables: _Variables) -> Launched:
-    """torchrun's variables; without LOCAL_RANK those of a PyTorchJob."""
-    environ = variables.environ
-    if "LOCAL_RANK" not in environ:
-        return _one_a_pod(variables, "RANK", "WORLD_SIZE", "")
+def _torchrun(variables: _Variables) -> Launched:
     local_rank = variables.default("LOCAL_RANK", 0)
     return Launched(
-        launcher="torchrun",
+        "torchrun",
         rank=variables.number("RANK"),
         ranks=variables.number("WORLD_SIZE"),
         local_rank=local_rank,
@@ -135,8 +132,8 @@ def _torch(variables: _Variables) -> Launched:
         local_ranks=variables.default("LOCAL_WORLD_SIZE", local_rank + 1),
         address=variables.text("MASTER_ADDR"),
         port=variables.number("MASTER_PORT"),
-        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        supervised="TORCHELASTIC_RUN_ID" in environ,
+        hosted=variables.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        supervised="TORCHELASTIC_RUN_ID" in variables.environ,
     )
 
 
@@ -149,7 +146,7 @@ def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Lau
             "let the job's command begin with torchrun"
         )
     return Launched(
-        launcher="PyTorchJob",
+        "PyTorchJob",
         rank=variables.number(rank),
         ranks=variables.number(ranks),
         local_rank=0,
@@ -162,7 +159,7 @@ def _one_a_pod(variables: _Variables, rank: str, ranks: str, prefix: str) -> Lau
 def _open_mpi(variables: _Variables) -> Launched:
     remedy = "give both to all ranks, as mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<n>"
     return Launched(
-        launcher="Open MPI",
+        "Open MPI",
         rank=variables.number("OMPI_COMM_WORLD_RANK"),
         ranks=variables.number("OMPI_COMM_WORLD_SIZE"),
         local_rank=variables.number("OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -177,7 +174,7 @@ def _slurm(variables: _Variables) -> Launched:
     local_rank = variables.number("SLURM_LOCALID")
     job = variables.number("SLURM_JOB_ID", "SLURM_JOBID")
     return Launched(
-        launcher="Slurm",
+        "Slurm",
         rank=variables.number("SLURM_PROCID"),
         ranks=variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
         local_rank=local_rank,

@@ -119,10 +119,9 @@ def launch(
         limit: seconds after which all ranks are killed, whatever they do; the result of each that
             has delivered none is then None.
 
-    Raises:
-        InputError: for a program that cannot be sent to a rank, or one that a rank's program
-            raised in its phase "set-up".
-        RunFailed: names the first cause in its first line; the failing rank's traceback follows.
+    Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
+    raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
+    failing rank's traceback follows.
     """
     if _is_rank:
         raise InputError(
@@ -136,21 +135,13 @@ def launch(
     token, limits = secrets.token_hex(32), Limits(patience=patience)
     tls = from_environment(os.environ)
     watcher = Watcher(
-        ranks,
-        limits,
-        host=LOOPBACK,
-        token=token,
-        children=True,
-        tls=tls,
+        ranks, limits, host=LOOPBACK, token=token, children=True, limit=limit, tls=tls,
         on_event=on_event,
-    )
+    )  # fmt: skip
     interrupts = {signal.SIGINT: watcher.interrupt, signal.SIGTERM: watcher.interrupt}
     with _store_path() as store_path, handling(interrupts):
         job = Job(payload, main, dict(os.environ), store_path)
         watcher.start()
-        alarm = threading.Timer(limit or 0.0, watcher.abandon)
-        if limit is not None:
-            alarm.start()
         try:
             for rank in range(ranks):
                 spec = RankSpec(
@@ -162,8 +153,6 @@ def launch(
         except BaseException:
             watcher.abandon()
             raise
-        finally:
-            alarm.cancel()
     return watcher.outcome(pickle.loads)  # of its own children
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -95,17 +96,17 @@ class Watched(Interceptor):
             self._completed += 1
 
     def signs(self) -> Signs:
-        """What the main flow waits for, and how much has moved."""
+        """How many operations were completed, and what the main flow waits for."""
         waiting = self._main.waiting
         while waiting is not None and waiting.flow is not None:
             waiting = waiting.flow.waiting
         if waiting is None:
-            return Signs(self._completed)
+            return self._completed, (), ""
         peers = self.others if waiting.peer is None else (waiting.peer,)
         if waiting.kind == "native":
-            return Signs(self._completed, peers, "in a native collective")
+            return self._completed, peers, "in a native collective"
         what = f"to {waiting.kind}" if waiting.kind in ("send", "receive") else "in a collective"
-        return Signs(self._completed, peers, f"{what}, tag {waiting.tag}")
+        return self._completed, peers, f"{what}, tag {waiting.tag}"
 
 
 def run_rank(
@@ -183,9 +184,9 @@ def _run(
     transport.native = native.all_reduce
 
     def probe() -> Signs:
-        signs = watched.signs()
+        completed, waits_for, what = watched.signs()
         moved = transport.acknowledged_bytes() if sys.platform == "linux" else 0
-        return Signs((signs.progress, compute.calls, moved), signs.waits_for, signs.what)
+        return (completed, compute.calls, moved), waits_for, what
 
     control.attach(transport, probe)
     runtime = Runtime(
@@ -228,8 +229,9 @@ def join(
 ) -> Outcome:
     """Run `program(runtime, argument)` as the rank that `launched` says, with all the others.
 
-    Every process of the run calls this. Rank 0 also holds the watcher, in a thread. What the
-    program returns has to be plain data that JSON carries; nothing that arrives is unpickled.
+    Every process of the run calls this. Rank 0 also holds the watcher, in a thread, and returns the
+    outcome of the whole run, every other rank one with its own result: plain data that JSON
+    carries, since nothing that arrives is unpickled.
 
     Args:
         patience, threads, on_event: see `launch`; only rank 0 has events.
@@ -238,16 +240,11 @@ def join(
         on_orphaned, on_cause: see `Control`; rank 0 is the one that may be gone.
         advice: what a user can do about a rank that is taken for hung.
 
-    Returns:
-        On rank 0 the outcome of the whole run, on every other rank one with its own result.
-
-    Raises:
-        InputError: for an address that is not one of this machine.
-        RunFailed: on every rank, with the first cause. A rank whose program does not react to the
-            end of the run prints the cause, and leaves its process with status 1.
+    Raises `InputError` for an address that is not one of this machine, and `RunFailed` on every
+    rank, with the first cause. A rank whose program does not react to the end of the run prints the
+    cause, and leaves its process with status 1.
     """
-    limits = Limits(patience=patience, advice=advice)
-    tls = from_environment(os.environ)
+    limits, tls = Limits(patience=patience, advice=advice), from_environment(os.environ)
     chosen = host or os.environ.get(HOST_VARIABLE)
     address = numeric(chosen) if chosen else towards(launched.address, launched.port)
     store = _connect_store(launched, limits, chosen)
@@ -256,15 +253,9 @@ def join(
         if launched.rank == 0:
             token = secrets.token_hex(32)
             watcher = Watcher(
-                launched.ranks,
-                limits,
-                host=address,
-                token=token,
-                children=False,
-                tls=tls,
-                on_event=on_event,
-                on_cause=on_cause,
-            )
+                launched.ranks, limits, host=address, token=token, children=False, tls=tls,
+                on_event=on_event, on_cause=on_cause,
+            )  # fmt: skip
             on_cause = None  # it comes from the watcher
             watcher.start()
             closing.callback(watcher.abandon)
@@ -273,24 +264,30 @@ def join(
         closing.enter_context(_interrupts(watcher))
         spec = _spec(launched, store, address, limits, tls, threads)
         native = PrefixStore("native", store)
-        try:
-            result = run_rank(
-                spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause
-            )
-        except RunFailed as failed:
-            if watcher is None:
-                raise
-            if watcher.detector.cause is None:  # it could not even reach its own watcher
-                watcher.fail(spec.rank, failed)
-            watcher.join()  # it tells the others the cause, and gives them time to leave
-            watcher.outcome(json.loads)
-            raise
+        run = functools.partial(
+            run_rank, spec, lambda: (program, argument), lambda: native, on_orphaned, on_cause
+        )
         if watcher is not None:
-            watcher.join()
-            return watcher.outcome(json.loads)
-    results = [None] * launched.ranks
-    results[launched.rank] = result
+            return _run_beside(watcher, run)
+        results = [None] * launched.ranks
+        results[launched.rank] = run()
     return Outcome(tuple(results), {}, stopped=False, notices=(), setup={})
+
+
+def _run_beside(watcher: Watcher, run: Callable[[], Any]) -> Outcome:
+    """Be rank 0, until all ranks are gone."""
+    failure = None
+    try:
+        run()
+    except RunFailed as failed:
+        failure = failed
+        if watcher.detector.cause is None:  # it could not even reach its own watcher
+            watcher.fail(0, failed)
+    watcher.join()  # it tells the others the cause, and gives them time to leave
+    outcome = watcher.outcome(json.loads)
+    if failure is not None:
+        raise failure
+    return outcome
 
 
 def _connect_store(launched: Launched, limits: Limits, host: str | None) -> Store:
@@ -348,26 +345,17 @@ def _spec(
         raise RunFailed(
             f"rank {launched.rank} waited {limits.joining:g} s for rank 0, which did not come"
         ) from error
-    watcher_host, watcher_port = published["address"]
     if published["tls"] != (tls is not None):
         where = "for rank 0 and not here" if published["tls"] else "here and not for rank 0"
         raise InputError(
             f"rank {launched.rank}: TLS is set up {where}: set ORCHESTRA_TLS_CERTIFICATE, _KEY and "
             "_AUTHORITY on every host, or on none"
         )
+    watcher, token = tuple(published["address"]), published["token"]
     return RankSpec(
-        launched.rank,
-        launched.ranks,
-        launched.local_rank,
-        (watcher_host, watcher_port),
-        host,
-        published["token"],
-        limits,
-        local=False,
-        supervised=launched.supervised,
-        tls=tls,
-        threads=threads,
-    )
+        launched.rank, launched.ranks, launched.local_rank, watcher, host, token, limits,
+        local=False, supervised=launched.supervised, tls=tls, threads=threads,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -78,19 +78,17 @@ def handling(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
 
 def kernel() -> str:
     """Equal for two processes whose numbers of cores mean the same cores; empty if not known."""
-    try:
+    with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def machine() -> str:
     """Equal for two processes that see each other's process ids; empty where that is not known."""
-    boot = kernel()
-    try:
-        return f"{boot}:{Path('/proc/self/ns/pid').readlink()}" if boot else ""
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        if boot := kernel():
+            return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
+    return ""
 
 
 def die_with_parent() -> None:
@@ -126,19 +124,15 @@ class UsageMeter:
         sign = -1 if running else 1
         self.passed += sign * time.monotonic()
         self.own += sign * time.process_time()
-        now = _busy_now()
-        self.busy = None if now is None or self.busy is None else self.busy + sign * now
+        try:
+            busy = busy_seconds(_STAT.read_text(), usable_cores(), os.sysconf("SC_CLK_TCK"))
+            self.busy = None if self.busy is None else self.busy + sign * busy
+        except (OSError, ValueError, IndexError):
+            self.busy = None
 
     def usage(self) -> Usage:
         """All so far; not while it runs."""
         return Usage(machine(), len(usable_cores()), self.passed, self.own, self.busy)
-
-
-def _busy_now() -> float | None:
-    try:
-        return busy_seconds(_STAT.read_text(), usable_cores(), os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def keep_freed_memory() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
-from orchestra.engines.processes.watcher import Outcome
-from orchestra.engines.run import record_of, roles_of, write_environment
+from orchestra.engines.run import record_of, write_environment
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.records.report import RankReport
 from orchestra.settings.base import from_plain, to_plain
+from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run
 from orchestra.transports.tags import Tag
 
@@ -40,7 +40,7 @@ def train_run(
 
     See `orchestra.engines.run.train_run`; raises `InputError` also where GPUs are missing.
     """
-    roles = roles_of(run)
+    roles = roles_of(run.strategy, run.training.ranks)
     if (lack := lacking(run)) is not None:
         raise InputError(f"device: {run.strategy!r} {lack}")
     write_environment(folder)
@@ -53,7 +53,10 @@ def train_run(
             threads=run.training.threads,
             on_event=display.on_event,
         )
-    return _record(run, outcome.results, outcome, folder)
+    left_out, notices = outcome.left_out, outcome.notices
+    return record_of(
+        run, outcome.results, folder, outcome.setup, left_out=left_out, notices=notices
+    )
 
 
 def has_validation(task: str) -> bool:
@@ -95,7 +98,7 @@ def take_part(
     """
     from orchestra.engines.processes.rank import join
 
-    roles = roles_of(run)
+    roles = roles_of(run.strategy, run.training.ranks)
     if len(roles.shares) != launched.ranks:
         raise InputError(
             f"{launched.launcher} started {launched.ranks} processes, but {run.strategy!r} on "
@@ -117,20 +120,8 @@ def take_part(
     if completed is not None or not first:
         return completed
     reports = [from_plain(RankReport | None, report) for report in outcome.results]
-    return _record(run, reports, outcome, folder)
-
-
-def _record(
-    run: Run, reports: Sequence[RankReport | None], outcome: Outcome, folder: Path
-) -> RunRecord:
-    return record_of(
-        run,
-        [report for report in reports if report is not None],
-        folder,
-        outcome.setup,
-        left_out=outcome.left_out,
-        notices=outcome.notices,
-    )
+    left_out, notices = outcome.left_out, outcome.notices
+    return record_of(run, reports, folder, outcome.setup, left_out=left_out, notices=notices)
 
 
 def program_unless_completed(

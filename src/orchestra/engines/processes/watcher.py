@@ -26,7 +26,6 @@ from orchestra.worker.threads import shares_of_cores
 SERVER = "the fork server, from which the ranks are started,"
 NOT_KNOWN = 255  # multiprocessing's status of a process whose fork server is gone
 TICK_SECONDS = 0.25
-BEAT_SECONDS = 1.0  # of the watcher, for ranks on other hosts
 SEND_SECONDS = 1.0  # messages are small: whoever does not take one is stuck
 STRANGER_SECONDS = 10.0  # for a connection to show the token
 STRANGERS = 32  # such connections, beside those of the ranks; more push out the oldest
@@ -81,6 +80,7 @@ class Watcher:
         host: the address to listen on.
         token: the secret that a rank has to show.
         children: the ranks are child processes, each given to `adopt` once started.
+        limit: seconds after which all ranks are killed.
         tls: encrypts the control connections.
         on_event: called from the thread with each event, and each notice.
         on_cause: called from the thread with the cause of a failure, before any rank hears of it:
@@ -98,6 +98,7 @@ class Watcher:
         host: str,
         token: str,
         children: bool,
+        limit: float | None = None,
         tls: TLS | None = None,
         on_event: Callable[[events.Event | events.Notice], None] | None = None,
         on_cause: Callable[[str], None] | None = None,
@@ -113,6 +114,7 @@ class Watcher:
         self._connected: set[int] = set()
         self._orders: list[Callable[[], None]] = []  # from other threads
         self._abandoned = False
+        self._limit = math.inf if limit is None else limit
         self._heartbeat_at = -math.inf
         self._crash: BaseException | None = None
         self._server: int | None = None  # the fork server
@@ -191,9 +193,9 @@ class Watcher:
         if self.imported and "processes" in setup:
             setup = {"import": self.imported, **setup}
             setup["processes"] -= self.imported
-        results = self.results
+        results = {rank: read(result) for rank, result in self.results.items()}
         return Outcome(
-            results=tuple(read(results[r]) if r in results else None for r in range(self._ranks)),
+            results=tuple(results.get(rank) for rank in range(self._ranks)),
             left_out=detector.left_out,
             stopped=detector.stopped,
             notices=tuple(detector.notices),
@@ -209,7 +211,7 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            while not self.detector.over and not self._abandoned:
+            while not (self.detector.over or self._abandoned or self.age() > self._limit):
                 for key, _ in self._selector.select(TICK_SECONDS):
                     key.data()
                 self._tick()
@@ -241,7 +243,7 @@ class Watcher:
         suspects = [self._links[rank] for rank in self.detector.suspects(now)]
         stopped = [link.rank for link in suspects if link.same_machine and is_stopped(link.pid)]
         self._carry_out(self.detector.tick(now, stopped))
-        if now - self._heartbeat_at > BEAT_SECONDS:
+        if now - self._heartbeat_at > events.BEAT_SECONDS:  # for ranks on other hosts
             self._heartbeat_at = now
             self._broadcast({"kind": "watching"})
 
@@ -267,35 +269,32 @@ class Watcher:
 
     def _carry_out(self, instructions: list[events.Instruction]) -> None:
         for instruction in instructions:
-            match instruction:
-                case events.Kill(rank=rank):
-                    self._kill(rank)
-                case events.Notice():
-                    self._on_event(instruction)
-                case _:  # an order to all ranks
-                    if isinstance(instruction, events.Abort):
-                        self._on_cause(instruction.cause)
-                    kind = type(instruction).__name__.lower()
-                    self._broadcast({"kind": kind, **asdict(instruction)})
+            if isinstance(instruction, events.Kill):
+                self._kill(instruction.rank)
+            elif isinstance(instruction, events.Notice):
+                self._on_event(instruction)
+            else:  # an order to all ranks
+                if isinstance(instruction, events.Abort):
+                    self._on_cause(instruction.cause)
+                kind = type(instruction).__name__.lower()
+                self._broadcast({"kind": kind, **asdict(instruction)})
 
     def _broadcast(self, message: Message) -> None:
         for link in self._links.values():
             link.send(message)
 
     def _kill(self, rank: int) -> None:
+        link = self._links.get(rank)
         if rank in self._children:
             self._children[rank].kill()
-            return
-        link = self._links.get(rank)
-        if link is None:
+        elif link is None:
             self._observe(events.Disconnected(rank))  # it never came
-            return
-        if link.pid == os.getpid() and link.same_machine:
-            return  # this very process: its control thread ends it, a little later
-        if link.same_machine:
+        elif not link.same_machine:
+            self._hang_up(link)
+        elif link.pid != os.getpid():  # else its control thread ends it, a little later
             with contextlib.suppress(ProcessLookupError):
                 os.kill(link.pid, signal.SIGKILL)
-        self._hang_up(link)
+            self._hang_up(link)
 
     # Processes
 
@@ -354,8 +353,9 @@ class Watcher:
         if not link.joined:
             self._admit(link, message)
         elif kind == "beat":
-            pulse = {**message["pulse"], "waits_for": tuple(message["pulse"]["waits_for"])}
-            self._observe(events.Beat(rank, events.Pulse(**pulse)))
+            waits_for = tuple(message["beat"]["waits_for"])
+            beat = {**message["beat"], "rank": rank, "waits_for": waits_for}
+            self._observe(events.Heartbeat(**beat))
         elif kind == "notice":
             self._carry_out(self.detector.noticed(str(message["text"])))
         elif kind == "connected":

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from orchestra.collectives import Group
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
 from orchestra.transports.collective import execute
-from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
+from orchestra.transports.protocol import Traffic, Transport
 
 
 class Queued:
@@ -104,19 +103,19 @@ class BackgroundQueue:
     def _start(self, time: float) -> None:
         """Let the first of them begin at `time`, now or later."""
         self._started = time
-        if self._processor.undisturbed() and not self._caches.is_cold:
-            self._join(time + self._port.net.overhead.collective / self._processor.rate)
-        elif time > self.kernel.now():
-            self.kernel.at(time, self._compute)
+        steady = self._processor.undisturbed() and not self._caches.is_cold
+        if time > self.kernel.now() and not steady:
+            self.kernel.call_at(time, self._start, time)
         else:
-            self._compute()
+            overhead = self._port.net.overhead
+            self._compute(time, self._caches.warm_up() + overhead.collective, self._join)
 
-    def _compute(self) -> None:
-        seconds = self._caches.warm_up() + self._port.net.overhead.collective
+    def _compute(self, time: float, seconds: float, then: Callable[[float], None]) -> None:
+        """Let the thread compute from `time` on; `then` is called with the time of its end."""
         if self._processor.undisturbed():
-            self._join(self.kernel.now() + seconds / self._processor.rate)
+            then(time + seconds / self._processor.rate)
         else:
-            self._processor.start(seconds, lambda: self._join(self.kernel.now()))
+            self._processor.start(seconds, lambda: then(self.kernel.now()))
 
     def _join(self, time: float) -> None:
         port, given = self._port, self._tasks[0].given
@@ -133,20 +132,12 @@ class BackgroundQueue:
     def _through(self) -> None:
         """The first of them has been executed."""
         assert self._member is not None
-        moved = self._member.count(self._port)
+        self._member.count(self._port)
+        _, communicating = self._member.seconds
         self._tasks[0].buffer_bytes = self._member.buffer_bytes
         self._member = None
-        self.traffic.seconds_in_background += (
-            self._joined - self._started + moved.seconds_communicating
-        )
-        self._signal()
-
-    def _signal(self) -> None:
-        now, seconds = self.kernel.now(), self._signal_seconds
-        if self._processor.undisturbed():
-            self._end(now + seconds / self._processor.rate)
-        else:
-            self._processor.start(seconds, lambda: self._end(self.kernel.now()))
+        self.traffic.seconds_in_background += self._joined - self._started + communicating
+        self._compute(self.kernel.now(), self._signal_seconds, self._end)
 
     def _end(self, time: float) -> None:
         self._tasks.popleft().finish(time)
@@ -159,15 +150,12 @@ class BackgroundQueue:
         transport = self._new_transport()
 
         def live() -> None:
-            task, placed = self._tasks[0], given.placed
-            schedule, group = placed.plan.schedule, Group(placed.ranks)
-            call = CollectiveCall(schedule, given.vector, group, given.tag, given.edges)
-            task.buffer_bytes = execute(transport, call)
+            self._tasks[0].buffer_bytes = execute(transport, given.call)
 
         def ended(flow: Flow) -> None:
             if flow.error is not None:
                 kernel.fail(flow.error)
             self.traffic.seconds_in_background += transport.traffic.seconds_communicating
-            self._signal()
+            self._compute(kernel.now(), self._signal_seconds, self._end)
 
         kernel.start(port.rank, live, self._processor).on_end.append(ended)

@@ -48,18 +48,13 @@ class Context(Protocol):
         ...
 
 
-def _taken_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
 class ThreadContext:
     """Waits for a lock, its baton; then goes on where the one before it stopped."""
 
     def __init__(self, affinity: Affinity, life: Life | None = None, name: str = "") -> None:
         self._affinity = affinity
-        self._baton = _taken_lock()
+        self._baton = threading.Lock()
+        self._baton.acquire()
         self._life = life
         self._thread = threading.current_thread()
         self._timeout = LOOK_UP if life is None else -1.0

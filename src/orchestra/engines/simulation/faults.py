@@ -12,24 +12,23 @@ from functools import partial
 
 from orchestra.cluster import Cluster
 from orchestra.engines.events import (
+    BEAT_SECONDS,
     Abort,
-    Beat,
     Disconnect,
     Event,
     Exited,
     Failed,
     Finished,
+    Heartbeat,
     Instruction,
     Joined,
     Kill,
     Notice,
-    Pulse,
 )
 from orchestra.engines.failure_detector import FailureDetector, Limits
 from orchestra.engines.simulation.world import World
 from orchestra.errors import RunFailed
 
-BEAT_SECONDS = 0.5
 CLOSED = "its connection closed"
 
 
@@ -37,7 +36,7 @@ class Faults:
     """The faults of `cluster` on `ranks` ranks.
 
     Args:
-        pulse: what a beat of a rank would say now.
+        beat: the heartbeat of a rank, now.
         patience: of the watcher, in seconds.
         notice: tells the user.
 
@@ -50,14 +49,14 @@ class Faults:
         cluster: Cluster,
         ranks: int,
         world: World,
-        pulse: Callable[[int], Pulse],
+        beat: Callable[[int], Heartbeat],
         patience: float,
         notice: Callable[[str], None],
     ) -> None:
         self._world = world
         self._kernel = world.kernel
         self._ranks = range(ranks)
-        self._pulse = pulse
+        self._beat = beat
         self._notice = notice
         self._detector = FailureDetector(ranks, Limits(patience=patience), start=0.0, children=True)
         self.left_out = self._detector.left_out
@@ -157,7 +156,7 @@ class Faults:
         for rank in self._ranks:
             silent = rank in self._held or rank in self._ended or rank in self._unheard
             if not silent and self._world.reaches(rank, 0):
-                self._observe(Beat(rank, self._pulse(rank)))
+                self._observe(self._beat(rank))
         self._carry_out(self._detector.tick(now, self._held))
         self._watching = bool(self._held or self._cut) or now < self._until
         if self._watching:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import Protocol
 
 from orchestra.engines.simulation import sharing
+from orchestra.engines.simulation.kernel import Call, Events, Timer
 from orchestra.engines.simulation.sharing import (
     ROUNDING,
     Activity,
     EqualShares,
     Resource,
+    Way,
     is_only_shared,
     share,
 )
@@ -26,46 +27,22 @@ from orchestra.engines.simulation.sharing import (
 MARKS = itertools.count(1)
 """Numbers of sharings, of all fluids: a replay has one of its own, on the same resources."""
 
-__all__ = ["Activity", "Clock", "Fluid", "Resource", "Timer"]
-
-Call = Callable[[], None]
-
-
-class Timer(Protocol):
-    """A call that is due."""
-
-    def cancel(self) -> None:
-        """Let it pass without effect."""
-        ...
-
-
-class Clock(Protocol):
-    """Virtual time."""
-
-    def now(self) -> float:
-        """The present, in seconds."""
-        ...
-
-    def at(self, time: float, call: Call) -> Timer:
-        """Let `call` happen at `time`, after all that is already due then."""
-        ...
+__all__ = ["Activity", "Fluid", "Resource", "Way"]
 
 
 class Fluid:
-    """The activities that run, at the virtual time of `clock`.
+    """The activities that run, at the virtual time of `events`.
 
     Whatever happens at one instant is shared out once, after it. Activities that end at the same
     instant end together, in the order of their start.
 
     Attributes:
-        solves: how many sets of connected activities have had their shares computed.
-        shares: how many shares have been computed in all.
+        shares: how many have been computed in all.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.solves = 0
+    def __init__(self, events: Events) -> None:
         self.shares = 0
-        self._clock = clock
+        self._events = events
         self._started = 0
         self._running = 0
         self._ends: list[tuple[float, int, Activity]] = []  # a heap; obsolete ones are left in it
@@ -74,22 +51,19 @@ class Fluid:
         self._dirty: dict[Resource, None] = {}  # a set in the order of insertion
         self._equal = 0  # how many resources are shared equally
 
-    def start(
-        self, amount: float, resources: Sequence[Resource], then: Call, *, bound: float = inf
-    ) -> Activity:
+    def start(self, amount: float, resources: Sequence[Resource], then: Call) -> Activity:
         """Let an activity of `amount` begin; `then` is called when it ends.
 
         It crosses each of `resources` once. An amount of 0 ends at the present time, but after
         this call.
         """
         assert 0 <= amount < inf, f"an amount of {amount}"
-        assert bound > 0, f"a bound of {bound}"
-        now = self._clock.now()
+        now = self._events.now()
         path = tuple(resources) if amount else ()
         self._started += 1
         self._running += 1
-        activity = Activity(self._started, amount, path, then, bound, now)
-        rate = bound
+        activity = Activity(self._started, amount, path, then, now)
+        rate = inf
         for resource in path:
             if resource.capacity < rate:
                 rate = resource.capacity
@@ -107,20 +81,16 @@ class Fluid:
                 resource.equal.newcomers.append(activity)
         if undisturbing:
             self._change_rate(activity, rate, now)
-            for resource in path:
-                if resource.log is not None:
-                    resource.note(now)
             if activity.finish < self._alarm_at:
                 self._set_alarm()
         return activity
 
     def cancel(self, activity: Activity) -> None:
         """End `activity` now: its `then` is not called any more."""
-        activity.then = _nothing
+        activity.then = lambda: None
         if activity.running:
-            now = self._clock.now()
-            self._end(activity, activity.amount - activity.left_at(now))
-            self._released(activity, now)
+            self._end(activity)
+            self._released(activity)
 
     def set_capacity(self, resource: Resource, capacity: float) -> None:
         """Let `resource` have another capacity from now on; at 0 all that crosses it stalls."""
@@ -129,11 +99,6 @@ class Fluid:
         if resource.activities:
             self._part_beside(resource)
             self._share_anew(resource)
-
-    def use(self, resource: Resource) -> float:
-        """The amount that `resource` has carried until now."""
-        now = self._clock.now()
-        return resource.past + sum(a.amount - a.left_at(now) for a in resource.activities)
 
     def _change_rate(self, activity: Activity, rate: float, now: float) -> None:
         activity.left = left = activity.left_at(now)
@@ -151,35 +116,32 @@ class Fluid:
             activity.finish = now + left / rate
         heapq.heappush(self._ends, (activity.finish, activity.order, activity))
 
-    def _end(self, activity: Activity, carried: float) -> None:
+    def _end(self, activity: Activity) -> None:
         self._running -= 1
         activity.running = False
         activity.finish = inf
         for resource in activity.resources:
             del resource.activities[activity]
-            resource.past += carried
 
-    def _released(self, activity: Activity, now: float) -> None:
+    def _released(self, activity: Activity) -> None:
         """Let the others have what `activity` had, where that held them back."""
         for resource in activity.resources:
             if resource.tight and resource.activities:
                 self._share_anew(resource)
             elif resource.equal is not None:
                 self._part(resource.equal)
-            if resource.log is not None:
-                resource.note(now)
 
     # What happens at one instant is shared out once
 
     def _share_anew(self, resource: Resource) -> None:
         resource.tight = True
         if not self._dirty:
-            self._clock.at(self._clock.now(), self._solve)
+            self._events.at(self._events.now(), self._solve)
         self._dirty[resource] = None
 
     def _solve(self) -> None:
         """Share out all resources that are connected with those where something has changed."""
-        now = self._clock.now()
+        now = self._events.now()
         dirty, self._dirty = self._dirty, {}
         begun = next(MARKS)
         for seed in dirty:
@@ -191,17 +153,14 @@ class Fluid:
         self._set_alarm()
 
     def _share_out(self, seed: Resource, now: float) -> None:
-        self.solves += 1
-        activities, shared, logged = share(seed, next(MARKS))
+        activities, shared = share(seed, next(MARKS))
         self.shares += len(activities)
-        if not logged and _are_equal(activities, shared):
+        if _are_equal(activities, shared):
             self._join(shared[0], activities, now)
             return
         for activity in activities:
             if activity.share != activity.rate:
                 self._change_rate(activity, activity.share, now)
-        for resource in logged:
-            resource.note(now)
 
     # Many that have one resource in common, and nothing else
 
@@ -253,7 +212,7 @@ class Fluid:
 
     def _part(self, equal: EqualShares) -> None:
         """Each goes on by itself, at the rate that it has."""
-        now = self._clock.now()
+        now = self._events.now()
         self._equal -= 1
         equal.resource.equal = None
         for activity in equal.resource.activities:
@@ -278,11 +237,11 @@ class Fluid:
             if self._alarm is not None:
                 self._alarm.cancel()
             self._alarm_at = due
-            self._alarm = self._clock.at(due, self._ring) if due < inf else None
+            self._alarm = self._events.at(due, self._ring) if due < inf else None
 
     def _ring(self) -> None:
         """End all that ends now; those that follow from it start at a later event."""
-        now = self._clock.now()
+        now = self._events.now()
         self._alarm, self._alarm_at = None, inf
         ends = self._ends
         ended = []
@@ -291,10 +250,10 @@ class Fluid:
             if activity.finish == finish:
                 over = [activity] if activity.equal is None else activity.equal.end(now)
                 for each in over:
-                    self._end(each, each.amount)
+                    self._end(each)
                 ended += over
         for activity in ended:
-            self._released(activity, now)
+            self._released(activity)
         if not self._dirty:  # else it is set when that is done
             self._set_alarm()
         for activity in ended:
@@ -309,7 +268,3 @@ def _are_equal(activities: Sequence[Activity], shared: Sequence[Resource]) -> bo
     if not resource.tight or not resource.capacity:
         return False
     return all(activity.share == activities[0].share for activity in activities)
-
-
-def _nothing() -> None:
-    pass

@@ -15,6 +15,7 @@ from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BYTES
 from orchestra.data.feed import open_samples
 from orchestra.data.random_state import undisturbed
+from orchestra.engines.simulation.costs import Costs
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import Strategy
@@ -23,6 +24,7 @@ from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import meta_model
 from orchestra.worker.batches import Batch, map_tensors
 from orchestra.worker.layout import Layout
+from orchestra.worker.runtime import Work
 
 ACTIVATIONS = "activations"
 
@@ -44,11 +46,6 @@ class Memory:
     def _task(self) -> Task:
         return load_task(self._run.task)
 
-    @property
-    def elements(self) -> int:
-        """Of the flat vector of all parameters."""
-        return Layout.of_module(self._module).size
-
     def require_room(self, cluster: Cluster, ranks: int) -> None:
         """Raise `InputError`, with the sum, where ranks need more than a node of theirs has."""
         ranks_of: dict[str, list[int]] = defaultdict(list)
@@ -56,10 +53,10 @@ class Memory:
         for rank, node in enumerate(nodes):
             ranks_of[node.name].append(rank)
         for node in dict.fromkeys(nodes):
-            if (complaint := self.complaint(node, ranks_of[node.name])) is not None:
+            if (complaint := self._complaint(node, ranks_of[node.name])) is not None:
                 raise InputError(complaint)
 
-    def complaint(self, node: Node, ranks: Sequence[int]) -> str | None:
+    def _complaint(self, node: Node, ranks: Sequence[int]) -> str | None:
         """Why `ranks` have no room on `node`; None if they have, or its memory is not known."""
         if node.memory is None:
             return None
@@ -71,6 +68,32 @@ class Memory:
                 place = f"a device of {node.name}" if node.devices else node.name
                 return self._explained(place, node.memory, here, needed)
         return None
+
+    def best_node(self, cluster: Cluster, costs: Costs) -> Node:
+        """Where a step of the whole batch takes the least time, of the nodes that have room for it.
+
+        A step is the gradient of the global batch, the optimizer's update and what surrounds them,
+        with all cores of the node, or one device. Of equal ones the first by name: the order of the
+        nodes in a file does not matter. Where none has room, it is the fastest of all.
+        """
+        if len(cluster.nodes) == 1:
+            return cluster.nodes[0]
+        training = self._run.training
+        batch = training.batch_size * training.ranks
+        works = (
+            Work("gradient", batch),
+            Work("update", Layout.of_module(self._module).size),
+            Work("step", batch),
+        )
+
+        def preference(node: Node) -> tuple[bool, float, str]:
+            threads = node.threads(1, training.threads)
+            seconds = sum(costs.seconds(work, threads) for work in works)
+            seconds /= node.speed_beside(costs.flops)
+            crowded = self._complaint(node, [0]) is not None
+            return crowded, seconds, node.name
+
+        return min(cluster.nodes, key=preference)
 
     def _explained(
         self, place: str, there: float, ranks: Sequence[int], needed: Counter[str]

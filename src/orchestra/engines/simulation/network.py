@@ -17,23 +17,12 @@ from typing import Protocol
 from torch import Tensor
 
 from orchestra.cluster.costs import Overhead
-from orchestra.engines.simulation.events import Events
-from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
-from orchestra.engines.simulation.kernel import Flow, Kernel, Processor
+from orchestra.engines.simulation.fluid import Activity, Fluid, Resource, Way
+from orchestra.engines.simulation.kernel import Events, Flow, Kernel, Processor, Wait
 from orchestra.transports import matching
 from orchestra.transports.framing import Header
 from orchestra.transports.matching import Incoming, Mailbox
-from orchestra.transports.protocol import Task
-
-
-class Route(Protocol):
-    """The way between two ranks."""
-
-    @property
-    def resources(self) -> Sequence[Resource]: ...
-
-    @property
-    def latency(self) -> float: ...
+from orchestra.transports.protocol import Task, Traffic
 
 
 class Load(Protocol):
@@ -65,7 +54,8 @@ class Load(Protocol):
 
 
 class Message:
-    """A message from `send` to its delivery; `payload` is what was there when it was sent."""
+    """A `Load` from `send` to its delivery; `payload` is what was there when it was sent, and
+    `arriving` what the mailbox knows it by, once it has begun."""
 
     __slots__ = ("_sending", "_target", "arriving", "crossed", "header", "left_at", "payload")
 
@@ -77,22 +67,19 @@ class Message:
         self._sending = sending
         self._target = target
         self.arriving: Incoming | None = None
-        """Once it has begun."""
 
     @property
     def frame_bytes(self) -> int:
-        """With its header."""
         return self.header.frame_bytes
 
     def begin(self) -> None:
-        """Its first byte is there."""
-        self.arriving = self._target.mailbox.begin(self._sending.source, self.header, self.payload)
+        source = self._sending.port.rank
+        self.arriving = self._target.mailbox.begin(source, self.header, self.payload)
         if self.arriving.receive is not None:
             self.arriving.receive.began_at = self._target.net.kernel.now()
         self._target.wake()  # whoever waits for it begins to take it in, or learns of a misfit
 
     def end(self) -> None:
-        """All of it is there."""
         assert self.arriving is not None
         if self.arriving.tensor is not self.payload:
             self.arriving.tensor.copy_(self.payload)
@@ -101,7 +88,7 @@ class Message:
         self._target.wake()
 
     def fail(self, error: Exception) -> None:
-        """It never arrives; whoever sends it learns of `error`, unless it has gone on since."""
+        # Whoever sends it learns of the error, unless it has gone on since.
         if not self._sending.finished:
             self._sending.fail(error)
             self._sending.port.wake()
@@ -119,7 +106,7 @@ class Stream:
     """
 
     def __init__(
-        self, net: Net, route: Route, target: int, delay: Callable[[float], float] | None
+        self, net: Net, route: Way, target: int, delay: Callable[[float], float] | None
     ) -> None:
         self.resources = route.resources
         self.latency = route.latency
@@ -236,7 +223,7 @@ class Meter:
     counts in full when it is sent, one of an all-reduce at once when its rank is through.
 
     Attributes:
-        sent: bytes by rank; a message from a rank to itself crosses no link, and is not in it.
+        sent: bytes by rank; without messages from a rank to itself, which cross no link.
         seconds: for which the stopwatch ran.
     """
 
@@ -262,18 +249,12 @@ class Meter:
     def count_all(self, sent: Mapping[int, int]) -> None:
         """So many bytes go to each rank."""
         if self._began is not None:
-            for target, size in sent.items():
+            for target, size in sent.items():  # faster than `Counter.update`
                 self.sent[target] += size
 
 
-SIGNAL_BYTES = 8
-"""What a flow tells another one of its rank: a number."""
-
-
-class Backend(Protocol):
-    """What stands for torch.distributed."""
-
-    def all_reduce(self, tensor: Tensor) -> Task[int]: ...
+AllReduce = Callable[[Tensor], Task[int]]
+"""Begins to replace a tensor by its sum over all ranks."""
 
 
 class Net:
@@ -288,7 +269,7 @@ class Net:
         kernel: Kernel,
         fluid: Fluid,
         overhead: Overhead,
-        route: Callable[[int, int], Route],
+        route: Callable[[int, int], Way],
         delay: Callable[[int, int, float], float] | None = None,
     ) -> None:
         self.kernel = kernel
@@ -316,7 +297,7 @@ class Port:
     `native` gives what stands for torch.distributed.
     """
 
-    native: Callable[[], Backend]
+    native: Callable[[], AllReduce]
 
     def __init__(
         self, net: Net, rank: int, new_processor: Callable[[], Processor], meter: Meter
@@ -333,9 +314,9 @@ class Port:
 
     @property
     def signal_seconds(self) -> float:
-        """Processor seconds of a flow that tells another one of its rank what has changed."""
+        """Processor seconds of a flow that tells another one of its rank a number of 8 bytes."""
         local = self.net.overhead.local
-        return 0.0 if local is None else local.at(SIGNAL_BYTES)
+        return 0.0 if local is None else local.at(8)
 
     def mark_caches_cold(self) -> None:
         """Let the next message of the rank pay `Overhead.cold`: a step has begun."""
@@ -362,14 +343,30 @@ class Port:
         cold, self._cold = self._cold, False
         return self.net.overhead.cold if cold else 0.0
 
-    def sleep_until(self, so: Callable[[], bool]) -> None:
-        """Park the present flow until `so` is true after a `wake`."""
+    def spend(self, seconds: float, traffic: Traffic) -> None:
+        """Let the present flow compute for so many seconds of a core of speed 1, to communicate."""
+        if seconds > 0:
+            kernel = self.net.kernel
+            started = kernel.here()
+            kernel.current.processor.spend(seconds)
+            traffic.seconds_communicating += kernel.here() - started
+
+    def sleep_until(self, so: Callable[[], bool], waits: Callable[[], Wait]) -> float:
+        """Park the present flow until `so` is true after a `wake`; the seconds that pass.
+
+        Meanwhile `waits` tells whom it waits for.
+        """
         kernel = self.net.kernel
-        flow = kernel.current
-        self._asleep[flow] = so
-        while not so():
-            kernel.park()
-        self._asleep.pop(flow, None)
+        started = kernel.here()
+        if not so():
+            flow = kernel.current
+            flow.waits = waits
+            self._asleep[flow] = so
+            while not so():
+                kernel.park()
+            self._asleep.pop(flow, None)
+            flow.waits = None
+        return kernel.here() - started
 
     def wake(self) -> None:
         """Resume whoever waited for what is so now."""

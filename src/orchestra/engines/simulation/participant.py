@@ -9,9 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from math import inf
 
-from orchestra.engines.simulation.events import Events
 from orchestra.engines.simulation.fluid import Fluid
-from orchestra.engines.simulation.kernel import Processor
+from orchestra.engines.simulation.kernel import Events, Processor
 from orchestra.engines.simulation.network import Stream
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.transports.collective import StepKind

@@ -1,4 +1,10 @@
-"""An all-reduce before it runs: its messages, in numbers, for a vector of a given length."""
+"""A collective for all of its ranks at once: its messages, in numbers, and the sums that it gives.
+
+An all-reduce is added up once for all ranks, with the bits of its own order. a + b has the bits of
+b + a, so a sum is known by its tree of pairs. Where the tree is a chain, as in a ring, pieces that
+begin at different ranks are added up together: rank after rank, each adds to all pieces whose turn
+it is, which lie side by side.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,13 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from orchestra.schedules import REDUCE, Schedule
 from orchestra.transports import collective
@@ -20,40 +30,12 @@ Integers = NDArray[np.int64]
 HEADER = header_bytes(1)
 
 
-class Transfers:
-    """The transfers of all rounds of a schedule of `ranks` ranks, of which there are `count`: the
-    columns of a round, and `number`, that of the round."""
-
-    def __init__(self, columns: Integers, number: Integers, ranks: int, count: int) -> None:
-        self.source, self.target, self.first, self.end, self.operation = columns
-        self.number = number
-        self.count = count
-        self._columns, self._ranks = columns, ranks
-
-    def kept(self, which: NDArray[np.bool_]) -> Transfers:
-        """Those of them."""
-        if which.all():
-            return self
-        columns, number = self._columns[:, which], self.number[which]
-        return Transfers(columns, number, self._ranks, self.count)
-
-    def place_of(self, rank: Integers) -> Integers:
-        """A number for each pair of a round and the `rank` of a transfer in it."""
-        return self.number * self._ranks + rank
-
-    @cached_property
-    def one_at_a_time(self) -> bool:
-        """Whether each rank sends and receives at most one run of pieces in a round."""
-        ends = (self.place_of(self.source), self.place_of(self.target))
-        return all(np.bincount(places, minlength=1).max() <= 1 for places in ends)
-
-
 @functools.lru_cache(maxsize=2)
-def _all_of(schedule: Schedule) -> Transfers:
+def _transfers(schedule: Schedule) -> tuple[Integers, Integers, int]:
+    """Return the transfers of all rounds, shape [5, transfers], their rounds, and how many."""
     rounds = list(schedule.rounds()) or [np.empty((0, 5), np.int64)]  # one rank alone
     number = np.repeat(np.arange(len(rounds)), [len(transfers) for transfers in rounds])
-    columns = np.ascontiguousarray(np.concatenate(rounds).T)
-    return Transfers(columns, number, schedule.ranks, len(rounds))
+    return np.ascontiguousarray(np.concatenate(rounds).T), number, len(rounds)
 
 
 class Plan:
@@ -82,10 +64,12 @@ class Plan:
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
         self.cuts = tuple(schedule.edges(length) if edges is None else edges)
         cuts = np.array(self.cuts)
-        every = _all_of(schedule)
-        elements = cuts[every.end] - cuts[every.first]
-        self._transfers, self._elements = every.kept(elements > 0), elements[elements > 0]
-        source, target = self._transfers.source, self._transfers.target
+        transfers, number, self._count = _transfers(schedule)
+        elements = cuts[transfers[3]] - cuts[transfers[2]]
+        kept = slice(None) if elements.all() else elements > 0  # a slice copies nothing
+        self._transfers, self._number = transfers[:, kept], number[kept]
+        self._elements = elements[kept]
+        source, target = self._transfers[:2]
         messages = -(-self._elements // self.segment)
         wire = self._elements * itemsize + messages * HEADER
         self.pairs = self._by_pair(source * schedule.ranks + target, wire)
@@ -99,15 +83,14 @@ class Plan:
     def rounds(self) -> list[Integers]:
         """Of each round the transfers, shape [transfers, 6]: source, target, first, end, operation,
         elements."""
-        every = self._transfers
-        columns = (every.source, every.target, every.first, every.end, every.operation)
-        ends = np.searchsorted(every.number, np.arange(1, every.count))
-        return np.split(np.column_stack([*columns, self._elements]), ends)
+        ends = np.searchsorted(self._number, np.arange(1, self._count))
+        return np.split(np.column_stack([*self._transfers, self._elements]), ends)
 
     @property
     def sends_one_at_a_time(self) -> bool:
-        """At most one send and one receive for each rank and round."""
-        return self._transfers.one_at_a_time
+        """Whether each rank sends and receives at most one run of pieces in a round."""
+        ends = map(self._place_of, self._transfers[:2])
+        return all(np.bincount(places, minlength=1).max() <= 1 for places in ends)
 
     def frame_bytes(self, elements: int) -> int:
         """Of a message with its header."""
@@ -133,6 +116,10 @@ class Plan:
         """What the executor does on `rank` from round `first` on."""
         return collective.steps(self.parts(rank, first), self.cuts, self.segment)
 
+    def _place_of(self, rank: Integers) -> Integers:
+        """A number for each pair of a round and the `rank` of a transfer in it."""
+        return self._number * self.schedule.ranks + rank
+
     def _by_pair(self, pair: Integers, amount: Integers) -> dict[tuple[int, int], int]:
         """`amount`, summed by the pair that it goes between."""
         sums = np.bincount(pair, amount)
@@ -150,9 +137,149 @@ class Plan:
         ranks = self.schedule.ranks
         if self._slot_bytes:
             return [ranks * self._slot_bytes] * ranks
-        reduces = self._transfers.operation == REDUCE
+        reduces = self._transfers[4] == REDUCE
         scratch = np.minimum(self._elements[reduces], 2 * self.segment) * self.itemsize
-        places = self._transfers.place_of(self._transfers.target)[reduces]
-        at_once = np.bincount(places, scratch, self._transfers.count * ranks)
+        places = self._place_of(self._transfers[1])[reduces]
+        at_once = np.bincount(places, scratch, self._count * ranks)
         peak = at_once.reshape(-1, ranks).max(axis=0, initial=0)
         return peak.astype(np.int64).tolist()  # type: ignore[no-any-return]
+
+
+Tree = int | tuple["Tree", "Tree"]
+"""A rank, or the sum of two trees."""
+
+
+class Run(NamedTuple):
+    """Pieces side by side whose sum is formed alike."""
+
+    first: int
+    end: int
+    tree: Tree
+
+
+class Chained(NamedTuple):
+    """Pieces to which the vector of `rank` is added next, or with which it `begins`."""
+
+    first: int
+    end: int
+    rank: int
+    begins: bool
+
+
+class Order(NamedTuple):
+    """How the sums of a schedule are formed: in chains, as far as they are chains."""
+
+    chained: list[Chained]
+    others: list[Run]
+
+
+def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] | None) -> None:
+    """Replace each of `vectors`, in the order of the ranks, by what `schedule` makes of it."""
+    if vectors[0].is_meta:
+        return  # shapes only
+    order = _order(schedule)
+    length = vectors[0].numel()
+    cuts = schedule.edges(length) if edges is None else edges
+    if schedule.slots:
+        cuts = (0, length)
+    total = torch.empty_like(vectors[0])
+    with torch.no_grad():
+        for first, end, rank, begins in order.chained:
+            part = slice(cuts[first], cuts[end])
+            if begins:
+                total[part] = vectors[rank][part]
+            else:
+                total[part].add_(vectors[rank][part])
+        for first, end, tree in order.others:
+            part = slice(cuts[first], cuts[end])
+            total[part] = _value(tree, vectors, part)
+        for vector in vectors:
+            vector.copy_(total)
+
+
+def _value(tree: Tree, vectors: Sequence[Tensor], part: slice) -> Tensor:
+    if isinstance(tree, int):
+        return vectors[tree][part]
+    return _value(tree[0], vectors, part) + _value(tree[1], vectors, part)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(schedule: Schedule) -> Order:
+    chains, others = [], []
+    for run in _runs(schedule):
+        chain = _chain(run.tree)
+        if chain is None:
+            others.append(run)
+        else:
+            chains.append((run.first, run.end, chain))
+    return Order(_interleaved(chains, schedule.ranks), others)
+
+
+def _interleaved(chains: list[tuple[int, int, list[int]]], ranks: int) -> list[Chained]:
+    """Rank after rank, round and round; side by side means in one go."""
+    done = [0] * len(chains)
+    left = sum(len(chain) for _, _, chain in chains)
+    order: list[Chained] = []
+    while left:
+        for rank in range(ranks):
+            for place, (first, end, chain) in enumerate(chains):
+                if done[place] < len(chain) and chain[done[place]] == rank:
+                    begins = done[place] == 0
+                    last = order[-1] if order else None
+                    if last and last[1:] == (first, rank, begins):
+                        order[-1] = last._replace(end=end)
+                    else:
+                        order.append(Chained(first, end, rank, begins))
+                    done[place] += 1
+                    left -= 1
+    return order
+
+
+def _chain(tree: Tree) -> list[int] | None:
+    """The ranks in the order in which one after the other is added; None for other trees."""
+    chain: list[int] = []
+    while not isinstance(tree, int):
+        a, b = tree
+        if isinstance(b, int):
+            chain.append(b)
+            tree = a
+        elif isinstance(a, int):
+            chain.append(a)
+            tree = b
+        else:
+            return None
+    return [tree, *reversed(chain)]
+
+
+def _runs(schedule: Schedule) -> list[Run]:
+    """Which pieces of the vector are summed how: found by running the schedule on names."""
+    if schedule.slots:
+        tree: Tree = 0
+        for rank in range(1, schedule.ranks):
+            tree = (tree, rank)
+        return [Run(0, 1, tree)]
+    trees: list[Tree] = list(range(schedule.ranks))
+    names: dict[tuple[int, int], int] = {}
+    held = [[rank] * schedule.pieces for rank in range(schedule.ranks)]
+    for transfers in schedule.rounds():
+        arriving = [
+            (target, piece, operation, held[source][piece])
+            for source, target, first, end, operation in transfers.tolist()
+            for piece in range(first, end)
+        ]
+        for target, piece, operation, name in arriving:
+            if operation == REDUCE:
+                own = held[target][piece]
+                pair = (min(own, name), max(own, name))
+                if pair not in names:
+                    names[pair] = len(trees)
+                    trees.append((trees[pair[0]], trees[pair[1]]))
+                name = names[pair]
+            held[target][piece] = name
+    assert all(pieces == held[0] for pieces in held), f"{schedule.name} is no all-reduce"
+    runs, first = [], 0
+    for name, group in groupby(held[0]):
+        end = first + len(list(group))
+        runs.append(Run(first, end, trees[name]))
+        first = end
+    return runs

@@ -11,33 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
-from orchestra.engines.simulation.events import Timer
 from orchestra.engines.simulation.fluid import Activity, Fluid, Resource
-from orchestra.engines.simulation.kernel import Kernel
-
-Then = Callable[[], None]
-
-
-class Turn:
-    """A thread's claim on a core.
-
-    Attributes:
-        resources: what its work crosses while it has one.
-        core: which one it has now, None: none; `until` is when its slice ends.
-        left: of the piece of work under way, in seconds of a core of speed 1.
-        then: called at the end of that piece; None: there is none.
-    """
-
-    def __init__(self, resources: Sequence[Resource]) -> None:
-        self.resources = resources
-        self.core: int | None = None
-        self.held = False
-        self.until = 0.0
-        self.left = 0.0
-        self.then: Then | None = None
-        self.activity: Activity | None = None
-        self.alarm: Timer | None = None
+from orchestra.engines.simulation.kernel import Call, Kernel, Timer
 
 
 class Cores:
@@ -54,38 +32,38 @@ class Cores:
         self._slice = time_slice
         self._refill = refill
         self._free = list(range(count))
-        self._last: dict[int, Turn] = {}  # who had each core last
-        self._waiting: deque[Turn] = deque()
-        self._having: dict[Turn, None] = {}  # a set in the order of insertion
+        self._last: dict[int, Thread] = {}  # who had each core last
+        self._waiting: deque[Thread] = deque()
+        self._having: dict[Thread, None] = {}  # a set in the order of insertion
 
-    def start(self, turn: Turn, seconds: float, then: Then) -> None:
-        """Let the thread of `turn` compute for so many seconds of a core of speed 1."""
-        assert turn.then is None, "a thread does one piece of work at a time"
-        turn.left, turn.then = seconds, then
-        if turn.held:
+    def start(self, thread: Thread, seconds: float, then: Call) -> None:
+        """Let `thread` compute for so many seconds of a core of speed 1."""
+        assert thread.then is None, "a thread does one piece of work at a time"
+        thread.left, thread.then = seconds, then
+        if thread.held:
             return
-        if turn.core is None:
-            self._queue(turn)
+        if thread.core is None:
+            self._queue(thread)
         else:
-            self._run(turn)
+            self._run(thread)
 
-    def hold(self, turn: Turn) -> None:
-        """Let the thread of `turn` stand still; another one gets its core."""
-        turn.held = True
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-        elif turn.activity is not None:
-            self._interrupt(turn)
-            self._release(turn)
+    def hold(self, thread: Thread) -> None:
+        """Let `thread` stand still; another one gets its core."""
+        thread.held = True
+        if thread in self._waiting:
+            self._waiting.remove(thread)
+        elif thread.activity is not None:
+            self._interrupt(thread)
+            self._release(thread)
 
-    def let_go(self, turn: Turn) -> None:
-        """Let the thread of `turn` go on where it was held."""
-        turn.held = False
-        if turn.then is not None and turn.core is None:
-            self._queue(turn)
+    def let_go(self, thread: Thread) -> None:
+        """Let `thread` go on where it was held."""
+        thread.held = False
+        if thread.then is not None and thread.core is None:
+            self._queue(thread)
 
-    def _queue(self, turn: Turn) -> None:
-        self._waiting.append(turn)
+    def _queue(self, thread: Thread) -> None:
+        self._waiting.append(thread)
         self._hand_out()
         if self._waiting:
             for other in self._having:
@@ -93,75 +71,76 @@ class Cores:
 
     def _hand_out(self) -> None:
         while self._waiting and self._free:
-            turn = self._waiting.popleft()
-            self._having[turn] = None
-            turn.core, turn.until = self._best_for(turn), self._kernel.now() + self._slice
-            self._free.remove(turn.core)
-            if self._last.get(turn.core, turn) is not turn:
-                turn.left += self._refill * turn.resources[0].capacity
-            self._last[turn.core] = turn
-            self._run(turn)
+            thread = self._waiting.popleft()
+            self._having[thread] = None
+            thread.core, thread.until = self._best_for(thread), self._kernel.now() + self._slice
+            self._free.remove(thread.core)
+            if self._last.get(thread.core, thread) is not thread:
+                thread.left += self._refill * thread.resources[0].capacity
+            self._last[thread.core] = thread
+            self._run(thread)
             if self._waiting:
-                self._set_alarm(turn)
+                self._set_alarm(thread)
 
-    def _best_for(self, turn: Turn) -> int:
+    def _best_for(self, thread: Thread) -> int:
         """Of the free cores the one that it had last, else one that nobody had, else the first."""
-        own = [core for core in self._free if self._last.get(core) is turn]
+        own = [core for core in self._free if self._last.get(core) is thread]
         fresh = [core for core in self._free if core not in self._last]
         return (own or fresh or self._free)[0]
 
-    def _run(self, turn: Turn) -> None:
-        turn.activity = self._fluid.start(turn.left, turn.resources, lambda: self._done(turn))
+    def _run(self, thread: Thread) -> None:
+        then = partial(self._done, thread)
+        thread.activity = self._fluid.start(thread.left, thread.resources, then)
 
-    def _done(self, turn: Turn) -> None:
-        then, turn.then, turn.activity = turn.then, None, None
+    def _done(self, thread: Thread) -> None:
+        then, thread.then, thread.activity = thread.then, None, None
         assert then is not None
         then()
         # The thread keeps its core if it goes on at once, which it does before this event.
-        self._kernel.at(self._kernel.now(), lambda: self._leave(turn))
+        self._kernel.at(self._kernel.now(), lambda: self._leave(thread))
 
-    def _leave(self, turn: Turn) -> None:
-        if turn.then is None and turn.core is not None:
-            self._release(turn)
+    def _leave(self, thread: Thread) -> None:
+        if thread.then is None and thread.core is not None:
+            self._release(thread)
 
-    def _set_alarm(self, turn: Turn) -> None:
-        """At the end of its slice, somebody else's turn may come."""
-        if turn.alarm is None:
-            time = max(self._kernel.now(), turn.until)
-            turn.alarm = self._kernel.at(time, lambda: self._give_way(turn))
+    def _set_alarm(self, thread: Thread) -> None:
+        """At the end of its slice, it may be somebody else's turn."""
+        if thread.alarm is None:
+            time = max(self._kernel.now(), thread.until)
+            thread.alarm = self._kernel.at(time, lambda: self._give_way(thread))
 
-    def _give_way(self, turn: Turn) -> None:
-        turn.alarm = None
-        if turn.activity is None or not self._waiting:
+    def _give_way(self, thread: Thread) -> None:
+        thread.alarm = None
+        if thread.activity is None or not self._waiting:
             return
-        self._interrupt(turn)
-        self._waiting.append(turn)
-        self._release(turn)
+        self._interrupt(thread)
+        self._waiting.append(thread)
+        self._release(thread)
 
-    def _interrupt(self, turn: Turn) -> None:
-        assert turn.activity is not None
-        turn.left = turn.activity.left_at(self._kernel.now())
-        self._fluid.cancel(turn.activity)
-        turn.activity = None
+    def _interrupt(self, thread: Thread) -> None:
+        assert thread.activity is not None
+        thread.left = thread.activity.left_at(self._kernel.now())
+        self._fluid.cancel(thread.activity)
+        thread.activity = None
 
-    def _release(self, turn: Turn) -> None:
-        if turn.alarm is not None:
-            turn.alarm.cancel()
-            turn.alarm = None
-        assert turn.core is not None
-        self._free.append(turn.core)
-        turn.core = None
-        del self._having[turn]
+    def _release(self, thread: Thread) -> None:
+        if thread.alarm is not None:
+            thread.alarm.cancel()
+            thread.alarm = None
+        assert thread.core is not None
+        self._free.append(thread.core)
+        thread.core = None
+        del self._having[thread]
         self._hand_out()
 
 
-class Team:
+class Team(NamedTuple):
     """The threads of a flow that computes with several, where those of other ranks want the same
-    cores. `own` has the capacity of `width` cores, `together` of all those of the node."""
+    cores: their `own` resource has the capacity of `width` cores, `together` all of the node's."""
 
-    def __init__(self, own: Resource, together: Resource, width: float) -> None:
-        self.resources = own, together
-        self.width = width
+    own: Resource
+    together: Resource
+    width: float
 
 
 class Thread:
@@ -169,7 +148,15 @@ class Thread:
     the node's cores where more threads than cores may run. `undisturbed` tells whether it computes
     at its own rate, whatever others do. With `cores`, threads that have to share them take turns;
     without, they share them evenly at every instant. Its further threads are in `team`; None: there
-    are none, or they have cores for themselves."""
+    are none, or they have cores for themselves.
+
+    Attributes:
+        rate: seconds of a core of speed 1 that pass here in a second, where no other thread runs.
+        core: where threads take turns, the one that it has now, until the end of its slice at
+            `until`; None: none.
+        left: of the piece of work under way, in seconds of a core of speed 1.
+        then: called at the end of that piece; None: there is none.
+    """
 
     def __init__(
         self,
@@ -180,55 +167,55 @@ class Thread:
         cores: Cores | None = None,
         team: Team | None = None,
     ) -> None:
-        self._team = team
-        self._speed = resources[0].capacity
-        self._held = False
-        self._cores = cores
-        self._turn = Turn(resources)
+        self.resources = resources
         self.undisturbed = undisturbed
+        self.rate = resources[0].capacity
+        self.held = False
+        self.core: int | None = None
+        self.until = 0.0
+        self.left = 0.0
+        self.then: Call | None = None
+        self.activity: Activity | None = None
+        self.alarm: Timer | None = None
         self._kernel = kernel
         self._fluid = fluid
-        self._resources = resources
-
-    @property
-    def rate(self) -> float:
-        """Seconds of a core of speed 1 that pass here in a second, where no other thread runs."""
-        return self._speed
+        self._cores = cores
+        self._team = team
 
     def change_speed(self, speed: float) -> None:
         """From an event: from now on it computes at another rate."""
-        self._speed = speed
-        if not self._held or self._cores is not None:
-            self._fluid.set_capacity(self._resources[0], speed)
-        if not self._held:
+        self.rate = speed
+        if not self.held or self._cores is not None:
+            self._fluid.set_capacity(self.resources[0], speed)
+        if not self.held:
             self._set_team(speed)
 
     def hold(self) -> None:
         """From an event: it computes nothing, and others have its core."""
-        self._held = True
+        self.held = True
         self._set_team(0.0)
         if self._cores is None:
-            self._fluid.set_capacity(self._resources[0], 0.0)
+            self._fluid.set_capacity(self.resources[0], 0.0)
         else:
-            self._cores.hold(self._turn)
+            self._cores.hold(self)
 
     def let_go(self) -> None:
         """From an event: it goes on where it was held."""
-        self._held = False
-        self._set_team(self._speed)
+        self.held = False
+        self._set_team(self.rate)
         if self._cores is None:
-            self._fluid.set_capacity(self._resources[0], self._speed)
+            self._fluid.set_capacity(self.resources[0], self.rate)
         else:
-            self._cores.let_go(self._turn)
+            self._cores.let_go(self)
 
-    def start(self, seconds: float, then: Callable[[], None]) -> None:
+    def start(self, seconds: float, then: Call) -> None:
         """Compute what takes so many seconds on a core of speed 1; `then` is called at its end."""
         if self.undisturbed():
             self._kernel.after(seconds / self.rate, then)
         elif self._cores is None:
-            self._fluid.start(seconds, self._resources, then)
+            self._fluid.start(seconds, self.resources, then)
         else:
-            self._cores.start(self._turn, seconds, then)
+            self._cores.start(self, seconds, then)
 
     def spend(self, seconds: float) -> None:
         """Let the present flow compute for so many seconds of a core of speed 1."""
@@ -255,10 +242,10 @@ class Thread:
             if not left:
                 kernel.resume(flow)
 
-        self._fluid.start(team.width * seconds, team.resources, end)
+        self._fluid.start(team.width * seconds, (team.own, team.together), end)
         self.start(seconds, end)
         kernel.park()
 
     def _set_team(self, speed: float) -> None:
         if self._team is not None:
-            self._fluid.set_capacity(self._team.resources[0], self._team.width * speed)
+            self._fluid.set_capacity(self._team.own, self._team.width * speed)

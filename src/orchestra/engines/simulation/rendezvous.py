@@ -10,42 +10,37 @@ shared anyway.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
 from math import inf
 from operator import attrgetter
+from typing import NamedTuple
 
 from torch import Tensor
 
-from orchestra.engines.simulation.events import Events, Timer
 from orchestra.engines.simulation.fluid import Fluid, Resource
-from orchestra.engines.simulation.kernel import Kernel, Processor
+from orchestra.engines.simulation.kernel import Events, Kernel, Processor, Timer
 from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
-from orchestra.engines.simulation.plan import Plan
+from orchestra.engines.simulation.plan import Plan, add_up
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
-from orchestra.engines.simulation.sums import add_up
-from orchestra.schedules import Schedule
-from orchestra.transports.protocol import Group, Traffic
+from orchestra.transports.protocol import CollectiveCall, Traffic
 
 MOST_KNOWN = 100_000
 """Collectives that are known by identity: a thousand ranks with a hundred buckets each."""
 
 
-@dataclass(frozen=True)
-class Contribution:
-    """What a rank brings to a collective; see `Transport.collective`."""
+class Contribution(NamedTuple):
+    """One rank's part in a collective, and the messages of all ranks."""
 
+    call: CollectiveCall
     placed: PlacedPlan
-    vector: Tensor
-    tag: int
-    edges: Sequence[int] | None
 
     @property
     def needs_no_values(self) -> bool:
         """Whether what each rank gets is known without messages, once all have begun."""
         schedule = self.placed.plan.schedule
-        summed = schedule.all_reduce or (schedule.joint and self.vector.is_meta)
+        summed = schedule.all_reduce or (schedule.joint and self.call.vector.is_meta)
         return summed and self.placed.plan.is_joint
 
 
@@ -81,12 +76,15 @@ class Member:
             self.seconds = waiting, communicating
             self._then()
 
-    def count(self, port: Port) -> Traffic:
-        """Count on `port`, the rank's, what it has moved, and return it."""
+    def count(self, port: Port) -> None:
+        """Count on `port`, the rank's, what it has sent."""
         placed, index = self._collective.placed, self.index
-        plan = placed.plan
-        port.bytes_sent += plan.bytes_sent[index]
+        port.bytes_sent += placed.plan.bytes_sent[index]
         port.meter.count_all(placed.sent[index])
+
+    def traffic(self) -> Traffic:
+        """Return what it has moved."""
+        plan, index = self._collective.placed.plan, self.index
         return Traffic(
             plan.bytes_sent[index],
             plan.bytes_received[index],
@@ -107,7 +105,6 @@ class Collective:
     Attributes:
         placed: its messages.
         usage: the links after it, once it has been evaluated.
-        missing: how many ranks have still to come.
     """
 
     def __init__(
@@ -120,10 +117,9 @@ class Collective:
     ) -> None:
         self.placed = placed = given.placed
         self.usage: Usage | None = None
-        self.missing = len(placed.ranks)
         self._kernel = kernel
-        self._tag = given.tag
-        self._shapes = given.vector.is_meta
+        self._tag = given.call.tag
+        self._shapes = given.call.vector.is_meta
         self._ahead = ahead
         self._before = before  # of the same ranks, not quite over
         if before is not None:
@@ -154,20 +150,21 @@ class Collective:
         arrived: float,
     ) -> Member:
         """The rank at place `index` takes part from the time `arrived` on, now or later."""
-        vector, plan = given.vector, self.placed.plan
+        call = given.call
         assert given.placed is self.placed, f"tag {self._tag}: an all-reduce of unlike vectors"
         before = self._before
         if before is not None and before.is_ahead and not before.is_through(index):
             self.enter_world()  # another flow of its is still in the last one, and sends, too
         member = Member(self, index, processor, then, arrived)
         self._members[index] = member
+        all_there = len(self._members) == len(self.placed.ranks)
         if not self._shapes:
-            self._vectors[index] = vector
-            if not self.missing:
+            self._vectors[index] = call.vector
+            if all_there:
                 vectors = [self._vectors[place] for place in sorted(self._vectors)]
-                add_up(plan.schedule, vectors, given.edges)
+                add_up(self.placed.plan.schedule, vectors, call.edges)
                 self._vectors.clear()
-        if self._ahead and not self.missing:
+        if self._ahead and all_there:
             self._evaluate()
         elif self._messages is not None:
             participant = Participant(self._messages, index, processor, self._through)
@@ -266,44 +263,33 @@ class Rendezvous:
         self.faults = faults
         self._kernel = kernel
         self._crowded = crowded
-        self._open: dict[tuple[int, int], Collective | _ByMessages] = {}
+        self._open: dict[tuple[int, int], Collective | None] = {}  # None: message by message
+        self._joined: Counter[tuple[int, int]] = Counter()  # ranks of each that is open
         self._plans: dict[object, PlacedPlan] = {}
         self._groups: dict[tuple[Net, Ranks], int] = {}
         self._asked: dict[tuple[int, ...], tuple[PlacedPlan, object]] = {}
         self._claims: dict[Resource, Collective] = {}
 
-    def placed(
-        self,
-        net: Net,
-        schedule: Schedule,
-        group: Group,
-        vector: Tensor,
-        edges: Sequence[int] | None,
-    ) -> PlacedPlan:
-        """The messages of a collective; the same object for equal ones.
+    def contribution(self, net: Net, call: CollectiveCall) -> Contribution:
+        """Return `call` with the messages of its collective: the same object for equal ones.
 
         Ranks begin the same ones again and again: these are known by the identity of what is given,
         since to compare it takes time over a thousand ranks.
         """
-        asked = net, schedule, group.ranks, vector, edges
+        asked = net, call.schedule, call.group.ranks, call.vector, call.edges
         identity = tuple(map(id, asked))
         if identity not in self._asked:
             if len(self._asked) > MOST_KNOWN:
                 self._asked.clear()
             # what was asked with lives as long as its identity counts
-            self._asked[identity] = self._place(*asked), asked
-        return self._asked[identity][0]
+            self._asked[identity] = self._place(net, call), asked
+        return Contribution(call, self._asked[identity][0])
 
-    def _place(
-        self,
-        net: Net,
-        schedule: Schedule,
-        ranks: Ranks,
-        vector: Tensor,
-        edges: Sequence[int] | None,
-    ) -> PlacedPlan:
-        length, itemsize = vector.numel(), vector.itemsize
-        cuts = None if edges is None else tuple(edges)
+    def _place(self, net: Net, call: CollectiveCall) -> PlacedPlan:
+        schedule, ranks = call.schedule, call.group.ranks
+        assert schedule is not None
+        length, itemsize = call.vector.numel(), call.vector.itemsize
+        cuts = None if call.edges is None else tuple(call.edges)
         key = net, schedule, ranks, length, cuts, itemsize
         if key not in self._plans:
             plan = Plan(schedule, length, cuts, itemsize)
@@ -329,18 +315,17 @@ class Rendezvous:
         placed = given.placed
         if not placed.plan.is_joint:
             return None
-        key = placed.group, given.tag
-        entry = self._open.get(key)
-        if entry is None:
-            entry = _ByMessages(len(placed.ranks)) if message_by_message else self._begin(given)
-            self._open[key] = entry
-        entry.missing -= 1
-        if not entry.missing:
-            del self._open[key]
-        if isinstance(entry, _ByMessages):
+        key = placed.group, given.call.tag
+        if key not in self._open:
+            self._open[key] = None if message_by_message else self._begin(given)
+        collective = self._open[key]
+        self._joined[key] += 1
+        if self._joined[key] == len(placed.ranks):
+            del self._open[key], self._joined[key]
+        if collective is None:
             return None
         arrived = self._kernel.now() if arrived is None else arrived
-        return entry.join(placed.place[rank], given, processor, then, arrived)
+        return collective.join(placed.place[rank], given, processor, then, arrived)
 
     def disturb(self, links: Iterable[Resource]) -> None:
         """A message is about to cross `links`."""
@@ -370,10 +355,3 @@ class Rendezvous:
         if ahead:
             self._claims.update(dict.fromkeys(placed.links, collective))
         return collective
-
-
-@dataclass
-class _ByMessages:
-    """A collective whose ranks exchange messages; so many have still to come."""
-
-    missing: int

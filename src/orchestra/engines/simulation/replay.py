@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from orchestra.engines.processes.display import Display
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.run import roles_of
 from orchestra.errors import InputError, RunFailed
+from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
 
@@ -68,7 +68,7 @@ def replay_run(
             "the collectives of torch.distributed add in an order of their own, so that a run with "
             "native cannot be replayed exactly; record one with a schedule, such as ring"
         )
-    ranks = len(roles_of(run).shares)
+    ranks = len(roles_of(run.strategy, run.training.ranks).shares)
     assignment = Assignment(run, source.absolute(), folder.absolute(), ranks, until, threads)
     with Display(run, Single().roles(1), quiet=quiet) as display:
         launched = launch(program, assignment, 1, patience=3600.0, on_event=display.on_event)
@@ -94,7 +94,9 @@ def program(runtime: Runtime, assignment: Assignment) -> Replayed | Exception:
         assignment.run.training, trace_steps=0, record_order=False, tensorboard=False
     )
     run = replace(assignment.run, training=training)
-    halt = Halt(assignment.until, roles_of(run).workers, assignment.folder)
+    halt = Halt(
+        assignment.until, roles_of(run.strategy, run.training.ranks).workers, assignment.folder
+    )
 
     def rank_program(inner: Runtime) -> Any:
         inner.reporter.phase("set-up")

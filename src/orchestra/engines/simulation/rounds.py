@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from math import inf
 
 import numpy as np
@@ -87,10 +87,10 @@ class Segment:
     taken at `arriving`.
 
     Attributes:
-        is_ring: whether each rank sends one, with the same ends as the message before it at both,
-            all or none are held, and none is freed; both orders are those of the ranks then.
-        arrives: from the sender's start until its first byte is there, if the way is free.
-        sending: of the sender until it has left.
+        is_ring: whether each rank sends one to the next rank, as it did before, all or none are
+            held, and none is freed.
+        leaving: of the sender, shape [2, messages]: from its start until the first byte is there,
+            if the way is free, and until it has left.
         receiving, adding: of the receiver, from its first byte on; and then to add it.
         held: of those that keep their sender's memory until they have arrived.
         freed: of those, by receiver, that are added to what the receiver itself sends here.
@@ -100,8 +100,7 @@ class Segment:
     target: Integers
     arriving: Integers
     is_ring: bool
-    arrives: Floats
-    sending: Floats
+    leaving: Floats
     crossing: Floats
     receiving: Floats
     adding: Floats
@@ -143,7 +142,7 @@ class PlacedPlan:
                 if known != ends:
                     self.links[link] = _common(known, ends)
         self.contention_free = plan.sends_one_at_a_time and all(
-            ends != (NOBODY, NOBODY) and link.log is None for link, ends in self.links.items()
+            ends != (NOBODY, NOBODY) for ends in self.links.values()
         )
         self._follows: dict[PlacedPlan, bool] = {}
         self._rates: tuple[float, ...] = ()
@@ -186,10 +185,10 @@ class PlacedPlan:
 
     def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
         state = State(arrivals, usage)
-        for segments in self._rounds:
-            if len(segments) == 1 and segments[0].is_ring:
-                state.pass_ring(segments[0])
-            elif not state.pass_round(segments):
+        for is_ring, rounds in groupby(self._rounds, _is_ring):
+            if is_ring:
+                state.pass_ring([segment for (segment,) in rounds])
+            elif not all(map(state.pass_round, rounds)):
                 return None
         last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
         clock = state.clock + last
@@ -204,10 +203,11 @@ class PlacedPlan:
         latency = np.array([stream.latency for stream in streams.values()])[order]
         bandwidth = np.array([stream.bandwidth for stream in streams.values()])[order]
         to, by = np.full(ranks, NOBODY), np.full(ranks, NOBODY)
+        rolls = Rolls()
         for transfers in self.plan.rounds:
             segments = []
-            leaving = np.full((ranks, 2), NOBODY)
-            leaving[transfers[:, 0]] = transfers[:, 2:4]
+            own = np.full((ranks, 2), NOBODY)  # what each rank sends
+            own[transfers[:, 0]] = transfers[:, 2:4]
             for number in count():
                 rows = transfers[transfers[:, 5] > number * self.plan.segment]
                 if not len(rows):
@@ -217,7 +217,7 @@ class PlacedPlan:
                 follows = bool(((to[source] == target) & (by[target] == source)).all())
                 to[source], by[target] = target, source
                 way = np.searchsorted(codes[order], source * ranks + target)
-                segment = partial(self._segment, rows, number, rates, leaving, follows)
+                segment = partial(self._segment, rows, number, rates, own, follows, rolls)
                 segments.append(segment(latency[way], bandwidth[way]))
             yield segments
 
@@ -226,8 +226,9 @@ class PlacedPlan:
         rows: Integers,
         number: int,
         rates: Floats,
-        leaving: Integers,
+        own: Integers,
         follows: bool,
+        rolls: Rolls,
         latency: Floats,
         bandwidth: Floats,
     ) -> Segment:
@@ -241,15 +242,49 @@ class PlacedPlan:
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
         held = payload + HEADER > overhead.buffer
-        freed = reduces & (leaving[target] == rows[:, 2:4]).all(axis=1)
+        freed = reduces & (own[target] == rows[:, 2:4]).all(axis=1)
         is_ring = follows and len(rows) == len(rates) and not freed.any()
+        is_ring = is_ring and np.array_equal(target, np.roll(source, -1))
+        leaving = first / rates[source]
+        seconds = rolls.take_in(
+            np.array(
+                [
+                    leaving + latency,
+                    (first + rest) / rates[source],
+                    on_wire / bandwidth,
+                    (receiving / rates[target])[arriving],
+                    (adding / rates[target])[arriving],
+                ]
+            )
+        )
         return Segment(
             source, target, arriving, bool(is_ring and (held.all() or not held.any())),
-            first / rates[source] + latency, (first + rest) / rates[source], on_wire / bandwidth,
-            (receiving / rates[target])[arriving], (adding / rates[target])[arriving],
-            np.flatnonzero(held),
-            np.flatnonzero(freed[arriving]),
+            seconds[:2], seconds[2], seconds[3], seconds[4],
+            np.flatnonzero(held), np.flatnonzero(freed[arriving]),
         )  # fmt: skip
+
+
+class Rolls:
+    """Arrays whose columns are often those of the one before, rolled by one place.
+
+    So it is with the rounds of a ring among equal ranks: pieces go round. All of these arrays are
+    views of one, so that they stay in the processor's caches.
+    """
+
+    def __init__(self) -> None:
+        self._twice = np.empty((0, 0))
+        self._first = 0
+
+    def take_in(self, array: Floats) -> Floats:
+        """Return an array equal to `array`."""
+        columns = array.shape[1]
+        first = (self._first or columns) - 1
+        view = self._twice[:, first : first + columns]
+        if not np.array_equal(view, array):
+            first, self._twice = 0, np.concatenate([array, array], axis=1)
+            view = self._twice[:, :columns]
+        self._first = first
+        return view
 
 
 class State:
@@ -258,37 +293,40 @@ class State:
     def __init__(self, arrivals: Floats, before: Usage) -> None:
         self.clock = arrivals.copy()
         self.waiting = np.zeros_like(arrivals)
-        self._crossing = np.array([before.up, before.up])  # when it begins, and ends: by sender
-        self._arriving = np.array([before.down, before.down])  # the same by receiver
-        to, by = before.to.copy(), before.by.copy()
-        self.usage = Usage(self._crossing[1], self._arriving[1], to, by)
-        self._left, self._moving, self._done = np.empty((3, len(arrivals)))
+        up, down, to, by = before.up, before.down, before.to, before.by
+        self.usage = Usage(up.copy(), down.copy(), to.copy(), by.copy())
 
-    def pass_ring(self, segment: Segment) -> None:
-        """`pass_round`, where each rank sends to the same one as before: with few operations, since
-        a thousand ranks have two thousand such rounds."""
-        clock, waiting = self.clock, self.waiting
-        left, moving, done = self._left, self._moving, self._done
-        began, gone = self._crossing
-        np.add(clock, segment.arrives, out=began)
-        np.maximum(began, gone, out=began)
-        np.add(clock, segment.sending, out=left)
-        np.add(began, segment.crossing, out=gone)
-        np.maximum(gone, left, out=gone)
-        np.take(self._crossing, segment.arriving, axis=1, out=self._arriving, mode="clip")
-        began, ended = self._arriving
-        np.maximum(left, began, out=moving)
-        np.subtract(moving, left, out=left)
-        np.add(waiting, left, out=waiting)
-        np.add(moving, segment.receiving, out=done)
-        np.maximum(done, ended, out=done)
-        np.add(done, segment.adding, out=done)
-        if len(segment.held):
-            np.maximum(done, gone, out=clock)
-            np.subtract(clock, done, out=left)
-            np.add(waiting, left, out=waiting)
-        else:
-            clock[:] = done
+    def pass_ring(self, segments: list[Segment]) -> None:
+        """`pass_round` for rounds of a ring, with few operations: a thousand ranks have two
+        thousand such rounds."""
+        add, maximum, subtract = np.add, np.maximum, np.subtract
+        ranks, clock, waiting = len(self.clock), self.clock, self.waiting
+        moving = np.empty_like(clock)
+        # The messages by sender are columns 1 to the last one; column 0 repeats that, so that the
+        # first columns are the same messages by receiver.
+        messages = np.empty((3, ranks + 1))
+        leaving, first, last = messages[:2, 1:], messages[:, 0], messages[:, ranks]
+        began, left, gone = messages[:, 1:]
+        arriving, _, ended = messages[:, :ranks]
+        gone[:] = self.usage.up
+        for segment in segments:
+            add(clock, segment.leaving, out=leaving)
+            maximum(began, gone, out=began)
+            add(began, segment.crossing, out=gone)
+            maximum(gone, left, out=gone)
+            first[:] = last
+            maximum(left, arriving, out=moving)
+            subtract(moving, left, out=left)
+            add(waiting, left, out=waiting)
+            add(moving, segment.receiving, out=moving)
+            maximum(moving, ended, out=moving)
+            add(moving, segment.adding, out=clock)
+            if len(segment.held):
+                maximum(clock, gone, out=moving)
+                subtract(moving, clock, out=left)
+                add(waiting, left, out=waiting)
+                clock[:] = moving
+        self.usage.up[:], self.usage.down[:] = gone, ended
 
     def pass_round(self, segments: list[Segment]) -> bool:
         """Bring all ranks to the end of the round; False: two messages meet."""
@@ -296,8 +334,8 @@ class State:
         arriving = []
         gone = np.full_like(clock, -inf)
         for segment in segments:
-            there = clock[segment.source] + segment.arrives
-            clock[segment.source] += segment.sending
+            there = clock[segment.source] + segment.leaving[0]
+            clock[segment.source] += segment.leaving[1]
             began = self._begin(segment, there)
             if began is None:
                 return False
@@ -331,6 +369,10 @@ class State:
             return None
         usage.to[source], usage.by[target] = target, source
         return np.where(same, np.maximum(there, busy), there)
+
+
+def _is_ring(segments: list[Segment]) -> bool:
+    return len(segments) == 1 and segments[0].is_ring
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

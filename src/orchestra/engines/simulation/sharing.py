@@ -8,7 +8,8 @@ section 6.5.2: then no activity could have more without taking from one that has
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 ROUNDING = 1 + 1e-12
@@ -24,25 +25,19 @@ class Resource:
     """What activities share: `capacity` is an amount a second, of bytes or of core-seconds.
 
     Attributes:
-        log: set it to an empty list before the first use, and every change of the rate at which
-            the resource is used is appended as (time, rate from then on). None: no log.
-        past: the amount carried for activities that have ended.
         tight: whether it holds an activity back, as far as known.
         fastest: no activity on it has a higher rate.
         equal: of all that cross it, where they have nothing else to share.
     """
 
     __slots__ = (
-        *("activities", "capacity", "equal", "fastest", "log", "mark", "name", "open"),
-        *("past", "spare", "tight"),
+        *("activities", "capacity", "equal", "fastest", "mark", "name", "open", "spare", "tight"),
     )
 
     def __init__(self, name: str, capacity: float) -> None:
         assert 0 < capacity < inf, f"{name} has the capacity {capacity}"
         self.name = name
         self.capacity = capacity
-        self.log: list[tuple[float, float]] | None = None
-        self.past = 0.0
         self.activities: dict[Activity, None] = {}  # a set in the order of insertion
         self.tight = False
         self.fastest = 0.0
@@ -54,34 +49,28 @@ class Resource:
     def __repr__(self) -> str:
         return f"Resource({self.name!r}, {self.capacity!r})"
 
-    def load(self) -> float:
-        """The rate at which it is used."""
-        used = 0.0
-        for activity in self.activities:
-            used += activity.rate if activity.equal is None else activity.equal.rate
-        return used
-
     def fits(self, rate: float) -> bool:
         """Whether one more may have `rate` without taking anything from the others."""
         if self.tight:
             return False
         if (len(self.activities) + 1) * max(rate, self.fastest) <= self.capacity:
             return True  # without adding up
-        return self.load() + rate <= self.capacity * ROUNDING
+        used = 0.0
+        for activity in self.activities:
+            used += activity.rate if activity.equal is None else activity.equal.rate
+        return used + rate <= self.capacity * ROUNDING
 
-    def note(self, now: float) -> None:
-        """Write the present rate into the log."""
-        log = self.log
-        if log is not None:
-            if log and log[-1][0] == now:
-                log.pop()
-            load = self.load()
-            if load != (log[-1][1] if log else 0.0):
-                log.append((now, load))
+
+@dataclass(frozen=True)
+class Way:
+    """The resources that a message crosses, and how long its first byte takes."""
+
+    resources: Sequence[Resource]
+    latency: float
 
 
 class Activity:
-    """Something that uses all of `resources` at one rate, of at most `bound`, until it ends.
+    """Something that uses all of `resources` at one rate until it ends.
 
     Attributes:
         rate: amount a second, since `updated_at`; with `equal`, that of all of them.
@@ -91,7 +80,7 @@ class Activity:
     """
 
     __slots__ = (
-        *("amount", "bound", "resources", "then", "started_at", "order", "running"),
+        *("amount", "resources", "then", "order", "running"),
         *("rate", "left", "updated_at", "finish", "equal", "until"),
         *("mark", "limit", "share"),
     )
@@ -102,15 +91,13 @@ class Activity:
         amount: float,
         resources: tuple[Resource, ...],
         then: Callable[[], None],
-        bound: float,
         now: float,
     ) -> None:
         self.order = order
         self.amount = self.left = amount
         self.resources = resources
         self.then = then
-        self.bound = bound
-        self.started_at = self.updated_at = now
+        self.updated_at = now
         self.running = True
         self.rate = 0.0
         self.finish = inf
@@ -194,24 +181,13 @@ class EqualShares:
         return ended
 
 
-def share(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource], list[Resource]]:
+def share(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource]]:
     """Compute `share` of every activity that is connected with `seed` by shared resources.
 
-    `mark` is higher than in any sharing before. Returns the activities, the resources that several
-    of them have in common, and those of all their resources that keep a log.
-    """
-    activities, shared, logged = _connected(seed, mark)
-    _fill(activities, shared)
-    return activities, shared, logged
-
-
-def _connected(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource], list[Resource]]:
-    """All activities, the resources of several, and the resources of one or several with a log.
-
-    A resource of one activity only limits it.
+    `mark` is higher than in any sharing before. Returns the activities, and the resources that
+    several of them have in common; a resource of one activity only limits it.
     """
     activities: list[Activity] = []
-    logged: list[Resource] = []
     seed.mark = mark
     reached = [seed]
     for resource in reached:  # it grows
@@ -219,15 +195,13 @@ def _connected(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource
             if activity.mark == mark:
                 continue
             activity.mark = mark
-            limit = activity.bound
+            limit = inf
             for other in activity.resources:
                 if len(other.activities) == 1:
                     other.mark = mark
                     other.tight = False
                     if other.capacity < limit:
                         limit = other.capacity
-                    if other.log is not None:
-                        logged.append(other)
                 elif other.mark != mark:
                     other.mark = mark
                     reached.append(other)
@@ -235,8 +209,8 @@ def _connected(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource
             activity.share = -1.0
             activities.append(activity)
     shared = [resource for resource in reached if len(resource.activities) > 1]
-    logged += [resource for resource in shared if resource.log is not None]
-    return activities, shared, logged
+    _fill(activities, shared)
+    return activities, shared
 
 
 def _fill(activities: list[Activity], shared: list[Resource]) -> None:
@@ -295,10 +269,10 @@ def _stop(activity: Activity, rate: float) -> None:
 
 def is_only_shared(resource: Resource, activity: Activity) -> bool:
     """Whether `activity` has all else on its way for itself; its `limit` is what that gives it."""
-    limit = activity.bound
+    limit = inf
     for other in activity.resources:
         if other is not resource:
-            if len(other.activities) > 1 or other.log is not None:
+            if len(other.activities) > 1:
                 return False
             limit = min(limit, other.capacity)
     activity.limit = limit

@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy
@@ -17,18 +17,17 @@ from torch.utils.data import IterableDataset
 from orchestra.cluster import Cluster, Jitter, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.cluster.nodes import DEFAULT
-from orchestra.engines.events import Failed, Finished, Pulse, describe, failed_text
+from orchestra.engines.events import Failed, Finished, Heartbeat, describe, failed_text
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
-from orchestra.engines.simulation.compute import ChargedCompute, SimulatedCompute
 from orchestra.engines.simulation.contexts import GreenletContext
-from orchestra.engines.simulation.costs import Costs
+from orchestra.engines.simulation.costs import ChargedCompute, Costs, SimulatedCompute
 from orchestra.engines.simulation.faults import Faults
 from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import RunFailed
-from orchestra.worker.runtime import Reporter, Runtime
+from orchestra.worker.runtime import Reporter, Runtime, SilentReporter, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
 
 T = TypeVar("T")
@@ -149,11 +148,11 @@ class Simulation:
         self._outer = outer
         self._seed = seed_number
         self._jitter = jitter
-        self._drifts = {
-            node.name: node.drift.factors(numpy.random.default_rng(_drift_seed(seed_number, place)))
-            for place, node in enumerate(cluster.nodes)
-            if node.drift is not None
-        }
+        self._drifts = {}
+        for place, node in enumerate(cluster.nodes):
+            if node.drift is not None:  # seeded unlike any rank
+                drift_seed = numpy.random.SeedSequence(seed_number, spawn_key=(place,))
+                self._drifts[node.name] = node.drift.factors(numpy.random.default_rng(drift_seed))
         self._samples = [0] * ranks
         self._whole = 0
         self._notices: list[str] = []
@@ -164,7 +163,7 @@ class Simulation:
         self._faults: Faults | None = None
         if cluster.faults:
             self._faults = Faults(
-                cluster, ranks, self._world, self._pulse, patience, notice=self.notice
+                cluster, ranks, self._world, self._heartbeat, patience, notice=self.notice
             )
 
     def run(self, program: Program) -> Outcome:
@@ -235,13 +234,14 @@ class Simulation:
         elif flow.error is not None:
             self._kernel.fail(_RankFailed(flow.rank, flow.error))
 
-    def _pulse(self, rank: int) -> Pulse:
-        """What a beat of `rank` would say; `activity` changes as long as anything goes on."""
+    def _heartbeat(self, rank: int) -> Heartbeat:
+        """The heartbeat of `rank`; `activity` changes as long as anything goes on."""
         reporter, wait = self._reporters[rank], self._kernel.wait_of(rank)
         for_ranks, what = wait or ((), "")
         self._beats += wait is None
         moved = self._beats if wait is None else int(self._world.moved(rank))
-        return Pulse(
+        return Heartbeat(
+            rank,
             step=reporter.current_step,
             phase=reporter.current_phase,
             activity=self._kernel.turns_of[rank] + moved,
@@ -252,8 +252,7 @@ class Simulation:
 
     def _runtime(self, rank: int) -> Runtime:
         world, node = self._world, self._world.nodes[rank]
-        jitter = self._jitter if node.jitter == DEFAULT else node.jitter
-        port, factors = world.net.ports[rank], self._factors(jitter, node)
+        port, factors = world.net.ports[rank], self._factors(node)
         port.native = functools.cache(lambda: world.native(rank))
         kind = SimulatedCompute if self._values else ChargedCompute
         threads = self._threads[rank]
@@ -273,12 +272,24 @@ class Simulation:
             threads=threads,
         )
 
-    def _factors(self, jitter: Jitter | None, node: Node) -> Callable[[Flow], float]:
-        """Of the piece of work that the present flow begins, on `node`."""
-        factors, drift = _factors(jitter, self._seed), self._drifts.get(node.name)
-        if drift is None:
-            return factors
-        return lambda flow: factors(flow) * drift(self._kernel.here())
+    def _factors(self, node: Node) -> Callable[[Flow], float]:
+        """Return what gives the factor of a piece of work that a flow begins on `node`.
+
+        Each flow draws its own, so that it does not matter which one goes on first.
+        """
+        jitter = self._jitter if node.jitter == DEFAULT else node.jitter
+        drift = self._drifts.get(node.name)
+
+        @functools.cache
+        def generator(rank: int, number: int) -> numpy.random.Generator:
+            further = (number,) if number else ()
+            return numpy.random.default_rng((self._seed, rank, *further))
+
+        def factor(flow: Flow) -> float:
+            drawn = 1.0 if jitter is None else jitter.draw(generator(flow.rank, flow.number))
+            return drawn if drift is None else drawn * drift(self._kernel.here())
+
+        return factor
 
     def _on_turn(self, flow: Flow) -> None:
         """Threads have intra-op thread counts of their own, and main flows random streams.
@@ -298,7 +309,8 @@ class Simulation:
         """
         if self._shared:
             value, streams = self._shared[0]
-            self._streams.go_on_from(streams)
+            if self._values:
+                self._streams.go_on_from(streams)
             shared: T = value
             return shared
         value = make()
@@ -309,24 +321,6 @@ class Simulation:
 
 def _nothing(_: object) -> None:
     pass
-
-
-def _factors(jitter: Jitter | None, seed_number: int) -> Callable[[Flow], float]:
-    """Each flow draws its own, so that it does not matter which one goes on first."""
-    if jitter is None:
-        return lambda flow: 1.0
-
-    @functools.cache
-    def generator(rank: int, number: int) -> numpy.random.Generator:
-        further = (number,) if number else ()
-        return numpy.random.default_rng((seed_number, rank, *further))
-
-    return lambda flow: jitter.draw(generator(flow.rank, flow.number))
-
-
-def _drift_seed(seed_number: int, place: int) -> numpy.random.SeedSequence:
-    """Of the node at `place`, other than that of any rank."""
-    return numpy.random.SeedSequence(seed_number, spawn_key=(place,))
 
 
 class _RankFailed(Exception):
@@ -359,3 +353,33 @@ def simulate(
         arithmetic=arithmetic, values=values,
     )  # fmt: skip
     return simulation.run(program)
+
+
+def described_speeds(
+    cluster: Cluster,
+    ranks: int,
+    costs: Costs,
+    overhead: Overhead,
+    sharing: Sharing,
+    samples: int,
+    threads: int | None,
+) -> tuple[float, ...]:
+    """Gradients of `samples` samples that each of `ranks` ranks computes in a second, all at once.
+
+    Jitter and faults are left out: nobody can plan for them.
+    """
+    steady = replace(
+        cluster, nodes=tuple(replace(node, jitter=None) for node in cluster.nodes), faults=()
+    )
+
+    def program(runtime: Runtime) -> float:
+        began = runtime.transport.now()
+        runtime.compute.run(Work("gradient", samples), lambda: None)
+        return runtime.transport.now() - began
+
+    outcome = simulate(
+        program, steady, ranks, costs, overhead, SilentReporter(), sharing=sharing, threads=threads,
+        values=False,
+    )  # fmt: skip
+    assert outcome.failure is None
+    return tuple(1 / seconds for seconds in outcome.results)

@@ -5,17 +5,31 @@ The simulation has a process of its own, which the launcher of real ranks starts
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from orchestra.cluster import Channel, Cluster, load_cluster
+from orchestra.cluster.file import cluster_text
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
-from orchestra.engines.run import record_of, roles_of, write_environment
+from orchestra.engines.run import record_of, write_environment
 from orchestra.engines.simulation.figures import Figures, figures_of
 from orchestra.errors import InputError, RunFailed
-from orchestra.records.record import RunRecord
+from orchestra.records.layout import CLUSTER
+from orchestra.records.record import (
+    MOST_LINKS,
+    TENTHS,
+    Link,
+    Links,
+    RunRecord,
+    write_atomically,
+    write_links,
+)
 from orchestra.records.report import RankReport
+from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run
 
@@ -38,7 +52,7 @@ def train_run(
             calibration.
         RunFailed: names the first cause; what was recorded until then stays in `folder`.
     """
-    roles = roles_of(run)
+    roles = roles_of(run.strategy, run.training.ranks)
     figures = figures_of(run)
     write_environment(folder)
     alone = Single().roles(1)
@@ -56,10 +70,9 @@ def train_run(
         raise InputError(outcome.bad_input)
     if outcome.failure is not None:
         raise RunFailed(outcome.failure)
-    reports = [cast("RankReport", report) for report in outcome.results if report is not None]
     return record_of(
         run,
-        reports,
+        cast("tuple[RankReport | None, ...]", outcome.results),
         folder,
         {},
         left_out=outcome.left_out,
@@ -83,14 +96,11 @@ class Assignment:
 
 def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     """What the process of the simulation runs; here, so that a launcher can name it."""
-    from orchestra.cluster import load_cluster
     from orchestra.cluster.costs import EVENLY
     from orchestra.cluster.nodes import ASSUMED
     from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
-    from orchestra.engines.simulation.links import keep_links
     from orchestra.engines.simulation.memory import Memory
-    from orchestra.engines.simulation.simulate import simulate
-    from orchestra.engines.simulation.speeds import best_node, described_speeds
+    from orchestra.engines.simulation.simulate import described_speeds, simulate
     from orchestra.trainer.program import train
 
     run, figures, ranks = assignment.run, assignment.figures, assignment.ranks
@@ -109,7 +119,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
 
     memory = Memory(run)
     if isinstance(run.strategy, Single):
-        node = best_node(run, cluster, memory, costs)
+        node = memory.best_node(cluster, costs)
         cluster = replace(cluster, placement=(node.name,))
     memory.require_room(cluster, ranks)
     values = run.training.tensors == "real"
@@ -138,5 +148,55 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     )
     if outcome.failure is None and outcome.bad_input is None:
         keep_links(assignment.folder, cluster, outcome, overhead.wire)
-    named = cluster.node_of(0, 1).name if ranks == 1 < len(cluster.nodes) else None
+    named = cluster.nodes_of(1)[0].name if ranks == 1 < len(cluster.nodes) else None
     return replace(outcome, sent=(), node=named)
+
+
+# What the links carried
+
+
+def keep_links(folder: Path, cluster: Cluster, outcome: Outcome, wire: float) -> None:
+    """Write what was simulated, and what its links carried, into the `folder` of the run.
+
+    `wire` are bytes on a link for each byte of a message.
+    """
+    write_atomically(folder / CLUSTER, cluster_text(cluster))
+    write_links(folder, links_of(cluster, outcome.sent, outcome.seconds, wire))
+
+
+def links_of(
+    cluster: Cluster, sent: Sequence[Mapping[int, int]], seconds: float, wire: float
+) -> Links:
+    """What each link carried, where rank i sent `sent[i]` bytes to each other rank.
+
+    `wire` are bytes on a link for each byte of a message.
+    """
+    nodes = cluster.nodes_of(len(sent))
+    carried = dict.fromkeys((channel.name for channel in _within_reach(cluster, len(sent))), 0)
+    for source, targets in enumerate(sent):
+        for target, size in targets.items():
+            for channel in cluster.path(nodes[source], nodes[target]).channels:
+                carried[channel.name] += size
+    links = [
+        Link(name, bandwidth, size, size * wire / (bandwidth * seconds) if seconds > 0 else 0.0)
+        for name, size in carried.items()
+        for bandwidth in [cluster.channels[name].bandwidth]
+    ]
+    tenths = [0] * TENTHS
+    for link in links:
+        tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
+    busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
+    unused = sum(not link.bytes for link in links)
+    return Links(seconds, len(links), unused, tenths, busiest[:MOST_LINKS])
+
+
+def _within_reach(cluster: Cluster, ranks: int) -> list[Channel]:
+    """The channels of nodes with ranks, loopbacks of those with several only, and of switches."""
+    on = Counter(node.name for node in cluster.nodes_of(ranks))
+    between = {*on, *(switch.name for switch in cluster.switches)} if len(on) > 1 else set()
+    found = []
+    for channel in cluster.channels.values():
+        owner, _, kind = channel.name.rpartition(" ")
+        if on[owner] > 1 if kind == "loopback" else owner in between:
+            found.append(channel)
+    return found

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from orchestra.collectives import Group
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
 from orchestra.errors import PeerLost
-from orchestra.schedules import Schedule
+from orchestra.schedules import ALL_REDUCE
 from orchestra.transports import matching
 from orchestra.transports.collective import CollectiveMixin
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
@@ -24,6 +26,7 @@ from orchestra.transports.protocol import (
     Traffic,
     Transport,
 )
+from orchestra.transports.tags import Tag
 from orchestra.worker.interception import InterceptedTransport
 
 T = TypeVar("T")
@@ -69,7 +72,7 @@ class SimulatedTransport(CollectiveMixin):
         overhead = port.net.overhead
         if to == self.rank:
             if overhead.local is not None:
-                self._spend(overhead.local.at(tensor.nbytes))
+                port.spend(overhead.local.at(tensor.nbytes), traffic)
             self._kernel.catch_up()
             port.mailbox.deliver_local(payload, tag)
             sending.finished = True
@@ -87,9 +90,9 @@ class SimulatedTransport(CollectiveMixin):
         stream = port.net.stream(self.rank, to)
         port.keep_order()
         cost = overhead.message(size)
-        self._spend(cost.send_setup + port.warm_up())
+        port.spend(cost.send_setup + port.warm_up(), traffic)
         stream.send(message, self._kernel.here())
-        self._spend(cost.send_rest)
+        port.spend(cost.send_rest, traffic)
         if size <= overhead.buffer:
             sending.finished = True
         stream.leave(message, self._kernel.here())
@@ -107,42 +110,36 @@ class SimulatedTransport(CollectiveMixin):
         """Add all that has arrived to what is there, which takes as long as the overhead says."""
         for each in arrived:
             own.add_(each)
-        self._spend(self._port.net.overhead.add * (own.nbytes * len(arrived)))
+        seconds = self._port.net.overhead.add * (own.nbytes * len(arrived))
+        self._port.spend(seconds, self.traffic)
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
         no_flow = self._background is None and not self._rendezvous.faults
         if call.background and call.schedule is not None and no_flow and not call.visible:
-            given = self._contribution(call.schedule, call)
+            given = self._rendezvous.contribution(self._port.net, call)
             if given.needs_no_values:
                 return self._begin_queued(given)
         return super().collective(call)
-
-    def _contribution(self, schedule: Schedule, call: CollectiveCall) -> Contribution:
-        net = self._port.net
-        placed = self._rendezvous.placed(net, schedule, call.group, call.vector, call.edges)
-        return Contribution(placed, call.vector, call.tag, call.edges)
-
-    def _another(self) -> SimulatedTransport:
-        return SimulatedTransport(self._port, self._rendezvous)
 
     def _begin_queued(self, given: Contribution) -> Queued:
         port = self._port
         if self._queue is None:
             self._kernel.catch_up()
+            new_transport = partial(SimulatedTransport, port, self._rendezvous)
             self._queue = BackgroundQueue(
-                self._rendezvous, port, port, self._another, self.traffic, port.signal_seconds
+                self._rendezvous, port, port, new_transport, self.traffic, port.signal_seconds
             )
             self._kernel.add_thread(self.rank)
             self._rendezvous.flow_began(self.rank)
-        self._spend(port.signal_seconds)
+        port.spend(port.signal_seconds, self.traffic)
         return self._queue.begin(given)
 
     def end_background(self) -> None:
         """End the background flow, or what stands for it; see `Transport.end_background`."""
         super().end_background()
         if self._queue is not None:
-            self._spend(self._port.signal_seconds)
+            self._port.spend(self._port.signal_seconds, self.traffic)
             self._kernel.catch_up()
             self._kernel.add_thread(self.rank, -1)
             self._queue = None
@@ -158,25 +155,24 @@ class SimulatedTransport(CollectiveMixin):
         traffic = self.traffic
         port.keep_order()
         waited, start = traffic.seconds_waiting, kernel.here()
-        self._spend(port.warm_up() + port.net.overhead.collective)
+        port.spend(port.warm_up() + port.net.overhead.collective, traffic)
         moves_values = not (schedule.all_reduce or vector.is_meta)
-        member = self._join(
-            self._contribution(schedule, call),
-            call.visible or moves_values or self._rendezvous.faults,
-        )
+        by_messages = call.visible or moves_values or self._rendezvous.faults
+        member = self._join(self._rendezvous.contribution(port.net, call), by_messages)
         if member is None:
             return super().execute(call, over)
         while not member.done:
             kernel.park()
         current.waits = None
-        traffic.add(member.count(port))
+        member.count(port)
+        traffic.add(member.traffic())
         if isinstance(over, InterceptedTransport):
             over.executed(call, start, start + traffic.seconds_waiting - waited)
         return member.buffer_bytes
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Begin what stands for the all-reduce of torch.distributed."""
-        return self._port.native().all_reduce(vector)
+        return self._port.native()(vector)
 
     def new_hand_over(self) -> HandOver:
         """Make what two flows of this rank wait on."""
@@ -201,8 +197,11 @@ class SimulatedTransport(CollectiveMixin):
             elif is_ahead:
                 kernel.resume(flow)
 
-        is_ahead = kernel.here() > kernel.now()
-        kernel.when_here(join)
+        is_ahead = flow.ahead > kernel.now()
+        if is_ahead:
+            kernel.at(flow.ahead, join)
+        else:
+            join()
         while not joined:
             kernel.park()
         return joined[0]
@@ -214,7 +213,7 @@ class SimulatedTransport(CollectiveMixin):
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
         """Run `function` in a flow of its own of this rank."""
         self._kernel.catch_up()
-        transport = self._another()
+        transport = SimulatedTransport(self._port, self._rendezvous)
         processor = self._port.new_processor()
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
         self._rendezvous.flow_began(self.rank)
@@ -241,7 +240,7 @@ class SimulatedTransport(CollectiveMixin):
         if receive.frame_bytes and receive.error is None:
             seconds = self._port.net.overhead.message(receive.frame_bytes).receiving
             self._port.keep_order()
-            self._spend(seconds + self._port.warm_up())
+            self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
         self.traffic.seconds_communicating += self._sleep(receive, lambda: receive.finished)
 
@@ -266,24 +265,12 @@ class SimulatedTransport(CollectiveMixin):
 
     def _sleep(self, operation: Operation, so: Callable[[], bool]) -> float:
         """Let virtual time pass until `so`; how much did."""
-        started = self.now()
-        if not so():
-            flow = self._kernel.current
-            flow.waits = lambda: self._signs(operation)
-            self._port.sleep_until(so)
-            flow.waits = None
-        return self.now() - started
+        return self._port.sleep_until(so, lambda: self._signs(operation))
 
     def test(self, operation: Operation) -> bool:
         """Whether `operation` is finished."""
         self._kernel.catch_up()
         return operation.finished
-
-    def _spend(self, seconds: float) -> None:
-        if seconds > 0:
-            started = self.now()
-            self._kernel.current.processor.spend(seconds)
-            self.traffic.seconds_communicating += self.now() - started
 
     def _signs(self, operation: Operation) -> tuple[tuple[int, ...], str]:
         if isinstance(operation, matching.Receive):
@@ -295,6 +282,29 @@ class SimulatedTransport(CollectiveMixin):
         return (others if whom is None else (whom,)), verb + tag
 
 
+def native_all_reduce(
+    rendezvous: Rendezvous, port: Port, caches: Port
+) -> Callable[[Tensor], Queued]:
+    """Return what begins an all-reduce of torch.distributed on the rank of `port`.
+
+    It replaces a contiguous tensor by its sum over all ranks, one after the other, beside what the
+    flows of the rank do; `caches` is what these send through. It is a ring on connections of its
+    own: what the backends do depends on their version, the message and the links, and with large
+    tensors gloo and NCCL do that.
+    """
+    new_transport = partial(SimulatedTransport, port, rendezvous)
+    queue = BackgroundQueue(rendezvous, port, caches, new_transport, Traffic())
+    everyone = Group(tuple(range(len(port.net.ports))))
+
+    def begin(tensor: Tensor) -> Queued:
+        port.net.kernel.catch_up()
+        ring = ALL_REDUCE["ring"](len(everyone))
+        call = CollectiveCall(ring, tensor.view(-1), everyone, Tag.NATIVE)
+        return queue.begin(rendezvous.contribution(port.net, call))
+
+    return begin
+
+
 class FlowHandOver:
     """Between two flows of the rank of `port`: telling takes as long as a message to itself."""
 
@@ -302,22 +312,12 @@ class FlowHandOver:
         self._port = port
 
     def wait_until(self, so: Callable[[], bool], traffic: Traffic) -> None:
-        kernel, rank = self._port.net.kernel, self._port.rank
-        started = kernel.here()
-        if not so():
-            flow = kernel.current
-            flow.waits = lambda: ((rank,), "another flow of its own")
-            self._port.sleep_until(so)
-            flow.waits = None
-        traffic.seconds_waiting += kernel.here() - started
+        waits = (self._port.rank,), "another flow of its own"
+        traffic.seconds_waiting += self._port.sleep_until(so, lambda: waits)
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        kernel, seconds = self._port.net.kernel, self._port.signal_seconds
-        if seconds > 0:
-            started = kernel.here()
-            kernel.current.processor.spend(seconds)
-            traffic.seconds_communicating += kernel.here() - started
-        kernel.catch_up()
+        self._port.spend(self._port.signal_seconds, traffic)
+        self._port.net.kernel.catch_up()
         change()
         self._port.wake()
 

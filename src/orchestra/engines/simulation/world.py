@@ -5,27 +5,26 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from orchestra.cluster import Channel, Cluster, Node
 from orchestra.cluster.costs import EVENLY, Overhead, Sharing
-from orchestra.engines.simulation.fluid import Fluid, Resource
+from orchestra.engines.simulation.fluid import Fluid, Resource, Way
 from orchestra.engines.simulation.kernel import Kernel
-from orchestra.engines.simulation.native import NativeCollectives
-from orchestra.engines.simulation.network import Load, Message, Meter, Net, Port, Stream
+from orchestra.engines.simulation.network import (
+    AllReduce,
+    Load,
+    Message,
+    Meter,
+    Net,
+    Port,
+    Stream,
+)
 from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
 from orchestra.engines.simulation.sharing import ROUNDING
+from orchestra.engines.simulation.transport import native_all_reduce
 from orchestra.errors import PeerLost
-
-
-@dataclass(frozen=True)
-class Way:
-    """The resources that a message crosses, and how long its first byte takes."""
-
-    resources: Sequence[Resource]
-    latency: float
 
 
 class World:
@@ -52,7 +51,7 @@ class World:
         self._sharing = sharing
         self.kernel = kernel
         self.fluid = Fluid(kernel)
-        self.nodes = [cluster.node_of(rank, ranks) for rank in range(ranks)]
+        self.nodes = cluster.nodes_of(ranks)
         self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
         self.net = Net(kernel, self.fluid, overhead, self._way, delay)
@@ -101,7 +100,7 @@ class World:
                     self._sharing.time_slice,
                     self._sharing.refill,
                 )
-        undisturbed = functools.partial(self._has_room, node.name) if self._goes_ahead else _never
+        undisturbed = functools.partial(self._has_room, node.name)
         resources, turns_here = (own, self._cores[node.name]), self._turns.get(node.name)
         team = self._team(rank, node) if main else None
         thread = Thread(self.kernel, self.fluid, resources, undisturbed, turns_here, team)
@@ -133,32 +132,32 @@ class World:
         Where threads take turns, a core that another one had before has to be refilled, even if it
         is free now.
         """
-        if node.name in self._teams:
+        if node.name in self._teams or not self._goes_ahead:
             return False
         if node.name in self._turns and self._threads[node.name] >= node.slots:
             return False
-        flows = sum(self.kernel.flows_of[rank] for rank in self._ranks_of[node.name])
-        flows += self._native_threads[node.name] + 1
+        return self._fit(node, 1)
+
+    def _fit(self, node: Node, further: int = 0) -> bool:
+        """Whether there is a core for every flow of `node`, and for `further` ones."""
+        flows = self._native_threads[node.name] + further
+        flows += sum(self.kernel.flows_of[rank] for rank in self._ranks_of[node.name])
         return flows * self._speed(node) <= self._cores[node.name].capacity * ROUNDING
 
-    def native(self, rank: int) -> NativeCollectives:
-        """What stands for torch.distributed's own collectives on `rank`, on a thread of its own."""
+    def native(self, rank: int) -> AllReduce:
+        """What stands for torch.distributed's own all-reduce on `rank`, on a thread of its own."""
         self._native_threads[self.nodes[rank].name] += 1
         self.kernel.changes += 1
-        return NativeCollectives(self.rendezvous, self._native.ports[rank], self.net.ports[rank])
+        return native_all_reduce(self.rendezvous, self._native.ports[rank], self.net.ports[rank])
 
     def _crowded(self, ranks: Ranks) -> bool:
         """Whether a flow of one of `ranks` may have to wait for a core of its node."""
         changes, crowded = self._known_crowded.get(ranks, (-1, False))
         if changes != self.kernel.changes:
-            crowded = any(map(self._is_crowded, {self.nodes[rank].name for rank in ranks}))
+            nodes = {self.nodes[rank].name: self.nodes[rank] for rank in ranks}
+            crowded = not all(map(self._fit, nodes.values()))
             self._known_crowded[ranks] = self.kernel.changes, crowded
         return crowded
-
-    def _is_crowded(self, name: str) -> bool:
-        flows = self._native_threads[name]
-        flows += sum(self.kernel.flows_of[rank] for rank in self._ranks_of[name])
-        return flows * self._speed(self._by_name[name]) > self._cores[name].capacity * ROUNDING
 
     def _speed(self, node: Node) -> float:
         """Seconds of the cost model's machine that a core of `node` now does in a second."""
@@ -260,7 +259,3 @@ class World:
             for (a, b), stream in net.streams.items()
             if source in (None, a) and target in (None, b)
         ]
-
-
-def _never() -> bool:
-    return False

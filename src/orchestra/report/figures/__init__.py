@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestra.report.figures.bars import links, seconds, staleness, traffic
-from orchestra.report.figures.cluster import clusters
-from orchestra.report.figures.curves import curves, trade, training_loss
+from orchestra.report.figures import bars, cluster, curves, messages, results, timeline
 from orchestra.report.figures.frame import Figure
-from orchestra.report.figures.messages import messages
-from orchestra.report.figures.results import differences, scaling, time_to_target
-from orchestra.report.figures.timeline import timelines
 from orchestra.report.rows import numbered
 from orchestra.report.study import Study
 
 _FAMILIES = (
-    clusters,
-    time_to_target,
-    trade,
-    curves,
-    training_loss,
-    differences,
-    seconds,
-    traffic,
-    links,
-    staleness,
-    scaling,
-    timelines,
-    messages,
+    cluster.clusters,
+    results.time_to_target,
+    curves.trade,
+    curves.curves,
+    curves.training_loss,
+    results.differences,
+    bars.seconds,
+    bars.traffic,
+    bars.links,
+    bars.staleness,
+    results.scaling,
+    timeline.timelines,
+    messages.messages,
 )
 
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import altair as alt
 
 from orchestra.records.record import Links
-from orchestra.report.figures.frame import (
-    BAR,
-    INK_NOW,
-    Figure,
-    Look,
-    Values,
-    figure,
-    headed_lane,
-    headed_lanes,
-    lane,
-    lanes,
-    layer,
-    rounded,
-    tips,
-)
+from orchestra.report.figures import frame
+from orchestra.report.figures.frame import BAR, Figure, Look, Values, figure, layer, tips
 from orchestra.report.numbers import count, figure_text
-from orchestra.report.rows import Row
+from orchestra.report.rows import TRAIN, grouped
 from orchestra.report.study import Study
+
+Parts = Mapping[str, float]
 
 # From dark to light, so that the order is that of the greys, too.
 TRAINING = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#c9c9c9", "other": "#8c8c8c"}
@@ -38,67 +27,62 @@ SETUP = {
     "group": "#c9e3ef",
     "first_step": "#E69F00",
 }
-_RANK_STEP = 17
 
 
-def seconds(study: Study) -> list[Figure]:
+def seconds(study: Study) -> Iterator[Figure]:
     """Training seconds by what they went to, the same by rank, and set-up seconds by part."""
-    training = {row.name: _training(row) for row in study.completed}
+    training = {}
+    for row in study.completed:
+        parts = _mean_parts([run.record.seconds for run in row.completed])
+        rest = (row.mean(TRAIN.read) or 0.0) - sum(parts.values())
+        training[row.name] = {**parts, "other": max(0.0, rest)}
     caption = (
         "Seconds of the stopwatch, as the mean of the workers and of the seeds. Compute is "
         "forward, backward and update; communicate is moving bytes; wait is having nothing "
         "to move yet; other is what is left. Background flows are not in it."
     )
     title = "Where the training time went"
+    yield from _stacked("seconds-by-part", title, caption, training, TRAINING)
+    yield from _by_rank(study)
     setup = {row.name: _mean_parts([run.record.setup for run in row.completed])
              for row in study.completed}  # fmt: skip
-    setup_caption = (
+    caption = (
         "Seconds from the launch to the first step, as the mean of the seeds: starting "
         "processes, connecting them, data and model (task), the strategy's start (group), "
         "and a warm-up step. What the first run of a command waits for, the import of "
         "torch in the process that all others are forked from, is not in it."
     )
-    setup_title = "Set-up before the first step"
-    return [
-        *_stacked("seconds-by-part", title, caption, training, TRAINING),
-        *_by_rank(study),
-        *_stacked("setup-seconds", setup_title, setup_caption, setup, SETUP),
-    ]
+    yield from _stacked("setup-seconds", "Set-up before the first step", caption, setup, SETUP)
 
 
 def _stacked(
-    name: str,
-    title: str,
-    caption: str,
-    of_rows: Mapping[str, Mapping[str, float]],
-    colours: Mapping[str, str],
-) -> list[Figure]:
-    """Return a bar for each row: its parts one after the other; nothing where there are none."""
+    name: str, title: str, caption: str, of_rows: Mapping[str, Parts], colours: Mapping[str, str]
+) -> Iterator[Figure]:
+    """Yield a bar for each row: its parts one after the other; nothing where there are none."""
     values = [
         {"strategy": row, **value}
         for row, parts in of_rows.items()
         for value in _pieces(parts, colours)
     ]
-    if not values:
-        return []
-    totals = {
-        row: figure_text(sum(parts[part] for part in parts if part in colours), "s")
-        for row, parts in of_rows.items()
-    }
-    tooltip = tips("strategy:N", "part:N", ("seconds:Q", "", ".4~g"))
-    bars = layer(values, "bar", *_bar(colours, values), lane(of_rows), tooltip, **BAR)
-    return [lanes(name, title, caption, "time", [bars], totals)]
+    if values:
+        totals = {
+            row: figure_text(sum(parts[part] for part in parts if part in colours), "s")
+            for row, parts in of_rows.items()
+        }
+        tooltip = tips("strategy:N", "part:N", ("seconds:Q", "", ".4~g"))
+        bars = [layer(values, "bar", *_bar(colours, values), tooltip, **BAR)]
+        yield frame.lanes(name, title, caption, "time", bars, totals)
 
 
-def _pieces(parts: Mapping[str, float], colours: Mapping[str, str]) -> Values:
+def _pieces(parts: Parts, colours: Mapping[str, str]) -> Values:
     return [
-        {"part": part, "place": place, "seconds": rounded(parts[part])}
+        {"part": part, "place": place, "seconds": parts[part]}
         for place, part in enumerate(colours)
         if parts.get(part, 0) > 0
     ]
 
 
-def _bar(colours: Mapping[str, str], values: Values) -> list[Any]:
+def _bar(colours: Mapping[str, str], values: Values) -> tuple[Any, ...]:
     used = [part for part in colours if any(value["part"] == part for value in values)]
     scale = alt.Scale(domain=used, range=[colours[part] for part in used])
     legend = alt.Legend(
@@ -106,57 +90,38 @@ def _bar(colours: Mapping[str, str], values: Values) -> list[Any]:
         columns=alt.ExprRef("max(2, floor(room / 105))"),
         labelExpr="replace(datum.label, '_', ' ')",
     )
-    return [
-        alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False)),
-        alt.Color("part:N", title=None, scale=scale, legend=legend),
-        alt.Order("place:O"),
-    ]
+    x = alt.X("seconds:Q", title="seconds", scale=alt.Scale(nice=False))
+    return x, alt.Color("part:N", title=None, scale=scale, legend=legend), alt.Order("place:O")
 
 
-def _training(row: Row) -> dict[str, float]:
-    """Return mean seconds by part; "other" is the rest of the stopwatch."""
-    parts = _mean_parts([run.record.seconds for run in row.completed])
-    total = row.mean(lambda record: record.train_seconds) or 0.0
-    return {**parts, "other": max(0.0, total - sum(parts.values()))}
-
-
-def _mean_parts(of_runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _mean_parts(of_runs: Sequence[Parts]) -> Parts:
     """Return of each part the mean over those runs that tell of any."""
     telling = [parts for parts in of_runs if parts]
     names = {name for parts in telling for name in parts}
     return {name: fmean(parts.get(name, 0.0) for parts in telling) for name in names}
 
 
-def _by_rank(study: Study) -> list[Figure]:
+def _by_rank(study: Study) -> Iterator[Figure]:
     values: Values = []
-    domain: list[str] = []
-    heads = {}
     for row in study.widest:
         entries = [entry for run in row.completed for entry in run.record.by_rank]
-        ranks = sorted({entry["rank"] for entry in entries})
-        if len(ranks) < 2:
-            continue
-        heads[row.name] = ""
-        domain.append(headed_lane(row.name))
-        for rank in ranks:
-            own = [entry for entry in entries if entry["rank"] == rank]
-            role = own[0]["role"]
-            key = headed_lane(row.name, f"{rank}{' server' if role == 'server' else ''}")
-            domain.append(key)
+        by_rank = grouped(entries, lambda entry: int(entry["rank"]))
+        for rank in sorted(by_rank) if len(by_rank) > 1 else ():
+            role = by_rank[rank][0]["role"]
+            key = frame.lane_key(row.name, f"{rank}{' server' if role == 'server' else ''}")
             about = {"strategy": row.name, "lane": key, "rank": rank, "role": role}
-            parts = _mean_parts([entry["seconds"] for entry in own])
+            parts = _mean_parts([entry["seconds"] for entry in by_rank[rank]])
             values += [{**about, **value} for value in _pieces(parts, TRAINING)]
-    if not values:
-        return []
-    y, headings = headed_lanes(domain, heads, title="rank")
-    tooltip = tips("strategy:N", "rank:O", "role:N", "part:N", ("seconds:Q", "", ".4~g"))
-    bars = layer(values, "bar", *_bar(TRAINING, values), y, tooltip)
-    caption = (
-        "The same for every rank, as the mean of the seeds. A rank that waits while another "
-        "computes is waiting for it; a server's wait is time in which nobody asked it."
-    )
-    name, title = "seconds-by-rank", "Where each rank's training time went"
-    return [figure(name, title, caption, "time", [bars, *headings], _RANK_STEP * len(domain))]
+    if values:
+        caption = (
+            "The same for every rank, as the mean of the seeds. A rank that waits while another "
+            "computes is waiting for it; a server's wait is time in which nobody asked it."
+        )
+        tooltip = tips("strategy:N", "rank:O", "role:N", "part:N", ("seconds:Q", "", ".4~g"))
+        bars = [layer(values, "bar", *_bar(TRAINING, values), tooltip)]
+        texts = {value["strategy"]: "" for value in values}
+        name, title = "seconds-by-rank", "Where each rank's training time went"
+        yield frame.headed_lanes(name, title, caption, "time", bars, texts, "rank")
 
 
 # Bytes
@@ -174,20 +139,20 @@ def bytes_text(value: float) -> str:
     return figure_text(value / _UNITS[unit], unit)
 
 
-def traffic(study: Study) -> list[Figure]:
+def traffic(study: Study) -> Iterator[Figure]:
     """Mean bytes of a run, and for each sample, by strategy."""
     sent = {row.name: row.mean(lambda r: float(r.bytes_sent)) or 0.0 for row in study.completed}
     if not any(sent.values()):
-        return []
+        return
     unit = _unit(max(sent.values()))
     values: Values = []
     texts = {}
     for row in study.completed:
         total, samples = sent[row.name], row.mean(lambda record: float(record.samples))
         estimated = any(run.record.bytes_estimated for run in row.completed)
-        each = rounded(total / samples) if samples else None
+        each = total / samples if samples else None
         known = "by a formula" if estimated else "counted"
-        value = {"strategy": row.name, "sent": rounded(total / _UNITS[unit]), "per_sample": each}
+        value = {"strategy": row.name, "sent": total / _UNITS[unit], "per_sample": each}
         values.append({**value, "known": known})
         text = f"{'≈ ' * estimated}{bytes_text(total)}"
         text += "" if each is None else f" · {bytes_text(each)} a sample"
@@ -203,45 +168,35 @@ def traffic(study: Study) -> list[Figure]:
         ("known:N", "how it is known"),
     )  # fmt: skip
     x = alt.X("sent:Q", title=f"{unit} sent in a run")
-    channels = x, lane(texts), Look(study.styles, texts).colour(legend=False), tooltip
-    bars = layer(values, "bar", *channels, **BAR, opacity=0.8, cornerRadiusEnd=2)
-    return [lanes("bytes-sent", "Bytes sent", caption, "traffic", [bars], texts)]
+    colour = Look(study.styles, texts, legend=False).colour
+    bars = layer(values, "bar", x, colour, tooltip, **BAR, opacity=0.8, cornerRadiusEnd=2)
+    yield frame.lanes("bytes-sent", "Bytes sent", caption, "traffic", [bars], texts)
 
 
 MOST_LINKS = 6
 """Links of each strategy."""
-_LINK_STEP = 17
 _LINK_ROOM = "width - 92"
 """For bars: behind the longest are its words."""
 
 
-def links(study: Study) -> list[Figure]:
+def links(study: Study) -> Iterator[Figure]:
     """The busiest links of each strategy, where a cluster was simulated whose links carried any."""
-    values: Values = []
-    domain: list[str] = []
-    heads = {}
-    for row in study.widest:
-        carried = row.completed[0].links
-        if carried is None or not carried.busiest:
-            continue
-        heads[row.name] = _other_links(carried)
-        domain.append(headed_lane(row.name))
-        for link in carried.busiest[:MOST_LINKS]:
-            domain.append(headed_lane(row.name, link.name))
-            values.append(
-                {
-                    "strategy": row.name,
-                    "lane": domain[-1],
-                    "link": link.name,
-                    "percent": rounded(100 * link.share),
-                    "bytes": link.bytes,
-                    "text": f"{figure_text(100 * link.share, '%', 2)} · {bytes_text(link.bytes)}",
-                }
-            )
+    carried = {row.name: found for row in study.widest
+               if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
+    values: Values = [
+        {
+            "strategy": name,
+            "lane": frame.lane_key(name, link.name),
+            "link": link.name,
+            "percent": 100 * link.share,
+            "bytes": link.bytes,
+            "text": f"{figure_text(100 * link.share, '%', 2)} · {bytes_text(link.bytes)}",
+        }
+        for name, of_row in carried.items()
+        for link in of_row.busiest[:MOST_LINKS]
+    ]
     if not values:
-        return []
-    y, headings = headed_lanes(domain, heads, labelLimit=110)
-    layers = [*_link_bars(values, y, Look(study.styles, heads)), *headings]
+        return
     caption = (
         "Of what each link could have carried while the stopwatch ran, the part that it did, and "
         "the bytes of the messages that crossed it (first seed). Up leads from a node or switch "
@@ -249,8 +204,28 @@ def links(study: Study) -> list[Figure]:
         f"Shown are the {MOST_LINKS} busiest links of each strategy. A link that is far from 100 % "
         "may still be what everybody waits for, if it is idle while the ranks compute."
     )
+    x = alt.X(
+        "percent:Q",
+        title="percent of what the link could have carried",
+        scale=alt.Scale(
+            domain=[0, max(value["percent"] for value in values)],
+            nice=True,
+            range=[0, alt.ExprRef(_LINK_ROOM)],
+        ),
+    )
+    tooltip = tips(
+        "strategy:N", "link:N", ("percent:Q", "percent of its capacity", ".4~g"),
+        ("bytes:Q", "", ",d"),
+    )  # fmt: skip
+    colour = Look(study.styles, carried, legend=False).colour
+    style = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 10.5}
+    layers = [
+        layer(values, "bar", x, colour, tooltip, opacity=0.8, cornerRadiusEnd=2),
+        layer(values, "text", x, alt.Text("text:N"), color=frame.INK_NOW, **style),
+    ]
+    texts = {name: _other_links(of_row) for name, of_row in carried.items()}
     name, title = "link-utilisation", "Busiest links"
-    return [figure(name, title, caption, "traffic", layers, _LINK_STEP * len(domain))]
+    yield frame.headed_lanes(name, title, caption, "traffic", layers, texts, labelLimit=110)
 
 
 def _other_links(carried: Links) -> str:
@@ -262,36 +237,22 @@ def _other_links(carried: Links) -> str:
     return f"and {count('more link', rest)}{idle}"
 
 
-def _link_bars(values: Values, y: alt.Y, look: Look) -> list[alt.Chart]:
-    most = max(value["percent"] for value in values)
-    x = alt.X(
-        "percent:Q",
-        title="percent of what the link could have carried",
-        scale=alt.Scale(domain=[0, most], nice=True, range=[0, alt.ExprRef(_LINK_ROOM)]),
-    )
-    tooltip = tips(
-        "strategy:N", "link:N", ("percent:Q", "percent of its capacity", ".4~g"),
-        ("bytes:Q", "", ",d"),
-    )  # fmt: skip
-    colour = look.colour(legend=False)
-    bars = layer(values, "bar", x, y, colour, tooltip, opacity=0.8, cornerRadiusEnd=2)
-    style = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 10.5}
-    words = layer(values, "text", x, y, alt.Text("text:N"), color=INK_NOW, **style)
-    return [bars, words]
-
-
 # Staleness
 
 _FEW = 0.005
 _BARS = 24  # along the axis, so that they stay apart on a phone
 
 
-def staleness(study: Study) -> list[Figure]:
+def staleness(study: Study) -> Iterator[Figure]:
     """The share of updates at each staleness, for strategies with any that is not zero."""
-    counts = {row.name: _stale_counts(row) for row in study.widest}
+    counts: dict[str, Counter[int]] = {}
+    for row in study.widest:
+        own = counts[row.name] = Counter()
+        for run in row.completed:
+            own.update({int(v): n for v, n in run.record.staleness_histogram.items()})
     stale = {name: of_row for name, of_row in counts.items() if any(of_row)}
     if not stale:
-        return []
+        return
     end, largest = max(map(_nearly_all, stale.values())), max(map(max, stale.values()))
     last = min(end + 1, largest)
     caption = (
@@ -307,14 +268,16 @@ def staleness(study: Study) -> list[Figure]:
         for name, of_row in stale.items()
         for value in _shares(of_row, last, largest > last)
     ]
-    order = list(dict.fromkeys(value["updates_between"] for value in values))
     title = "staleness (updates)"
     x = alt.X(
         "updates_between:N",
         title=title,
         sort=None,
         axis=alt.Axis(grid=False, labelAngle=0, labelOverlap="greedy", labelSeparation=8),
-        scale=alt.Scale(domain=order, paddingInner=0.2),
+        scale=alt.Scale(
+            domain=list(dict.fromkeys(value["updates_between"] for value in values)),
+            paddingInner=0.2,
+        ),
     )
     y = alt.Y("share:Q", title="share of the updates", axis=alt.Axis(format="~%", tickCount=5))
     beside = alt.XOffset("strategy:N", scale=alt.Scale(domain=list(stale)))
@@ -322,16 +285,9 @@ def staleness(study: Study) -> list[Figure]:
         "strategy:N", ("updates_between:N", title), ("share:Q", "share of updates", ".3~%"),
         ("updates:Q", "updates, all seeds", ","),
     )  # fmt: skip
-    colour = Look(study.styles, stale).colour()
-    bars = layer(values, "bar", x, y, beside, colour, tooltip, cornerRadiusEnd=1)
-    return [figure("staleness", "Staleness of the updates", caption, "staleness", [bars], 240)]
-
-
-def _stale_counts(row: Row) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    for run in row.completed:
-        counts.update({int(v): n for v, n in run.record.staleness_histogram.items()})
-    return counts
+    channels = x, y, beside, Look(study.styles, stale).colour, tooltip
+    bars = layer(values, "bar", *channels, cornerRadiusEnd=1)
+    yield figure("staleness", "Staleness of the updates", caption, "staleness", [bars], 240)
 
 
 def _nearly_all(counts: Counter[int]) -> int:
@@ -344,19 +300,18 @@ def _nearly_all(counts: Counter[int]) -> int:
     raise AssertionError("more is left out than there is")
 
 
-def _shares(counts: Counter[int], last: int, more: bool) -> Values:
-    """Return the share in each of up to `_BARS` ranges of staleness, empty ones included.
+def _shares(counts: Counter[int], last: int, more: bool) -> Iterator[dict[str, Any]]:
+    """Yield the share in each of up to `_BARS` ranges of staleness, empty ones included.
 
     The one that ends with `last` is open where some strategy has `more`.
     """
     width = -(-(last + 1) // _BARS)
-    values = []
     for low in range(0, last + 1, width):
         high = min(low + width - 1, last)
         inside = sum(n for value, n in counts.items() if low <= min(value, last) <= high)
         end = " or more" if more and high == last else f"–{high}" * (high > low)
-        share = rounded(inside / counts.total())
-        values.append(
-            {"staleness": low, "updates_between": f"{low}{end}", "share": share, "updates": inside}
-        )
-    return values
+        share = inside / counts.total()
+        between = f"{low}{end}"
+        yield {
+            "staleness": low, "updates_between": between, "share": share, "updates": inside
+        }  # fmt: skip

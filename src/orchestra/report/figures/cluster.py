@@ -16,7 +16,8 @@ from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
 from orchestra.report.collect import RunData
 from orchestra.report.figures.frame import INK_NOW, Figure, figure
-from orchestra.report.figures.sketch import Branch, Canvas, Tree
+from orchestra.report.figures.sketch import Canvas, Place, Tree
+from orchestra.report.rows import grouped
 from orchestra.report.study import COLOURS, Study
 from orchestra.settings import write
 
@@ -38,14 +39,13 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def clusters(study: Study) -> list[Figure]:
+def clusters(study: Study) -> Iterator[Figure]:
     """One for each cluster, with the ranks of the run that has most there."""
-    widest: dict[str, RunData] = {}
-    for run in study.runs:
-        name = run.record.cluster
-        if name and (name not in widest or _processes(run) > _processes(widest[name])):
-            widest[name] = run
-    return [cluster_figure(run.cluster, _processes(run)) for run in widest.values() if run.cluster]
+    simulated = [run for run in study.runs if run.record.cluster]
+    for runs in grouped(simulated, lambda run: run.record.cluster).values():
+        widest = max(runs, key=_processes)
+        if widest.cluster:
+            yield cluster_figure(widest.cluster, _processes(widest))
 
 
 def _processes(run: RunData) -> int:
@@ -55,9 +55,7 @@ def _processes(run: RunData) -> int:
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
-    """The figure of `cluster`.
-
-    `ranks` is how many there are, so that they can be shown.
+    """The figure of `cluster`, with the places of its ranks where there are so many `ranks`.
 
     Raises:
         InputError: so many ranks cannot be placed.
@@ -69,15 +67,9 @@ def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
         "a node's square tells its speed beside the fastest one's. A cross is on a link that is "
         "cut or slow for a while, or on a node where ranks die."
     )
-    return figure(
-        f"cluster-{cluster.name}",
-        title,
-        caption,
-        "cluster",
-        [*sketch.lines(), *sketch.joints(), *sketch.crosses(), *sketch.words()],
-        round(sketch.height),
-        least_width=max(round(sketch.width), 420),
-    )
+    layers, width = list(sketch.layers()), max(round(sketch.width), 420)
+    name = f"cluster-{cluster.name}"
+    return figure(name, title, caption, "cluster", layers, round(sketch.height), width)
 
 
 class _Sketch:
@@ -85,7 +77,7 @@ class _Sketch:
 
     def __init__(self, cluster: Cluster, ranks: int | None) -> None:
         self._cluster = cluster
-        self._nodes = cluster.nodes_of(ranks) if ranks else ()
+        self._ranks = cluster.nodes_of(ranks) if ranks else ()
         self._faults = self._faults_by_owner()
         tree = Tree(cluster, self._faults)
         self._row = _ROW if tree.rows <= _MANY else _NARROW_ROW
@@ -95,34 +87,36 @@ class _Sketch:
             if rank_of(name) is not None
         ]
         self.height = _TOP + self._row * (tree.rows + len(self._below))
-        columns = tree.columns(lambda s: (s.name, *self._below_line(s)), _LETTER, 24)
-        node_x = (columns[-1] if columns else 0) + 40
-        places = tree.placed(columns, node_x, lambda row: _TOP + self._row * (row + 0.5))
-        self._places = {place.branch.part.name: place for place in places}
-        self._leaves, self._switches = places[: len(tree.nodes)], places[len(tree.nodes) :]
-        self._table = self._filled_columns(tree.nodes)
-        self._column_x = [node_x + 14]
-        for head, texts in self._table:
-            widest = max(map(len, (head, *texts)))
-            self._column_x.append(self._column_x[-1] + _LETTER * widest + _GAP)
-        self.width = self._column_x[-1]
-        self._canvas = Canvas(self.width, self.height)
+        self._leaves, self._switches = tree.placed(
+            lambda switch: (switch.name, *self._below_line(switch)),
+            _LETTER, 24, 40, lambda row: _TOP + self._row * (row + 0.5),
+        )  # fmt: skip
+        self._places = {place.part.name: place for place in (*self._leaves, *self._switches)}
+        self._table: list[tuple[float, str, list[str]]] = []
+        self.width = self._leaves[0].x + 14
+        for head, texts in self._filled_columns():
+            self._table.append((self.width, head, texts))
+            self.width += _LETTER * max(map(len, (head, *texts))) + _GAP
 
-    def _filled_columns(self, rows: Sequence[Branch]) -> list[tuple[str, list[str]]]:
-        """Return the heads of the columns that are not empty, and the text of each row."""
-        on: dict[str, list[int]] = {}
-        for rank, node in enumerate(self._nodes):
-            on.setdefault(node.name, []).append(rank)
+    def _filled_columns(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield the heads of the columns that are not empty, and the text of each row."""
+        on = grouped(range(len(self._ranks)), lambda rank: self._ranks[rank].name)
         columns: dict[str, Callable[[tuple[Node, ...]], str]] = {
-            "node": _name,
+            "node": lambda nodes: (
+                f"{nodes[0].name} to {nodes[-1].name} ({len(nodes)} nodes)"
+                if len(nodes) > 1
+                else nodes[0].name
+            ),
             "link": lambda nodes: link_text(nodes[0]),
             "computes with": lambda nodes: _compute_text(nodes[0]),
             "memory": lambda nodes: BYTES.write(nodes[0].memory) if nodes[0].memory else "",
             "ranks": lambda nodes: _ranges([r for node in nodes for r in on.get(node.name, ())]),
             "faults": lambda nodes: ", ".join(self._faults.get(nodes[0].name, ())),
         }
-        filled = [(head, [text(row.nodes) for row in rows]) for head, text in columns.items()]
-        return [(head, texts) for head, texts in filled if any(texts)]
+        for head, text in columns.items():
+            texts = [text(place.nodes) for place in self._leaves]
+            if any(texts):
+                yield head, texts
 
     def _below_line(self, switch: Switch) -> list[str]:
         shared = f"shares {BANDWIDTH.write(switch.shared)}" if switch.shared else ""
@@ -142,68 +136,53 @@ class _Sketch:
     def _owner(self, name: str) -> str:
         """Return the node of the rank `name`, if that is known; else `name`."""
         rank = rank_of(name)
-        return name if rank is None or not self._nodes else self._nodes[rank].name
+        return name if rank is None or not self._ranks else self._ranks[rank].name
 
-    def lines(self) -> Iterator[alt.Chart]:
-        """From each part to the switch above it."""
-        parts = [place.branch.part for place in self._places.values()]
-        links = [link for part in parts for link in (part.up, part.down) if link]
-        slowest = min((link.bandwidth for link in links), default=1.0)
-        values = []
-        for place in self._places.values():
-            up, down = place.branch.part.up, place.branch.part.down
-            if place.above is not None and up is not None and down is not None:
-                slower = min(up.bandwidth, down.bandwidth)
-                thick = min(1 + 0.9 * math.log10(slower / slowest), 6)
-                values.append({"x": place.above, "to": place.x, "y": place.y, "thick": thick})
-        yield from self._canvas.across(values, alt.StrokeWidth("thick:Q", scale=None))
-        yield from self._canvas.down(self._switches, strokeWidth=2)
+    def layers(self) -> Iterator[alt.Chart]:
+        """Links, switches, nodes, crosses of faults, and words."""
+        canvas, places = Canvas(self.width, self.height), [*self._places.values()]
+        slowest = min(min(_bandwidths(place), default=math.inf) for place in places)
 
-    def joints(self) -> Iterator[alt.Chart]:
-        """Switches and nodes."""
-        switches = ({"x": place.x, "y": place.y} for place in self._switches)
-        yield from self._canvas.layer(switches, "circle", opacity=1, size=90, color=INK_NOW)
-        nodes = [place.branch.nodes[0] for place in self._leaves]
-        speeds = [node.speed or node.flops or 0.0 for node in nodes]
+        def thick(place: Place) -> float:
+            return min(1 + 0.9 * math.log10(min(_bandwidths(place)) / slowest), 6)
+
+        yield from canvas.lines(places, thick)
+        joints = ({"x": place.x, "y": place.y} for place in self._switches)
+        yield canvas.layer(joints, "circle", opacity=1, size=90, color=INK_NOW)
+        area = alt.Size("area:Q", scale=None, legend=None)
+        colour = alt.Color("colour:N", scale=None)
+        speeds = [place.nodes[0].speed or place.nodes[0].flops or 0.0 for place in self._leaves]
         squares = (
             {
                 "x": place.x,
                 "y": place.y,
                 "area": max(_LARGEST_SQUARE * speed / max(speeds), 9),
-                "colour": _FAULT if node.name in self._faults else _NODE,
+                "colour": _FAULT if place.part.name in self._faults else _NODE,
             }
-            for place, node, speed in zip(self._leaves, nodes, speeds, strict=True)
+            for place, speed in zip(self._leaves, speeds, strict=True)
         )
-        area = alt.Size("area:Q", scale=None, legend=None)
-        colour = alt.Color("colour:N", scale=None)
-        yield from self._canvas.layer(squares, "square", area, colour, opacity=1)
+        yield canvas.layer(squares, "square", area, colour, opacity=1)
+        cross: dict[str, Any] = {"shape": _CROSS, "size": 110, "strokeWidth": 2, "filled": False}
+        yield canvas.layer(self._crosses(), "point", opacity=1, color=INK_NOW, **cross)
+        words = [*self._table_words(), *self._switch_words()]
+        for name, style in _STYLES.items():
+            some = [word for word in words if word["style"] == name]
+            text = alt.Text("text:N")
+            yield canvas.layer(some, "text", text, baseline="middle", fontSize=11, **style)
 
-    def crosses(self) -> Iterator[alt.Chart]:
-        """On links that are cut or slow for a while, and on nodes where somebody dies."""
-        values = []
+    def _crosses(self) -> Iterator[_Value]:
+        """Yield where links are cut or slow for a while, and nodes where somebody dies."""
         for fault in self._cluster.faults:
             if isinstance(fault, LinkCut | LinkSlow | Death):
                 place = self._places.get(self._owner(fault.of))
                 if place is not None:
                     on_node = place.above is None or isinstance(fault, Death)
                     x = self._leaves[0].x if on_node else (place.above or 0) + 16
-                    values.append({"x": x, "y": place.y})
-        look: dict[str, Any] = {"shape": _CROSS, "size": 110, "strokeWidth": 2, "filled": False}
-        yield from self._canvas.layer(values, "point", opacity=1, color=INK_NOW, **look)
-
-    def words(self) -> Iterator[alt.Chart]:
-        """The table beside the nodes, and the texts of switches."""
-        words = [*self._table_words(), *self._switch_words()]
-        for name, style in _STYLES.items():
-            some = [word for word in words if word["style"] == name]
-            text = alt.Text("text:N")
-            yield from self._canvas.layer(
-                some, "text", text, baseline="middle", fontSize=11, **style
-            )
+                    yield {"x": x, "y": place.y}
 
     def _table_words(self) -> Iterator[_Value]:
         """Yield the columns beside the nodes, and what befalls ranks of unknown place below."""
-        for x, (head, texts) in zip(self._column_x[:-1], self._table, strict=True):
+        for x, head, texts in self._table:
             yield {"x": x, "y": _TOP - 16, "text": head, "style": "head"}
             style = "fault" if head == "faults" else "plain"
             for place, text in zip(self._leaves, texts, strict=True):
@@ -215,7 +194,7 @@ class _Sketch:
     def _switch_words(self) -> Iterator[_Value]:
         """Yield the name of a switch above its link, and what concerns the link below it."""
         for place in self._switches:
-            switch, x = place.branch.part, place.x - 9
+            switch, x = place.part, place.x - 9
             assert isinstance(switch, Switch)
             yield {"x": x, "y": place.y - 8, "text": switch.name, "style": "switch"}
             faults = self._faults.get(switch.name, ())
@@ -224,9 +203,8 @@ class _Sketch:
                 yield {"x": x, "y": place.y + 9 + 13 * index, "text": text, "style": style}
 
 
-def _name(nodes: Sequence[Node]) -> str:
-    first, last = nodes[0].name, nodes[-1].name
-    return first if first == last else f"{first} to {last} ({len(nodes)} nodes)"
+def _bandwidths(place: Place) -> list[float]:
+    return [link.bandwidth for link in (place.part.up, place.part.down) if link]
 
 
 def link_text(part: Node | Switch) -> str:

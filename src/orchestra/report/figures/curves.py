@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
@@ -11,40 +11,26 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.report.collect import RunData
-from orchestra.report.figures.frame import (
-    FAINT,
-    Figure,
-    Look,
-    Values,
-    along,
-    figure,
-    layer,
-    rounded,
-    spans_much,
-    tips,
-    value_axis,
-    zoomable,
-)
-from orchestra.report.rows import ReportTarget, Row
+from orchestra.report.figures import frame
+from orchestra.report.figures.frame import Figure, Look, Values, figure, layer, rounded, tips
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 _SECTION = "convergence"
 _POINTS = 10  # on a line, so that they can be told apart
 _FOUR = ".4~g"
 _POINT: dict[str, Any] = {"filled": True, "size": 55, "opacity": 1}
+_RING = {"size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opacity": 1}
 
 
-def curves(study: Study) -> list[Figure]:
+def curves(study: Study) -> Iterator[Figure]:
     """Loss and metric of the snapshots against seconds and against samples."""
-    found = []
     for axis in ("seconds", "samples"):
         for metric in ("loss", study.metric):
             if metric is not None and any(_points(run, metric) for run in study.runs):
-                found.append(_curve(study, metric, axis))
-    return found
+                yield _curve(study, metric, axis)
 
 
 def _curve(study: Study, metric: str, axis: str) -> Figure:
@@ -56,69 +42,60 @@ def _curve(study: Study, metric: str, axis: str) -> Figure:
         for point in _points(run, metric)
     ]
     target = study.target if study.target and study.target.metric == metric else None
-    rising = target.rising if target else None
-    means = {row.name: _means(row, metric, rising) for row in rows}
-    every = [value for values in means.values() for value in values]
-    log = metric == "loss" and spans_much([value["value"] for value in each])
+    lines = [_means(row, metric, target.rising if target else None) for row in rows]
+    means = [value for line in lines for value in line]
+    log = metric == "loss" and frame.spans_much([value["value"] for value in each])
     switches = [value for row in rows for value in _switches(row, metric, axis, log)]
     keys = [f"grey rule: target {target.bound:g}"] if target else []
     keys += ["rings: switches"] if switches else []
-    x = along(axis, [*([", ".join(keys)] if keys else []), *_node_key(every)])
-    y = value_axis(f"{metric} at the snapshots{study.better(metric)}", log)
-    look = Look(study.styles, means)
-    layers = [*_nodes(every, x, y, look), *_lines(each, means, x, y, look, metric)]
-    if target:  # it belongs to no strategy
-        place = [{"target": target.bound}]
-        layers.append(layer(place, "rule", alt.Y("target:Q"), color=FAINT, strokeDash=[3, 3]))
-    if switches:
-        tooltip = [*tips(("step:Q", "switched after step")), *_tooltip(metric, "seed")]
-        ring = {"size": 130, "strokeWidth": 2, "shape": "circle", "filled": False, "opacity": 1}
-        layers.append(layer(switches, "point", x, y, look.colour(), tooltip, **ring))
+    x = frame.along(axis, [*([", ".join(keys)] if keys else []), *_node_key(means)])
+    y = frame.value_axis(f"{metric} at the snapshots{study.better(metric)}", log)
+    look = Look(study.styles, [row.name for row in rows])
+    place = x, y, look.colour
+    rule = [{"target": target.bound}] if target else []  # it belongs to no strategy
+    tooltip = [*tips(("step:Q", "switched after step")), *_tooltip(metric, "seed")]
+    layers = [
+        *_nodes(means, place),
+        *_lines(each, lines, place, look, _tooltip(metric, "mean of seeds")),
+        layer(rule, "rule", alt.Y("target:Q"), color=frame.FAINT, strokeDash=[3, 3]),
+        layer(switches, "point", *place, tooltip, **_RING),
+    ]
     several = max(len(row.completed) for row in rows) > 1
-    return figure(
-        f"{metric}-against-{axis}",
-        f"{metric[0].upper()}{metric[1:]} against {axis}",
-        " ".join(_caption(axis, several, target, bool(switches), every)),
-        _SECTION,
-        layers,
-    )
+    caption = " ".join(_caption(axis, several, means))
+    title = f"{metric[0].upper()}{metric[1:]} against {axis}"
+    return figure(f"{metric}-against-{axis}", title, caption, _SECTION, layers)
 
 
 def _lines(
-    each: Values, means: Mapping[str, Values], x: alt.X, y: alt.Y, look: Look, metric: str
+    each: Values,
+    means: Sequence[Values],
+    place: Sequence[Any],
+    look: Look,
+    tooltip: list[alt.Tooltip],
 ) -> list[alt.Chart]:
     """Draw a thin line for each seed; over them a thick one with points, which is their mean."""
-    every = [value for values in means.values() for value in values]
     # so many points that they do not touch, the last one among them
-    pointed = [
-        value
-        for values in means.values()
-        for value in values[:: -max(1, len(values) // _POINTS)][::-1]
-    ]
-    place = x, y, look.colour()
-    seeds = layer(each, "line", *place, alt.Detail("seed:N"), strokeWidth=1, strokeOpacity=0.35)
-    mean = layer(every, "line", *place, look.dash(), strokeWidth=2)
-    tooltip = _tooltip(metric, "mean of seeds")
+    pointed = [v for line in means for v in line[:: -max(1, len(line) // _POINTS)][::-1]]
     if any("average" in value for value in pointed):
         tooltip += tips(
             ("worst:Q", "worst node", _FOUR), ("average:Q", "average of the replicas", _FOUR)
         )
-    points = layer(pointed, "point", *place, look.shape(), tooltip, **_POINT)
-    return [zoomable(seeds), mean, points]
+    thin = {"strokeWidth": 1, "strokeOpacity": 0.35}
+    return [
+        frame.zoomable(layer(each, "line", *place, alt.Detail("seed:N"), **thin)),
+        layer([v for line in means for v in line], "line", *place, look.dash, strokeWidth=2),
+        layer(pointed, "point", *place, look.shape, tooltip, **_POINT),
+    ]
 
 
-def _nodes(means: Values, x: alt.X, y: alt.Y, look: Look) -> list[alt.Chart]:
+def _nodes(means: Values, place: Sequence[Any]) -> list[alt.Chart]:
     """Draw a band from the nodes' mean to the worst node, and the replicas' average, dashed."""
     worst = [value for value in means if value.get("worst") is not None]
     averages = [{**v, "value": v["average"]} for v in means if v.get("average") is not None]
-    layers = []
-    if worst:
-        ends = y, alt.Y2("worst:Q")
-        layers.append(layer(worst, "area", x, *ends, look.colour(), opacity=0.16, line=False))
-    if averages:
-        dashed = {"strokeWidth": 1.5, "strokeDash": [4, 3]}
-        layers.append(layer(averages, "line", x, y, look.colour(), **dashed))
-    return layers
+    return [
+        layer(worst, "area", *place, alt.Y2("worst:Q"), opacity=0.16, line=False),
+        layer(averages, "line", *place, strokeWidth=1.5, strokeDash=[4, 3]),
+    ]
 
 
 def _tooltip(metric: str, seed: str) -> list[alt.Tooltip]:
@@ -136,9 +113,9 @@ def _points(run: RunData, metric: str) -> list[Point]:
 def _place(points: Sequence[Point], metric: str) -> dict[str, Any]:
     """Return where the mean of `points` lies."""
     return {
-        "seconds": rounded(fmean(point.seconds for point in points)),
+        "seconds": fmean(point.seconds for point in points),
         "samples": round(fmean(point.samples for point in points)),
-        "value": rounded(fmean(point.metrics[metric] for point in points)),
+        "value": fmean(point.metrics[metric] for point in points),
     }
 
 
@@ -185,9 +162,8 @@ def _switches(row: Row, metric: str, axis: str, log: bool) -> Iterator[dict[str,
             "strategy": row.name,
             "seed": run.record.seed,
             "step": run.record.switched_at_step,
-            "seconds": rounded(at["seconds"]),
-            "samples": samples,
-            "value": rounded(float(value)),
+            **at,
+            "value": float(value),
         }
 
 
@@ -199,9 +175,8 @@ def _node_key(means: Values) -> list[str]:
     return ["line: mean of nodes" + ", band: to the worst" * worst + ", dashed: their average"]
 
 
-def _caption(
-    axis: str, several: bool, target: ReportTarget | None, switch: bool, means: Values
-) -> Iterator[str]:
+def _caption(axis: str, several: bool, means: Values) -> Iterator[str]:
+    """Yield what the key below the axis does not say."""
     yield "Copies of the model were taken in passing, and evaluated after the run" + (
         " (thick: mean over the seeds; thin: each seed)." if several else "."
     )
@@ -212,10 +187,6 @@ def _caption(
             "At equal samples curves differ by what the steps were worth, not by how long they "
             "took; strategies with the same arithmetic lie on one another."
         )
-    if target:
-        yield "The grey rule is the target."
-    if switch:
-        yield "Rings mark where a switch happened."
     if _node_key(means):
         some = any(value["judged"] < value["replicas"] for value in means if "judged" in value)
         yield (
@@ -233,17 +204,17 @@ _SIGNS = 8
 _BATCHES = 4  # in a part at the least: a single batch says little
 
 
-def training_loss(study: Study) -> list[Figure]:
+def training_loss(study: Study) -> Iterator[Figure]:
     """Training loss against samples: means of up to 200 equal parts of the run."""
     runs = [run for row in study.widest for run in row.completed if run.steps]
     if not runs:
-        return []
+        return
     batch = max(run.record.global_batch for run in runs)
     longest = max(run.record.samples for run in runs)
     width = batch * max(_BATCHES, round(longest / batch / _BINS))
     values = [value for row in study.widest for value in _mean_losses(row, width)]
     if not values:
-        return []
+        return
     several = any(len(row.completed) > 1 for row in study.widest)
     caption = (
         f"The loss on the batches just trained on, averaged over the workers and over {width:,} "
@@ -252,21 +223,21 @@ def training_loss(study: Study) -> list[Figure]:
     )
     names = list(dict.fromkeys(value["strategy"] for value in values))
     look = Look(study.styles, names)
-    x = along("samples")
-    y = value_axis("training loss, lower is better", spans_much([v["value"] for v in values]))
-    place = x, look.colour()
+    log = frame.spans_much([v["value"] for v in values])
+    y = frame.value_axis("training loss, lower is better", log)
+    place = frame.along("samples"), look.colour
     tooltip = tips(
         "strategy:N", ("samples:Q", "", ",.0f"), ("value:Q", "training loss", _FOUR),
         ("low:Q", "lowest seed", _FOUR), ("high:Q", "highest seed", _FOUR),
     )  # fmt: skip
     ends = alt.Y("low:Q"), alt.Y2("high:Q")
-    signs = list(_signs(values, names))
     layers = [
-        zoomable(layer(values, "line", *place, y, look.dash(), tooltip, strokeWidth=1.8)),
+        frame.zoomable(layer(values, "line", *place, y, look.dash, tooltip, strokeWidth=1.8)),
         layer(values, "area", *place, *ends, opacity=0.16, line=False),
-        layer(signs, "point", *place, y, look.shape(), **_POINT),
+        layer(_signs(values, names), "point", *place, y, look.shape, **_POINT),
     ]
-    return [figure("training-loss", "Training loss against samples", caption, _SECTION, layers)]
+    title = "Training loss against samples"
+    yield figure("training-loss", title, caption, _SECTION, layers)
 
 
 def _signs(values: Values, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -290,9 +261,9 @@ def _mean_losses(row: Row, width: int) -> Values:
         {
             "strategy": row.name,
             "samples": part * width + width // 2,
-            "value": rounded(fmean(losses)),
-            "low": rounded(min(losses)),
-            "high": rounded(max(losses)),
+            "value": fmean(losses),
+            "low": min(losses),
+            "high": max(losses),
         }
         for part, losses in sorted(by_part.items())
     ]
@@ -317,21 +288,29 @@ def _parts(run: RunData, width: int) -> dict[int, float]:
 # What the budget came to
 
 
-def trade(study: Study) -> list[Figure]:
+def trade(study: Study) -> Iterator[Figure]:
     """The final metric against the seconds of training, a point for each seed."""
     metric = study.metric or "loss"
-    of_rows = {row.name: found for row in study.widest if (found := _finals(row, metric))}
-    if not of_rows:
-        return []
+    seeds: Values = [
+        {"strategy": row.name, "seed": str(run.record.seed), "seconds": seconds, "value": value}
+        for row in study.widest
+        for run in row.completed
+        if (seconds := run.record.train_seconds) is not None
+        and (value := rounded({"loss": run.record.final_loss, **run.record.metrics}.get(metric)))
+        is not None
+    ]
+    if not seeds:
+        return
     splits = {run.record.judged_on for run in study.runs}
     judged = f" on the {splits.pop()} data" if len(splits) == 1 else ""
     caption = (
         f"Each small point is one seed, each large one their mean: {metric}{judged} after the same "
         "number of samples, against the seconds that these took. Set-up is not in it."
     )
+    of_rows = grouped(seeds, lambda value: value["strategy"])
     means = [
         {"strategy": name, "seed": f"mean of {len(values)}"}
-        | {key: rounded(fmean(v[key] for v in values)) for key in ("seconds", "value")}
+        | {key: fmean(value[key] for value in values) for key in ("seconds", "value")}
         for name, values in of_rows.items()
     ]
     look = Look(study.styles, of_rows)
@@ -340,26 +319,14 @@ def trade(study: Study) -> list[Figure]:
         title="seconds of training, the whole budget",
         scale=alt.Scale(zero=True, nice=False, padding=12),
     )
-    y = value_axis(f"final {metric}{study.better(metric)}")
+    y = frame.value_axis(f"final {metric}{study.better(metric)}")
     tooltip = tips(
         "strategy:N", "seed:N", ("seconds:Q", "training seconds", _FOUR),
         ("value:Q", f"final {metric}", _FOUR),
     )  # fmt: skip
-    channels = x, y, look.colour(), look.shape(), tooltip
-    seeds = [value for values in of_rows.values() for value in values]
+    channels = x, y, look.colour, look.shape, tooltip
     small = layer(seeds, "point", *channels, filled=True, size=45, opacity=0.5)
     large = layer(means, "point", *channels, filled=True, size=170, opacity=1)
     title = f"Final {metric} against training seconds"
-    return [figure("metric-against-time", title, caption, _SECTION, [zoomable(small), large])]
-
-
-def _finals(row: Row, metric: str) -> Values:
-    def final(record: RunRecord) -> float | None:
-        return rounded(record.metrics.get(metric, record.final_loss if metric == "loss" else None))
-
-    seconds = row.values(lambda record: record.train_seconds)
-    return [
-        {"strategy": row.name, "seed": str(seed), "seconds": rounded(seconds[seed]), "value": value}
-        for seed, value in row.values(final).items()
-        if seed in seconds
-    ]
+    layers = [frame.zoomable(small), large]
+    yield figure("metric-against-time", title, caption, _SECTION, layers)

@@ -114,6 +114,7 @@ _PARAMS = (
 )
 _LOG_FROM = 10.0  # largest over smallest value
 _FONT = "Helvetica Neue, Helvetica, Arial, sans-serif"
+_WORDS = {"labelColor": {"expr": INK}, "titleColor": {"expr": INK}, "labelFontSize": 11}
 _CONFIG = {
     "font": _FONT,
     "background": None,
@@ -127,9 +128,7 @@ _CONFIG = {
         "limit": {"expr": "room"},
     },
     "axis": {
-        "labelColor": {"expr": INK},
-        "titleColor": {"expr": INK},
-        "labelFontSize": 11,
+        **_WORDS,
         "titleFontSize": 11,
         "titleFontWeight": "normal",
         "titlePadding": 8,
@@ -141,9 +140,7 @@ _CONFIG = {
     },
     "axisX": {"tickCount": {"expr": "max(3, floor(room / 90))"}, "labelFlush": True},
     "legend": {
-        "labelColor": {"expr": INK},
-        "titleColor": {"expr": INK},
-        "labelFontSize": 11,
+        **_WORDS,
         "labelLimit": 260,
         "orient": "bottom",
         "direction": "horizontal",
@@ -160,13 +157,18 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.5g}")
 
 
-def layer(values: Values, mark: str, *channels: Any, **look: Any) -> alt.Chart:
+def layer(values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any) -> alt.Chart:
     """Draw a mark for each of `values`, with its channels; a list of tooltips is one of these.
 
-    Those of the strategies that are hidden, by their "strategy", are not drawn.
+    Those of the strategies that are hidden, by their "strategy", are not drawn. Floating-point
+    numbers are rounded.
     """
-    chart = alt.Chart(alt.InlineData(values=values))
-    if all("strategy" in value for value in values):
+    data = [
+        {key: rounded(item) if isinstance(item, float) else item for key, item in value.items()}
+        for value in values
+    ]
+    chart = alt.Chart(alt.InlineData(values=data))
+    if all("strategy" in value for value in data):
         chart = chart.transform_filter(SHOWN)
     chart.mark = alt.MarkDef(type=mark, **look)  # type: ignore[arg-type]
     return chart.encode(*channels)
@@ -225,19 +227,25 @@ def tips(*fields: str | tuple[str, ...]) -> list[alt.Tooltip]:
 
 
 class Look:
-    """The channels that tell strategies apart, over the `styles` of `names`, of all by default."""
+    """The channels that tell strategies apart, over the `styles` of `names`, of all by default.
+
+    Attributes:
+        colour: on lines and points.
+        dash: on lines.
+        shape: on points.
+    """
 
     def __init__(
         self,
         styles: Mapping[str, Style],
         names: Iterable[str] | None = None,
         field: str = "strategy",
+        legend: bool = True,
     ) -> None:
-        self._field = f"{field}:N"
-        self._styles = {name: styles[name] for name in (styles if names is None else names)}
-        longest = max((len(name) for name in self._styles), default=1)
+        chosen = {name: styles[name] for name in (styles if names is None else names)}
+        longest = max((len(name) for name in chosen), default=1)
         columns = f"max(1, floor(room / {min(260, round(6.2 * longest) + 22) + 20}))"
-        self._legend = alt.Legend(
+        shown = alt.Legend(
             title=None,
             columns=alt.ExprRef(columns),
             symbolLimit=0,
@@ -245,24 +253,15 @@ class Look:
             symbolStrokeWidth=0,  # dashes would fray the outline of a shape
         )
 
-    def colour(self, legend: bool = True) -> alt.Color:
-        """Its colour, on lines and points."""
-        inks = {name: {"expr": INK} for name, s in self._styles.items() if s.colour == INK}
-        return self._channel(
-            alt.Color, [inks.get(name, s.colour) for name, s in self._styles.items()], legend
-        )
+        def channel(kind: Callable[..., C], values: list[Any]) -> C:
+            scale = alt.Scale(domain=list(chosen), range=values)
+            return kind(f"{field}:N", scale=scale, legend=shown if legend else None)
 
-    def dash(self) -> alt.StrokeDash:
-        """Its dash, on lines."""
-        return self._channel(alt.StrokeDash, [list(s.dash) for s in self._styles.values()])
-
-    def shape(self, legend: bool = True) -> alt.Shape:
-        """Its shape, on points."""
-        return self._channel(alt.Shape, [s.shape for s in self._styles.values()], legend)
-
-    def _channel(self, channel: Callable[..., C], values: list[Any], legend: bool = True) -> C:
-        scale = alt.Scale(domain=list(self._styles), range=values)
-        return channel(self._field, scale=scale, legend=self._legend if legend else None)
+        looks = chosen.values()
+        inks = [{"expr": INK} if look.colour == INK else look.colour for look in looks]
+        self.colour: alt.Color = channel(alt.Color, inks)
+        self.dash: alt.StrokeDash = channel(alt.StrokeDash, [list(look.dash) for look in looks])
+        self.shape: alt.Shape = channel(alt.Shape, [look.shape for look in looks])
 
 
 def figure(
@@ -276,9 +275,10 @@ def figure(
 ) -> Figure:
     """The figure of `layers`, drawn one over the other, as wide as its container.
 
-    Its name is `name` as far as that can stand in the name of a file.
+    Layers without a value are left out: an axis over nothing is a warning in the browser. Its name
+    is `name` as far as that can stand in the name of a file.
     """
-    chart = alt.layer(*layers).properties(
+    chart = alt.layer(*(part for part in layers if part.data.values)).properties(
         width="container", height=height, description=f"{title}. {caption}"
     )
     spec = chart.to_dict()
@@ -290,11 +290,11 @@ def figure(
 
 LANE = 40
 """Height of a lane."""
-BAR: dict[str, Any] = {"height": 15, "yOffset": 8}
-"""A bar, or a point, in the lower part of its lane; the upper is that of the text."""
-SEPARATOR = "\u2063"
-"""Between the parts of a lane's key: that of Unicode which nobody sees, and nobody types."""
-POINT: dict[str, Any] = {"yOffset": BAR["yOffset"]}
+POINT: dict[str, Any] = {"yOffset": 8}
+"""In the lower part of its lane; the upper is that of the text."""
+BAR: dict[str, Any] = {"height": 15, **POINT}
+_HEADED_LANE = 17
+_SEPARATOR = "\u2063"  # that of Unicode which nobody sees, and nobody types
 
 
 def haloed(values: Values, width: float, *channels: Any, **style: Any) -> list[alt.Chart]:
@@ -303,14 +303,18 @@ def haloed(values: Values, width: float, *channels: Any, **style: Any) -> list[a
     return [halo, layer(values, "text", *channels, **style, color=INK_NOW)]
 
 
-def lane(names: Iterable[str]) -> alt.Y:
-    """The lanes of `names`, from the top; without an axis, since the name stands in its lane.
-
-    In the lane there is room for a long name, which beside it would take a phone's whole width.
-    A hidden strategy leaves its lane empty: the others stay where the reader saw them.
-    """
-    scale = alt.Scale(domain=list(names), paddingInner=0, paddingOuter=0)
-    return alt.Y("strategy:N", axis=None, scale=scale)
+def _words(texts: Mapping[str, str], y: alt.Y, dy: float) -> list[alt.Chart]:
+    """Draw the name of each strategy on the left, and its text on the right."""
+    values = [
+        {"strategy": name, "lane": lane_key(name), "text": text} for name, text in texts.items()
+    ]
+    longest = max(map(len, texts.values()))
+    room = alt.ExprRef(f"max(60, width - {round(6.4 * longest) + 12})")
+    style: dict[str, Any] = {"baseline": "middle", "dy": dy, "fontSize": 11.5}
+    return [
+        *haloed(values, 4, y, LEFT, alt.Text("strategy:N"), align="left", limit=room, **style),
+        *haloed(values, 4, y, RIGHT, alt.Text("text:N"), align="right", **style),
+    ]
 
 
 def lanes(
@@ -321,45 +325,46 @@ def lanes(
     layers: Sequence[alt.Chart],
     texts: Mapping[str, str],
 ) -> Figure:
-    """The figure of `layers` in the lanes of strategies, above each on the left its name, on the
-    right its text; `texts` are in the order of the lanes."""
-    values = [{"strategy": name, "text": text} for name, text in texts.items()]
-    longest = max(len(text) for text in texts.values())
-    room = alt.ExprRef(f"max(60, width - {round(6.4 * longest) + 12})")
-    style: dict[str, Any] = {"baseline": "middle", "dy": -9, "fontSize": 11.5}
-    left = lane(texts), LEFT, alt.Text("strategy:N")
-    right = lane(texts), RIGHT, alt.Text("text:N")
-    words = [
-        *haloed(values, 4, *left, align="left", limit=room, **style),
-        *haloed(values, 4, *right, align="right", **style),
-    ]
-    return figure(name, title, caption, section, [*layers, *words], LANE * len(texts))
+    """The figure of `layers` in a lane for each strategy, above them on the left its name, on the
+    right its text; `texts` are in the order of the lanes.
+
+    In the lane there is room for a long name, which beside it would take a phone's whole width.
+    A hidden strategy leaves its lane empty: the others stay where the reader saw them.
+    """
+    scale = alt.Scale(domain=list(texts), paddingInner=0, paddingOuter=0)
+    y = alt.Y("strategy:N", axis=None, scale=scale)
+    marks = [*(part.encode(y) for part in layers), *_words(texts, y, -9)]
+    return figure(name, title, caption, section, marks, LANE * len(texts))
 
 
-def headed_lane(strategy: str, name: str = "") -> str:
-    """The key of the lane `name` of a strategy, without one of its heading."""
-    return f"{strategy}{SEPARATOR}{name}"
+def lane_key(strategy: str, name: str = "") -> str:
+    """The "lane" of a value in the lane `name` of its strategy; without one, of its heading."""
+    return f"{strategy}{_SEPARATOR}{name}"
 
 
 def headed_lanes(
-    domain: Sequence[str], texts: Mapping[str, str], **axis: Any
-) -> tuple[alt.Y, list[alt.Chart]]:
-    """The lanes `domain`, and their headings: the name of each strategy, on the right its text."""
+    name: str,
+    title: str,
+    caption: str,
+    section: str,
+    layers: Sequence[alt.Chart],
+    texts: Mapping[str, str],
+    axis_title: str | None = None,
+    **axis: Any,
+) -> Figure:
+    """The figure of `layers` in several lanes for each strategy, below its name and its text: those
+    of the first layer's values, each of which has the key of its "lane"."""
+    domain: dict[str, None] = {}
+    for strategy in texts:
+        own = [v["lane"] for v in layers[0].data.values if v["strategy"] == strategy]
+        domain |= dict.fromkeys([lane_key(strategy), *own])
     y = alt.Y(
         "lane:N",
-        title=axis.pop("title", None),
+        title=axis_title,
         scale=alt.Scale(domain=list(domain), paddingInner=0.15, paddingOuter=0),
         axis=alt.Axis(
-            labelExpr=f"split(datum.value, '{SEPARATOR}')[1]", ticks=False, domain=False, **axis
+            labelExpr=f"split(datum.value, '{_SEPARATOR}')[1]", ticks=False, domain=False, **axis
         ),
     )
-    heads = [
-        {"strategy": name, "lane": headed_lane(name), "text": text} for name, text in texts.items()
-    ]
-    style: dict[str, Any] = {"baseline": "middle", "fontSize": 11.5, "dy": 3, "color": INK_NOW}
-    left = y, LEFT, alt.Text("strategy:N")
-    right = y, RIGHT, alt.Text("text:N")
-    return y, [
-        layer(heads, "text", *left, align="left", **style),
-        layer(heads, "text", *right, align="right", **style),
-    ]
+    marks = [*_words(texts, y, 3), *(part.encode(y) for part in layers)]
+    return figure(name, title, caption, section, marks, _HEADED_LANE * len(domain))

@@ -14,13 +14,13 @@ from typing import Any
 import altair as alt
 
 from orchestra.cluster import Cluster
-from orchestra.report.collect import RunData
+from orchestra.records.record import RunRecord
 from orchestra.report.figures.bars import bytes_text
 from orchestra.report.figures.frame import FAINT, GROUND, INK_NOW, Figure, Values, figure, tips
 from orchestra.report.figures.sketch import Canvas, Tree
 from orchestra.report.figures.timeline import Arrow, Exchange, exchanges, phase_text, read_trace
 from orchestra.report.numbers import count
-from orchestra.report.rows import Row
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 MOST = 32
@@ -38,34 +38,29 @@ _EARLY_TO_LATE = ["#0072B2", "#CC79A7", "#E69F00"]  # told apart by all, and fro
 _ROOM = 100.0  # for the thickest arrows side by side, in pixels
 _WORDY = 48  # arrows that have words
 _HEAD = 44.0
+_WORDS: dict[str, Any] = {"baseline": "middle", "fontSize": 10.5}
 
 
-def messages(study: Study) -> list[Figure]:
+def messages(study: Study) -> Iterator[Figure]:
     """For each strategy that was simulated, one step of its first seed; a switch has two parts."""
-    lines: dict[str, list[Row]] = {}
-    for row in study.completed:
-        if row.ranks <= MOST and row.completed[0].cluster is not None:
-            lines.setdefault(study.lines[row.name], []).append(row)
-    return [found for rows in lines.values() for found in _widest(rows)]
+    for rows in study.by_line.values():
+        for row in sorted(rows, key=lambda row: -row.ranks):
+            run = row.completed[0]
+            if row.ranks > MOST or run.cluster is None or run.trace is None:
+                continue
+            found = exchanges(read_trace(run.trace))
+            for part, exchange in enumerate(found, start=1):
+                suffix = f"-{part}" if len(found) > 1 else ""
+                yield _drawn(row, run.record, run.cluster, exchange, suffix)
+            if found:
+                break
 
 
-def _widest(rows: Sequence[Row]) -> list[Figure]:
-    """Draw the row on the most ranks that has messages in its timeline."""
-    for row in sorted(rows, key=lambda row: -row.ranks):
-        run = row.completed[0]
-        found = exchanges(read_trace(run.trace)) if run.trace is not None else []
-        if found:
-            return [
-                _drawn(row, run, exchange, f"-{part}" if len(found) > 1 else "")
-                for part, exchange in enumerate(found, start=1)
-            ]
-    return []
-
-
-def _drawn(row: Row, run: RunData, exchange: Exchange, suffix: str) -> Figure:
-    assert run.cluster is not None
-    record, step, arrows = run.record, exchange.step, exchange.arrows
-    sketch = _Sketch(row.name, run.cluster, row.ranks, exchange)
+def _drawn(
+    row: Row, record: RunRecord, cluster: Cluster, exchange: Exchange, suffix: str
+) -> Figure:
+    step, arrows = exchange.step, exchange.arrows
+    sketch = _Sketch(row.name, cluster, row.ranks, exchange)
     total = count("message", sum(arrow.count for arrow in arrows))
     texts = [
         f"What the ranks sent each other in step {step} (seed {record.seed}), where they are in "
@@ -74,14 +69,10 @@ def _drawn(row: Row, run: RunData, exchange: Exchange, suffix: str) -> Figure:
         "those up on the left.",
         *sketch.caption(),
     ]
-    return figure(
-        f"messages-{row.name}{suffix}",
-        f"{row.name}: messages of step {step}{phase_text(record, step)}",
-        " ".join(texts),
-        "timeline",
-        [*sketch.tree(), *sketch.arrows(), *sketch.ranks(), *sketch.words()],
-        round(sketch.stage.height),
-    )
+    title = f"{row.name}: messages of step {step}{phase_text(record, step)}"
+    layers, height = list(sketch.layers()), round(sketch.stage.height)
+    name = f"messages-{row.name}{suffix}"
+    return figure(name, title, " ".join(texts), "timeline", layers, height)
 
 
 @dataclass(frozen=True)
@@ -104,31 +95,26 @@ class MessageLayout:
         rows: the ranks in their order from the top.
         x, y: where the ranks are, in pixels, the latter by rank.
         places: those of nodes and switches.
-        node_x: where all nodes are.
     """
 
     def __init__(
         self, cluster: Cluster, ranks: int, letters: int, carried: Mapping[str, str]
     ) -> None:
-        on: dict[str, list[int]] = {}
-        for rank, node in enumerate(cluster.nodes_of(ranks)):
-            on.setdefault(node.name, []).append(rank)
+        nodes_of = cluster.nodes_of(ranks)
+        on = grouped(range(ranks), lambda rank: nodes_of[rank].name)
         tree = Tree(cluster, on, {name: len(ranks_of) for name, ranks_of in on.items()})
-        names = [branch.part.name for branch in tree.nodes]
         row_height = _ROW if ranks <= _MANY else _NARROW_ROW
         self.height = _TOP + row_height * ranks
-        self.rows = [rank for name in names for rank in on[name]]
-
-        def height_of(row: float) -> float:
-            return _TOP + row_height * (row + 0.5)
-
+        beside = max(len(carried.get(name, "")) for name in on) * _LETTER
+        nodes, switches = tree.placed(
+            lambda switch: (switch.name, carried.get(switch.name, "")),
+            _LETTER, 22, beside + 18, lambda row: _TOP + row_height * (row + 0.5),
+        )  # fmt: skip
+        self.places = [*nodes, *switches]
+        self.rows = [rank for place in nodes for rank in on[place.part.name]]
         self._row = {rank: row for row, rank in enumerate(self.rows)}
-        self.y = {rank: height_of(row) for rank, row in self._row.items()}
-        columns = tree.columns(lambda s: (s.name, carried.get(s.name, "")), _LETTER, 22)
-        beside = max(len(carried.get(name, "")) for name in names) * _LETTER
-        self.node_x = max(columns, default=0.0) + beside + 18
-        self.places = tree.placed(columns, self.node_x, height_of)
-        left = self.node_x + 10 + max(map(len, names)) * _LETTER
+        self.y = {rank: _TOP + row_height * (row + 0.5) for rank, row in self._row.items()}
+        left = nodes[0].x + 10 + max(map(len, on)) * _LETTER
         words = _LETTER * letters + 8
         for_arcs = max(WIDTH - left - 2 * words - 2 * _RADIUS, 4 * _NEAREST)
         self._reach = for_arcs * _LEFT, for_arcs * (1 - _LEFT)
@@ -209,60 +195,73 @@ class _Sketch:
         if self._exchange.servers:
             yield "A square is a rank that serves."
 
-    def tree(self) -> Iterator[alt.Chart]:
-        """The cluster."""
-        places = self.stage.places
-        yield from self._canvas.across(
-            {"x": place.above, "y": place.y, "to": place.x}
-            for place in places
-            if place.above is not None
-        )
-        yield from self._canvas.down(place for place in places if place.span[0] < place.span[1])
-        joints = [{"x": place.x, "y": place.y} for place in places]
-        yield from self._canvas.layer(joints, "square", opacity=1, size=40, color=FAINT)
+    def layers(self) -> Iterator[alt.Chart]:
+        """The cluster, the arrows, the ranks, and the words."""
+        places, canvas = self.stage.places, self._canvas
+        yield from canvas.lines(places)
+        joints = ({"x": place.x, "y": place.y} for place in places)
+        yield canvas.layer(joints, "square", opacity=1, size=40, color=FAINT)
+        yield from self._arrows()
+        servers = self._exchange.servers
+        ranks = [
+            {"x": self.stage.x, "y": y, "shape": "square" if rank in servers else "circle",
+             "text": str(rank)}
+            for rank, y in self.stage.y.items()
+        ]  # fmt: skip
+        body: dict[str, Any] = {"filled": True, "size": 3.6 * _RADIUS**2, "opacity": 1}
+        edge: dict[str, Any] = {"fill": GROUND, "stroke": INK_NOW, "strokeWidth": 1.2}
+        yield canvas.layer(ranks, "point", alt.Shape("shape:N", scale=None), **body, **edge)
+        yield canvas.layer(ranks, "text", alt.Text("text:N"), **_WORDS, color=INK_NOW)
+        words = [*self._names(), *self._texts]
+        for align in ("left", "right"):
+            for name in (True, False):  # on a narrow page the names alone
+                some = [w for w in words if (w["align"], w["name"]) == (align, name)]
+                shown = 1 if name else alt.ExprRef("room < 460 ? 0 : 1")
+                style: dict[str, Any] = {**_WORDS, "align": align, "opacity": shown}
+                for look in ({"stroke": GROUND, "strokeWidth": 3}, {"color": INK_NOW}):
+                    yield canvas.layer(some, "text", alt.Text("text:N"), **style, **look)
 
-    def arrows(self) -> Iterator[alt.Chart]:
-        """The arcs, and their heads."""
+    def _arrows(self) -> Iterator[alt.Chart]:
+        """Draw the arcs, and their heads."""
         lines: Values = []
         heads: Values = []
         most = max(arrow.bytes for arrow in self._exchange.arrows)
         thickest = min(_THICK[1], max(_THICK[0], _ROOM / len(self._arcs)))
         for number, arc in enumerate(self._arcs):
-            arrow, first = arc.arrow, _milliseconds(arc.arrow.first)
+            arrow = arc.arrow
             thick = _THICK[0] + (thickest - _THICK[0]) * arrow.bytes / most
-            points = [{"x": round(x, 1), "y": round(y, 1)} for x, y in arc.points]
-            same = {"arc": number, "first": first, "thick": round(thick, 2)}
-            lines += [{**same, **point, "order": order} for order, point in enumerate(points)]
+            same = {"first": 1000 * arrow.first, "arc": number, "thick": thick}
+            points = [{**same, "x": x, "y": y} for x, y in arc.points]
+            lines += [{**point, "order": order} for order, point in enumerate(points)]
             heads.append(
                 {
                     **points[-1],
                     "shape": "triangle-left" if arc.down else "triangle-right",
-                    "area": round(_HEAD + 12 * thick, 1),
+                    "area": _HEAD + 12 * thick,
                     "what": f"{arrow.source} → {arrow.target}",
                     "messages": arrow.count,
                     "bytes": arrow.bytes,
-                    "first": first,
                 }
             )
         colour = self._colour()
-        thick_line = alt.StrokeWidth("thick:Q", scale=None)
-        of_line = [thick_line, alt.Detail("arc:N"), alt.Order("order:Q")]
+        along = [
+            alt.StrokeWidth("thick:Q", scale=None), alt.Detail("arc:N"), alt.Order("order:Q")
+        ]  # fmt: skip
         look: dict[str, Any] = {"interpolate": "basis", "opacity": 0.75}
-        yield from self._canvas.layer(lines, "line", colour, *of_line, **look)
+        yield self._canvas.layer(lines, "line", colour, *along, **look)
         tooltip = tips(
             ("what:N", "from, to"), ("messages:Q", "", ",d"), ("bytes:Q", "", ",d"),
             ("first:Q", "first, ms", ".3~g"),
         )  # fmt: skip
         shape, size = alt.Shape("shape:N", scale=None), alt.Size("area:Q", scale=None)
         of_head = [colour, shape, size, tooltip]
-        yield from self._canvas.layer(heads, "point", *of_head, filled=True, opacity=1)
+        yield self._canvas.layer(heads, "point", *of_head, filled=True, opacity=1)
 
     def _colour(self) -> alt.Color | alt.ColorValue:
         if not self._timed:
             return alt.ColorValue(_EARLY_TO_LATE[0])
-        scale = alt.Scale(
-            domain=[0, _milliseconds(self._exchange.seconds)], range=_EARLY_TO_LATE, clamp=True
-        )
+        domain = [0, 1000 * self._exchange.seconds]
+        scale = alt.Scale(domain=domain, range=_EARLY_TO_LATE, clamp=True)
         legend = alt.Legend(
             title="milliseconds after the first message",
             titleLimit=400,
@@ -271,48 +270,16 @@ class _Sketch:
         )
         return alt.Color("first:Q", scale=scale, legend=legend)
 
-    def ranks(self) -> Iterator[alt.Chart]:
-        """The ranks, round or square, with their numbers."""
-        servers = self._exchange.servers
-        ranks = [
-            {
-                "x": self.stage.x,
-                "y": y,
-                "shape": "square" if rank in servers else "circle",
-                "text": str(rank),
-            }
-            for rank, y in self.stage.y.items()
-        ]
-        body: dict[str, Any] = {"filled": True, "size": 3.6 * _RADIUS**2, "opacity": 1}
-        edge: dict[str, Any] = {"fill": GROUND, "stroke": INK_NOW, "strokeWidth": 1.2}
-        shape = alt.Shape("shape:N", scale=None)
-        yield from self._canvas.layer(ranks, "point", shape, **body, **edge)
-        style: dict[str, Any] = {"baseline": "middle", "fontSize": 10.5, "color": INK_NOW}
-        yield from self._canvas.layer(ranks, "text", alt.Text("text:N"), **style)
-
-    def words(self) -> Iterator[alt.Chart]:
-        """On a narrow page the names alone; each on a ground that covers what is behind it."""
-        words = [*self._names(), *self._texts]
-        for align in ("left", "right"):
-            for name in (True, False):
-                some = [w for w in words if (w["align"], w["name"]) == (align, name)]
-                style: dict[str, Any] = {"align": align, "baseline": "middle", "fontSize": 10.5}
-                style["opacity"] = 1 if name else alt.ExprRef("room < 460 ? 0 : 1")
-                for look in ({"stroke": GROUND, "strokeWidth": 3}, {"color": INK_NOW}):
-                    yield from self._canvas.layer(some, "text", alt.Text("text:N"), **style, **look)
-
     def _names(self) -> Iterator[dict[str, Any]]:
         """Yield the names of nodes and switches, and what crossed their links."""
         for place in self.stage.places:
-            name = place.branch.part.name
-            text = self._links.get(name, "")
-            if place.branch.nodes:
-                yield _word(place.x + 8, place.y, name, "left", name=True)
-                on_line = place.above is not None
-                yield _word(place.x - 8, place.y - 9 * on_line, text, "right")
+            name, x, y = place.part.name, place.x, place.y
+            if place.nodes:
+                yield _word(x + 8, y, name, "left", name=True)
             else:
-                yield _word(place.x - 8, place.y - 8, name, "right", name=True)
-                yield _word(place.x - 8, place.y + 9, text, "right")
+                yield _word(x - 8, y - 8, name, "right", name=True)
+            off = -9 * (place.above is not None) if place.nodes else 9
+            yield _word(x - 8, y + off, self._links.get(name, ""), "right")
 
     def _placed_texts(self) -> Iterator[dict[str, Any]]:
         """Yield the words of arrows, the largest first, as far as they do not touch."""
@@ -340,7 +307,7 @@ class _Sketch:
 
 
 def _word(x: float, y: float, text: str, align: str, *, name: bool = False) -> dict[str, Any]:
-    return {"x": round(x, 1), "y": round(y, 1), "text": text, "align": align, "name": name}
+    return {"x": x, "y": y, "text": text, "align": align, "name": name}
 
 
 def _links(cluster: Cluster, ranks: int, arrows: Iterable[Arrow]) -> dict[str, str]:
@@ -357,7 +324,3 @@ def _links(cluster: Cluster, ranks: int, arrows: Iterable[Arrow]) -> dict[str, s
             if of == kind:
                 found[owner].append(f"{sign} {bytes_text(size)}")
     return {owner: " ".join(words) for owner, words in found.items()}
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1000, 4)

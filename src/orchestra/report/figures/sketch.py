@@ -6,9 +6,9 @@ The figure of a cluster and that of its messages place their parts by a `Tree`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 
@@ -21,28 +21,26 @@ MOST_NODES = 64
 """With more, nodes that follow one another and are alike share a row."""
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A part of the tree: `nodes` that share rows, or the switch `part`, `depth` below the root.
-
-    `first` and `last` are the rows that it takes, or those of what hangs on it, counted from 0.
-    """
+class _Branch(NamedTuple):
+    """A part of the tree: the rows of what hangs on it, and how many switches are above it."""
 
     part: Node | Switch
+    nodes: tuple[Node, ...]
     first: float
     last: float
-    nodes: tuple[Node, ...] = ()
     depth: int = 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a branch stands, in pixels: at `x` and `y`, which are the middle of its `span`.
+    """Where a part stands: a switch, or the first of `nodes`, which share its rows.
 
-    `above` is the x of the switch that it hangs on, if any.
+    It is at `x` and `y`, in pixels, in the middle of its `span`; `above` is the x of the switch
+    that it hangs on, if any.
     """
 
-    branch: Branch
+    part: Node | Switch
+    nodes: tuple[Node, ...]
     x: float
     y: float
     above: float | None
@@ -50,16 +48,12 @@ class Place:
 
 
 class Tree:
-    """The rows of all parts of a cluster, filled from the top.
+    """The rows of all parts of a cluster, filled from the top; `rows` is how many they take.
 
     Args:
         alone: nodes that share their row with no other.
         sizes: how many rows a node takes, by its name; nodes without an entry are left out, and
             switches with none of the others below them. One row for each node by default.
-
-    Attributes:
-        nodes, switches: of each kind the branches.
-        rows: how many they take.
     """
 
     def __init__(
@@ -68,16 +62,16 @@ class Tree:
         alone: Collection[str] = (),
         sizes: Mapping[str, int] | None = None,
     ) -> None:
-        self.nodes: list[Branch] = []
-        self.switches: list[Branch] = []
         self.rows = 0.0
+        self._nodes: list[_Branch] = []
+        self._switches: list[_Branch] = []
         self._cluster, self._sizes = cluster, sizes
         self._groups = _groups([node for node in cluster.nodes if self._size(node)], alone)
         if len(self._groups) > 1 or sizes is None:
             for switch in cluster.switches:
                 if switch.to is None:
                     self._add_switch(switch, 0)
-        placed = {branch.part.name for branch in self.nodes}
+        placed = {branch.part.name for branch in self._nodes}
         for group in self._groups:
             if group[0].name not in placed:
                 self._add_nodes(group)
@@ -88,7 +82,7 @@ class Tree:
     def _add_nodes(self, group: tuple[Node, ...]) -> float:
         """Give the next rows to `group`; return their middle."""
         last = self.rows + self._size(group[0]) - 1
-        self.nodes.append(Branch(group[0], self.rows, last, group))
+        self._nodes.append(_Branch(group[0], group, self.rows, last))
         middle = (self.rows + last) / 2
         self.rows = last + 1
         return middle
@@ -106,44 +100,40 @@ class Tree:
         if not below:  # a row of its own
             below = [self.rows]
             self.rows += 1
-        self.switches.append(Branch(switch, below[0], below[-1], depth=depth))
+        self._switches.append(_Branch(switch, (), below[0], below[-1], depth))
         return [(below[0] + below[-1]) / 2]
 
-    def columns(
-        self, words: Callable[[Switch], Iterable[str]], letter: float, gap: float
-    ) -> list[float]:
-        """Where the switches of each depth stand: as far right as the `words` before them need.
-
-        Args:
-            letter: the width of a letter, in pixels.
-            gap: pixels between words and the next column.
-        """
-        places, x = [], 0.0
-        for depth in range(1 + max((branch.depth for branch in self.switches), default=-1)):
-            there = (branch.part for branch in self.switches if branch.depth == depth)
-            texts = (text for part in there if isinstance(part, Switch) for text in words(part))
-            x += letter * max(map(len, texts)) + gap
-            places.append(x)
-        return places
-
     def placed(
-        self, columns: Sequence[float], node_x: float, height_of: Callable[[float], float]
-    ) -> list[Place]:
-        """Where the nodes stand, and then the switches.
+        self,
+        words: Callable[[Switch], Iterable[str]],
+        letter: float,
+        gap: float,
+        beside: float,
+        height_of: Callable[[float], float],
+    ) -> tuple[list[Place], list[Place]]:
+        """Where the nodes stand, and the switches: as far right as the words before them need.
 
         Args:
-            columns: where the switches of each depth stand.
+            words: what is written before a switch.
+            letter, gap: pixels of a letter, and between words and the next column.
+            beside: pixels between the last switches and the nodes.
             height_of: the y of a row.
         """
-        x = {branch.part.name: columns[branch.depth] for branch in self.switches}
-        places = []
-        for branch in (*self.nodes, *self.switches):
-            part = branch.part
-            above = x.get((part.to if isinstance(part, Switch) else part.switch) or "")
-            span = height_of(branch.first), height_of(branch.last)
-            y = height_of((branch.first + branch.last) / 2)
-            places.append(Place(branch, x.get(part.name, node_x), y, above, span))
-        return places
+        columns, x = [], 0.0
+        for depth in range(1 + max((branch.depth for branch in self._switches), default=-1)):
+            there = (branch.part for branch in self._switches if branch.depth == depth)
+            texts = (text for part in there if isinstance(part, Switch) for text in words(part))
+            x += letter * max(map(len, texts)) + gap
+            columns.append(x)
+        at = {branch.part.name: columns[branch.depth] for branch in self._switches}
+
+        def place(branch: _Branch) -> Place:
+            part, nodes, first, last, _ = branch
+            above = at.get((part.to if isinstance(part, Switch) else part.switch) or "")
+            span = height_of(first), height_of(last)
+            return Place(part, nodes, at.get(part.name, x + beside), sum(span) / 2, above, span)
+
+        return [*map(place, self._nodes)], [*map(place, self._switches)]
 
 
 def _groups(nodes: Sequence[Node], alone: Collection[str]) -> list[tuple[Node, ...]]:
@@ -171,23 +161,27 @@ class Canvas:
 
     def layer(
         self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any
-    ) -> Iterator[alt.Chart]:
-        """The layer of `values`, unless there are none."""
-        data = [dict(value) for value in values]
-        if not data:
-            return
-        if self.strategy is not None:
-            data = [{"strategy": self.strategy, **value} for value in data]
+    ) -> alt.Chart:
+        """The layer of `values`."""
+        about = {} if self.strategy is None else {"strategy": self.strategy}
         across = alt.Scale(domain=[0, self.width], nice=False)
         down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
         x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
-        yield layer(data, mark, x, y, *channels, **look)
+        return layer([{**about, **value} for value in values], mark, x, y, *channels, **look)
 
-    def across(self, values: Iterable[Mapping[str, Any]], *channels: Any) -> Iterator[alt.Chart]:
-        """Horizontal lines, from `x` to `to`."""
-        yield from self.layer(values, "rule", alt.X2("to:Q"), *channels, color=FAINT)
-
-    def down(self, places: Iterable[Place], **look: Any) -> Iterator[alt.Chart]:
-        """Vertical lines, along the spans of `places`."""
-        values = ({"x": place.x, "y": place.span[0], "to": place.span[1]} for place in places)
-        yield from self.layer(values, "rule", alt.Y2("to:Q"), color=FAINT, **look)
+    def lines(
+        self, places: Sequence[Place], thick: Callable[[Place], float] = lambda _: 1.0
+    ) -> list[alt.Chart]:
+        """The links of all parts, so `thick`, and what joins those of a switch or a node."""
+        across = [
+            {"x": place.above, "y": place.y, "to": place.x, "thick": thick(place)}
+            for place in places
+            if place.above is not None
+        ]
+        spans = [place for place in places if place.span[0] < place.span[1]]
+        down = [{"x": place.x, "y": place.span[0], "to": place.span[1]} for place in spans]
+        width = alt.StrokeWidth("thick:Q", scale=None)
+        return [
+            self.layer(across, "rule", alt.X2("to:Q"), width, color=FAINT),
+            self.layer(down, "rule", alt.Y2("to:Q"), color=FAINT, strokeWidth=2),
+        ]

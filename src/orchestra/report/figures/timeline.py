@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from orchestra.report.figures.frame import (
     tips,
     zoomable,
 )
-from orchestra.report.rows import Row
+from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
 
 Event = dict[str, Any]
@@ -109,9 +109,9 @@ class Window:
     end: float
     first: int
     last: int
-    pieces: Sequence[Event] = field(default_factory=list)
-    ends: Sequence[Event] = field(default_factory=list)
-    messages: Arrows = field(default_factory=list)
+    pieces: Sequence[Event]
+    ends: Sequence[Event]
+    messages: Arrows
 
 
 def step_windows(trace: Trace) -> list[Window]:
@@ -123,23 +123,18 @@ def step_windows(trace: Trace) -> list[Window]:
 def _window(trace: Trace, part: Sequence[Event]) -> Window:
     for steps in range(min(_STEPS, len(part)), 0, -1):
         at = (len(part) - steps) // 2
-        window = _cut(trace, part[at], part[at + steps - 1])
+        first, last = part[at], part[at + steps - 1]
+        window = _cut(trace, first, last, last["ts"] + last["dur"])
         if len(window.pieces) + len(window.messages) <= _ROOM:
             return window
     # as much of the beginning as there is room for
     times = sorted([e["ts"] for e in window.pieces] + [s["ts"] for s, _ in window.messages])
-    end = times[_ROOM]
-    return replace(
-        window,
-        end=end,
-        pieces=[event for event in window.pieces if event["ts"] < end],
-        messages=[(sent, got) for sent, got in window.messages if got["ts"] <= end],
-    )
+    return _cut(trace, first, last, times[_ROOM])
 
 
-def _cut(trace: Trace, first: Event, last: Event) -> Window:
-    """Return what lies at least in part between the beginning of `first` and the end of `last`."""
-    start, end = first["ts"], last["ts"] + last["dur"]
+def _cut(trace: Trace, first: Event, last: Event, end: float) -> Window:
+    """Return what lies at least in part between the beginning of the step `first` and `end`."""
+    start = first["ts"]
     inside = [e for e in trace.slices if e["ts"] < end and e["ts"] + e["dur"] > start]
     return Window(
         start,
@@ -166,18 +161,16 @@ _MAIN = "main"
 Lanes = Mapping[tuple[int, int], str]
 
 
-def timelines(study: Study) -> list[Figure]:
+def timelines(study: Study) -> Iterator[Figure]:
     """For each strategy the middle of what was traced of its first seed; a switch has two parts."""
-    found = []
     for row in study.widest:
-        for run in [run for run in row.completed if run.trace is not None][:1]:
-            assert run.trace is not None
+        run = next((run for run in row.completed if run.trace is not None), None)
+        if run is not None and run.trace is not None:
             trace = read_trace(run.trace)
             windows = [window for window in step_windows(trace) if window.pieces]
             for part, window in enumerate(windows, start=1):
                 suffix = f"-{part}" if len(windows) > 1 else ""
-                found.append(_timeline(row, run.record, trace, window, suffix))
-    return found
+                yield _timeline(row, run.record, trace, window, suffix)
 
 
 def phase_text(record: RunRecord, step: int) -> str:
@@ -197,14 +190,9 @@ def _timeline(row: Row, record: RunRecord, trace: Trace, window: Window, suffix:
         "a message to its receipt; a thin pale bar is a rank that waits for one. Where ranks "
         "share cores, a piece also lasts while another rank has the core."
     )
-    return figure(
-        f"timeline-{row.name}{suffix}",
-        f"{row.name}: {steps}{phase_text(record, window.last)}",
-        caption,
-        "timeline",
-        list(_layers(row.name, window, lanes)),
-        _LANE * len({*lanes.values()}),
-    )
+    title = f"{row.name}: {steps}{phase_text(record, window.last)}"
+    layers, height = _layers(row.name, window, lanes), _LANE * len({*lanes.values()})
+    return figure(f"timeline-{row.name}{suffix}", title, caption, "timeline", layers, height)
 
 
 def _lanes(trace: Trace, window: Window) -> Lanes:
@@ -222,21 +210,20 @@ def _lanes(trace: Trace, window: Window) -> Lanes:
     return names
 
 
-def _layers(strategy: str, window: Window, lanes: Lanes) -> Iterator[alt.Chart]:
+def _layers(strategy: str, window: Window, lanes: Lanes) -> list[alt.Chart]:
     """Draw the pieces, outer ones first, so that what happened inside them lies on top; the ends of
     steps; and a line from each sending to its receipt, with a point where it ends."""
+    names = list(dict.fromkeys(lanes.values()))
     y = alt.Y(
         "lane:N",
         title="rank",
-        scale=alt.Scale(
-            domain=[*dict.fromkeys(lanes.values())], paddingInner=0.25, paddingOuter=0.1
-        ),
+        scale=alt.Scale(domain=names, paddingInner=0.25, paddingOuter=0.1),
         axis=alt.Axis(ticks=False, domain=False, labelPadding=6, labelLimit=90),
     )
     x = alt.X(
         "start:Q",
         title=f"milliseconds after {window.start / 1e6:.4g} s of training",
-        scale=alt.Scale(nice=False, domain=[0, _milliseconds(window.end - window.start)]),
+        scale=alt.Scale(nice=False, domain=[0, (window.end - window.start) / 1000]),
     )
     used = [kind for kind in _COLOURS if any(event["cat"] == kind for event in window.pieces)]
     legend = alt.Legend(
@@ -245,58 +232,51 @@ def _layers(strategy: str, window: Window, lanes: Lanes) -> Iterator[alt.Chart]:
     scale = alt.Scale(domain=used, range=[_COLOURS[kind] for kind in used])
     colour = alt.Color("kind:N", scale=scale, legend=legend)
     tooltip = tips(("lane:N", "rank"), "what:N", ("took:Q", "milliseconds", ".3~g"))
-    pieces = _pieces(strategy, window, lanes)
+    pieces, gaps, messages = _values(strategy, window, lanes)
     channels = x, alt.X2("end:Q"), y, colour, tooltip
     waits = layer(pieces, "bar", *channels, clip=True, height=9)
-    yield zoomable(waits.transform_filter("datum.kind === 'wait'"), ["x"])
     busy = layer(pieces, "bar", *channels, clip=True)
-    yield busy.transform_filter("datum.kind !== 'wait'")
-    ends = [(str(event["pid"]), event["ts"] + event["dur"]) for event in window.ends]
-    gaps = [
-        {"strategy": strategy, "lane": lane, "start": _milliseconds(end - window.start)}
-        for lane, end in ends
-        if end <= window.end and lane in lanes.values()
-    ]
-    yield layer(gaps, "tick", x, y, clip=True, thickness=2, color=GROUND)
-    if messages := _messages(strategy, window, lanes):
-        look: dict[str, Any] = {"clip": True, "color": INK_NOW}
-        ends_of_line = x, alt.X2("end:Q"), y, alt.Y2("to:N")
-        yield layer(messages, "rule", *ends_of_line, strokeWidth=0.9, opacity=0.6, **look)
-        tip = alt.X("end:Q"), alt.Y("to:N")
-        yield layer(messages, "point", *tip, filled=True, size=12, opacity=0.8, **look)
-
-
-def _pieces(strategy: str, window: Window, lanes: Lanes) -> Values:
+    line = x, alt.X2("end:Q"), y, alt.Y2("to:N")
+    look: dict[str, Any] = {"clip": True, "color": INK_NOW}
+    tip = {"filled": True, "size": 12, "opacity": 0.8, **look}
     return [
+        zoomable(waits.transform_filter("datum.kind === 'wait'"), ["x"]),
+        busy.transform_filter("datum.kind !== 'wait'"),
+        layer(gaps, "tick", x, y, clip=True, thickness=2, color=GROUND),
+        layer(messages, "rule", *line, strokeWidth=0.9, opacity=0.6, **look),
+        layer(messages, "point", alt.X("end:Q"), alt.Y("to:N"), **tip),
+    ]
+
+
+def _values(strategy: str, window: Window, lanes: Lanes) -> tuple[Values, Values, Values]:
+    """Return the pieces, the ends of steps and the messages, in milliseconds of the window."""
+
+    def place(begin: Event, start: float, end: float) -> dict[str, Any]:
+        lane = lanes[begin["pid"], begin["tid"]]
+        at = {"start": (start - window.start) / 1000, "end": (end - window.start) / 1000}
+        return {"strategy": strategy, "lane": lane, **at}
+
+    pieces = [
         {
-            "strategy": strategy,
-            "lane": lanes[event["pid"], event["tid"]],
+            **place(event, event["ts"], event["ts"] + event["dur"]),
             "kind": event["cat"],
             "what": event["name"],
-            "start": _milliseconds(event["ts"] - window.start),
-            "end": _milliseconds(event["ts"] + event["dur"] - window.start),
-            "took": _milliseconds(event["dur"]),
+            "took": event["dur"] / 1000,
         }
         for event in window.pieces
     ]
-
-
-def _messages(strategy: str, window: Window, lanes: Lanes) -> Values:
-    return [
-        {
-            "strategy": strategy,
-            "lane": lanes[sent["pid"], sent["tid"]],
-            "to": lanes[got["pid"], got["tid"]],
-            "start": _milliseconds(sent["ts"] - window.start),
-            "end": _milliseconds(got["ts"] - window.start),
-        }
+    ends = [(str(event["pid"]), event["ts"] + event["dur"]) for event in window.ends]
+    gaps = [
+        {"strategy": strategy, "lane": lane, "start": (end - window.start) / 1000}
+        for lane, end in ends
+        if end <= window.end and lane in lanes.values()
+    ]
+    messages = [
+        {**place(sent, sent["ts"], got["ts"]), "to": lanes[got["pid"], got["tid"]]}
         for sent, got in window.messages
         if (sent["pid"], sent["tid"]) in lanes and (got["pid"], got["tid"]) in lanes
     ]
-
-
-def _milliseconds(micros: float) -> float:
-    return round(micros / 1000, 4)
+    return pieces, gaps, messages
 
 
 # The messages of one step
@@ -342,12 +322,9 @@ def exchanges(trace: Trace) -> list[Exchange]:
     A message between ranks belongs to a step of the rank that sent or, where that one serves and
     has none, of the rank that received.
     """
-    by_step: dict[int, list[tuple[Event, Event]]] = defaultdict(list)
-    for arrow in trace.arrows:
-        sent, got = arrow[0]["slice"], arrow[1]["slice"]
-        step = sent["args"].get("step", got["args"].get("step"))
-        if sent["pid"] != got["pid"] and step is not None:
-            by_step[step].append((sent, got))
+    ends = ((sent["slice"], got["slice"]) for sent, got in trace.arrows)
+    between = [(sent, got) for sent, got in ends if sent["pid"] != got["pid"]]
+    by_step = grouped(between, lambda m: m[0]["args"].get("step", m[1]["args"].get("step")))
     size = {
         step: sum(sent["args"]["bytes_sent"] for sent, _ in messages)
         for step, messages in by_step.items()
@@ -367,19 +344,15 @@ def exchanges(trace: Trace) -> list[Exchange]:
 def _exchange(step: int, messages: Arrows, working: set[int]) -> Exchange:
     begin = min(sent["ts"] for sent, _ in messages)
     end = max(got["ts"] + got["dur"] for _, got in messages)
-    counts: Counter[tuple[int, int]] = Counter()
-    sizes: Counter[tuple[int, int]] = Counter()
-    firsts: dict[tuple[int, int], float] = {}
-    for sent, got in sorted(messages, key=lambda message: message[0]["ts"]):
-        pair = sent["pid"], got["pid"]
-        counts[pair] += 1
-        sizes[pair] += sent["args"]["bytes_sent"]
-        firsts.setdefault(pair, sent["ts"] - begin)
+    in_order = sorted(messages, key=lambda message: message[0]["ts"])
+    pairs = grouped(in_order, lambda message: (message[0]["pid"], message[1]["pid"]))
     arrows: list[Arrow] = []
     place, before = 0, float("-inf")
-    for pair, first in firsts.items():
+    for pair, own in pairs.items():
+        first = own[0][0]["ts"] - begin
         if first - before > _SAME * (end - begin):
             place, before = place + 1, first
-        arrows.append(Arrow(*pair, counts[pair], sizes[pair], first / 1e6, place))
-    taking_part = {rank for pair in firsts for rank in pair}
+        size = sum(sent["args"]["bytes_sent"] for sent, _ in own)
+        arrows.append(Arrow(*pair, len(own), size, first / 1e6, place))
+    taking_part = {rank for pair in pairs for rank in pair}
     return Exchange(step, (end - begin) / 1e6, arrows, frozenset(taking_part - working))

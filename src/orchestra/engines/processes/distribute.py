@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from orchestra.engines.events import Notice
 from orchestra.engines.processes.display import print_notice
-from orchestra.engines.processes.environment import Launched, detect
+from orchestra.engines.processes.environment import detect
 from orchestra.engines.processes.rank import TimedCompute, join
 from orchestra.engines.random_streams import seed as begin_streams
 from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed
@@ -70,13 +70,12 @@ def distribute(
     Iterate the returned batches once an epoch; the batch size of the loader is that of one
     worker. When an epoch ends, every worker's model holds the agreed parameters.
 
-    A dedicated server never comes back: it serves in here until the workers' scripts are over, and
-    then its process ends with status 0. Code behind this call runs on workers alone.
+    A dedicated server serves in here until the workers' scripts are over; then its process ends
+    with status 0, so that code behind this call runs on workers alone.
 
-    A script may distribute several times. A call ends every earlier loop that has begun to train,
-    or that trains the same parameters; its batches and its optimizer are then refused. Models that
-    are trained by turns, as in a GAN, are all distributed before the first step, each further one
-    with the batches that the first call returned.
+    A call ends every earlier loop that has begun to train, or that trains the same parameters; its
+    batches and its optimizer are then refused. Models that are trained by turns, as in a GAN, are
+    all distributed before the first step, each further one with the batches of the first call.
 
     Args:
         batches: the loader of the whole data set, as for a single machine; do not shard it. Or any
@@ -86,10 +85,8 @@ def distribute(
         accumulation: calls of `backward()` for one `step()`; only the last one exchanges.
         seed: of the order of the samples, where there are several workers.
         work: where workers need not step together, "shared" lets one that is free take the next
-            batch, so that they get unlike numbers of them: of a map-style loader without worker
-            processes, which load ahead, and without `accumulation`, for which a loop has to know
-            how many batches it gets. "equal" gives each as many; so is any other
-            loader dealt out.
+            batch of a map-style loader without worker processes and `accumulation`, which both
+            need to know what follows. "equal" gives each as many, as other loaders always do.
         bucket_megabytes: gradients exchanged at a time, by strategies that exchange them.
         overlap: exchange them while the backward pass goes on.
         patience: seconds without an exchange or a forward pass until a rank counts as hung, unless
@@ -107,17 +104,9 @@ def distribute(
     process = _Process.this(patience, host)
     process.end_loops_before(model, optimizer, strategy)
     loop = OwnLoop(
-        process.channel(),
-        model,
-        optimizer,
-        batches,
-        strategy,
-        accumulation=accumulation,
-        seed=seed,
-        work=work,
-        bucket_megabytes=bucket_megabytes,
-        overlap=overlap,
-    )
+        process.channel(), model, optimizer, batches, strategy, accumulation=accumulation,
+        seed=seed, work=work, bucket_megabytes=bucket_megabytes, overlap=overlap,
+    )  # fmt: skip
     process.loops.append(loop)
     loop.batches.serve_to_the_end()
     return model, optimizer, loop.batches
@@ -181,31 +170,49 @@ def _alone() -> Runtime:
     return Runtime(0, 1, transport, TimedCompute(), _Unwatched(), begin_streams)
 
 
-class _RankThread(threading.Thread):
-    """Runs this process's rank; the user's script works with its `runtime`."""
+class _Process:
+    """This process among those that were started. All loops in it share its connections.
 
-    def __init__(self, launched: Launched, patience: float, host: str | None) -> None:
-        super().__init__(name="orchestra", daemon=True)
-        self._join = functools.partial(
-            join, self._program, None, launched,
-            patience=patience, host=host, advice=ADVICE,
-            threads=torch.get_num_threads(),  # the user's, which stays
-            on_event=print_notice, on_cause=self._cause_came,
-        )  # fmt: skip
-        self._first_of_node = launched.local_rank == 0
+    Its rank runs in a thread, and the user's script works with the rank's runtime. When the script
+    ends, the run ends too: in order, or with the script's error.
+    """
+
+    taken: _Process | None = None
+    _thread: threading.Thread | None = None
+
+    def __init__(self, patience: float, host: str | None) -> None:
+        self.loops: list[OwnLoop] = []  # that have not ended
+        self._channels = itertools.count()
+        self._error: BaseException | None = None  # of the script
+        self._failure: BaseException | None = None  # of the run
         self._told = False
-        self._begun: Future[Runtime] = Future()
         self._over = threading.Event()
-        self._error: BaseException | None = None
-        self.failure: BaseException | None = None
-        self.start()
-        self.runtime = self._begun.result()
+        self._begun: Future[Runtime] = Future()
+        launched = detect(os.environ)
+        if launched is None:
+            self._runtime = _alone()
+        else:
+            self._first_of_node = launched.local_rank == 0
+            take_part = functools.partial(
+                join, self._program, None, launched,
+                patience=patience, host=host, advice=ADVICE,
+                threads=torch.get_num_threads(),  # the user's, which stays
+                on_event=print_notice, on_cause=self._cause_came,
+            )  # fmt: skip
+            self._thread = threading.Thread(
+                target=self._run, args=(take_part,), name="orchestra", daemon=True
+            )
+            self._thread.start()
+            self._runtime = self._begun.result()
+            self._hook = sys.excepthook
+            sys.excepthook = self._note
+        atexit.register(self._end)
 
-    def run(self) -> None:
+    def _run(self, take_part: Callable[[], object]) -> None:
         try:
-            self._join()
+            take_part()
         except BaseException as error:
-            self.failure = error
+            self._failure = error
             if not self._begun.done():
                 self._begun.set_exception(error)
 
@@ -223,38 +230,6 @@ class _RankThread(threading.Thread):
     def _tell(self, cause: str) -> None:
         self._told = True
         print(f"orchestra: {cause.splitlines()[0]}", file=sys.stderr, flush=True)
-
-    def tell(self, failure: RunFailed) -> None:
-        """Once on each node, unless only this rank knows."""
-        if not self._told and (self._first_of_node or not isinstance(failure, RunEnded)):
-            self._tell(str(failure))
-
-    def end(self, error: BaseException | None) -> None:
-        """The script is over, well or with `error`; returns when the run is."""
-        self._error = error
-        self._over.set()
-        self.join()
-
-
-class _Process:
-    """This process among those that were started. All loops in it share its connections.
-
-    When the script ends, the run ends too: in order, or with the script's error.
-    """
-
-    taken: _Process | None = None
-
-    def __init__(self, patience: float, host: str | None) -> None:
-        launched = detect(os.environ)
-        self._rank = None if launched is None else _RankThread(launched, patience, host)
-        self._runtime = _alone() if self._rank is None else self._rank.runtime
-        self._channels = itertools.count()
-        self._error: BaseException | None = None
-        self.loops: list[OwnLoop] = []  # that have not ended
-        if self._rank is not None:
-            self._hook = sys.excepthook
-            sys.excepthook = self._note
-        atexit.register(self._end)
 
     @classmethod
     def this(cls, patience: float, host: str | None) -> _Process:
@@ -313,10 +288,13 @@ class _Process:
                     loop.finish()
             except BaseException as error:
                 self._error = error
-        if self._rank is None:
+        if self._thread is None:
             return
-        self._rank.end(self._error)
-        failure = self._rank.failure
+        self._over.set()
+        self._thread.join()
+        failure = self._failure
         if isinstance(failure, RunFailed):
-            self._rank.tell(failure)
+            only_here = not isinstance(failure, RunEnded)
+            if not self._told and (self._first_of_node or only_here):
+                self._tell(str(failure))
             os._exit(1)  # an exit status cannot be changed otherwise any more

@@ -1,4 +1,4 @@
-"""A user's own DataLoader, dealt out to workers."""
+"""The loaders of loops of the user's own, dealt out to workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.utils.data import (
@@ -119,10 +119,8 @@ def _check_gives_batches(loader: object) -> None:
         raise InputError(f"batches: expected {remedy}, got {type(loader).__name__}")
 
 
-def _is_standard(loader: Loader) -> bool:
+def _is_standard(loader: DataLoader[Any]) -> bool:
     """Whether an epoch of `loader` is each sample once, in order or shuffled, in batches."""
-    if not isinstance(loader, DataLoader):
-        return False
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler
@@ -131,7 +129,7 @@ def _is_standard(loader: Loader) -> bool:
     return type(sampler) is SequentialSampler
 
 
-def _has_sampler(loader: Loader) -> bool:
+def _has_sampler(loader: Loader) -> TypeGuard[DataLoader[Any]]:
     """Whether a sampler chooses the samples of each batch before they are loaded."""
     return (
         isinstance(loader, DataLoader)
@@ -155,14 +153,12 @@ class _Whole(ShardedLoader):
 
     def begin(self, first: int) -> Iterator[Part]:
         self.epoch += 1
-        loader = self._loader
-        if first and _has_sampler(loader):
-            assert isinstance(loader, DataLoader)
-            later = _Later(loader.batch_sampler, first)
-            batches: Iterator[Any] = iter(_with_batches(loader, later))
+        if first and _has_sampler(self._loader):
+            later = _Later(self._loader.batch_sampler, first)
+            batches: Iterator[Any] = iter(_with_batches(self._loader, lambda: iter(later)))
             later.skip()
         else:
-            batches = iter(loader)
+            batches = iter(self._loader)
             for _ in range(first):
                 next(batches)
         return map(self._part, batches)
@@ -192,153 +188,76 @@ class _Later:
         yield from self._items
 
 
+def _order_of(loader: DataLoader[Any], seed: int) -> GlobalOrder:
+    """Return the order of a standard loader: in sequence, or in permutations of its own."""
+    samples = len(loader.sampler)  # type: ignore[arg-type]
+    return GlobalOrder(samples, seed, shuffled=isinstance(loader.sampler, RandomSampler))
+
+
 class _Dealt(ShardedLoader):
-    def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
-        self._parts = _Parts(loader, workers, index, seed)
-        self._loader = _with_batches(loader, self._parts)
-
-    def begin(self, first: int) -> Iterator[Part]:
-        self._parts.epoch, self._parts.first = self.epoch, first
-        self.epoch += 1
-        return map(self._part, itertools.count(first), iter(self._loader))
-
-    def _part(self, step: int, batch: Any) -> Part:
-        counts = self._parts.plan.counts(step)
-        return Part(batch, counts[self._parts.index], sum(counts))
-
-    def __len__(self) -> int:
-        return self._parts.plan.steps
-
-
-class _Order:
-    """The samples of a standard loader: in sequence, or in permutations of their own."""
-
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        self.samples = len(loader.sampler)  # type: ignore[arg-type]
-        shuffled = isinstance(loader.sampler, RandomSampler)
-        self._order = GlobalOrder(self.samples, seed) if shuffled else None
-
-    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        """Those of the samples `start` to `stop` of an epoch."""
-        if self._order is None:
-            return list(range(start, stop))
-        first = epoch * self.samples
-        return self._order.indices(first + start, first + stop).tolist()
-
-
-class _Parts:
-    """A batch sampler: the indices of one worker's part of each step of an epoch."""
+    """A part of each global batch of a permutation."""
 
     def __init__(self, loader: DataLoader[Any], workers: int, index: int, seed: int) -> None:
         assert loader.batch_size is not None
         global_batch = loader.batch_size * workers
-        self._order = _Order(loader, seed)
+        self._order = _order_of(loader, seed)
         samples = self._order.samples
         stop = samples - samples % global_batch if loader.drop_last else samples
-        self.plan = Plan(0, stop, global_batch, (1.0,) * workers)
-        self.index = index
-        self.epoch = self.first = 0
+        self._plan = Plan(0, stop, global_batch, (1.0,) * workers)
+        self._index = index
+        self._loader = _with_batches(loader, self._indices)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.first, self.plan.steps):
-            start, stop = self.plan.part(step, self.index)
+    def begin(self, first: int) -> Iterator[Part]:
+        self._begun = self.epoch, first
+        self.epoch += 1
+        return map(self._part, itertools.count(first), iter(self._loader))
+
+    def _indices(self) -> Iterator[list[int]]:
+        epoch, first = self._begun
+        for step in range(first, self._plan.steps):
+            start, stop = self._plan.part(step, self._index)
             if start == stop:
-                start, stop = self.plan.part(step, 0)
-            yield self._order.indices(self.epoch, start, stop)
+                start, stop = self._plan.part(step, 0)
+            before = epoch * self._order.samples
+            yield self._order.indices(before + start, before + stop).tolist()
+
+    def _part(self, step: int, batch: Any) -> Part:
+        counts = self._plan.counts(step)
+        return Part(batch, counts[self._index], sum(counts))
 
     def __len__(self) -> int:
-        return self.plan.steps
-
-
-class QueuedLoader:
-    """A worker's batches out of a queue: one permutation of the dataset an epoch, equal on all.
-
-    Positions in the queue count the samples that are trained on in all epochs. A batch is loaded
-    when its item is there, in this process.
-    """
-
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
-        assert loader.batch_size is not None
-        self.batch_size = loader.batch_size
-        self._order = _Order(loader, seed)
-        dropped = self._order.samples % self.batch_size if loader.drop_last else 0
-        self.samples = self._order.samples - dropped  # of an epoch
-        self._items: deque[WorkItem] = deque()
-        self._batches = iter(_with_batches(loader, self))
-
-    @staticmethod
-    def fits(loader: Loader) -> bool:
-        """Whether each sample of `loader` has a place in an epoch, and no batch is loaded early."""
-        if not isinstance(loader, DataLoader) or not _is_standard(loader):
-            return False
-        return loader.num_workers == 0 and len(loader) > 0
-
-    def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
-        """The samples from `start` on, with a pause at the end of each epoch; None for a worker
-        alone, which needs none."""
-        sizes = tuple((rank, self.batch_size) for rank, share in enumerate(shares) if share)
-        return WorkQueue(start, None, sizes, self.samples) if len(sizes) > 1 else None
-
-    def load(self, item: WorkItem) -> Part:
-        """The batch of `item`."""
-        self._items.append(item)
-        return Part(next(self._batches), item.samples, item.samples)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The indices of the items, as they come."""
-        while self._items:
-            item = self._items.popleft()
-            epoch, first = divmod(item.start, self.samples)
-            yield self._order.indices(epoch, first, first + item.samples)
+        return self._plan.steps
 
 
 class _EveryNth(ShardedLoader):
+    """Item `index` of each `workers`; the first of them where there are not so many left.
+
+    The turns before the first batch that is wanted are drawn and dropped.
+    """
+
     def __init__(
         self, loader: Loader, workers: int, index: int, seed: int, alike: Alike | None
     ) -> None:
-        self._batches: _Strided | DataLoader[Any]
+        self._workers, self._index, self._seed, self._alike = workers, index, seed, alike
+        self._repeated: deque[bool] = deque()  # of each item given, whether it is such a first one
+        self._items: Any = loader
+        self._loader: DataLoader[Any] | None = None
         if _has_sampler(loader):  # it alone is read whole; others' samples are never loaded
-            assert isinstance(loader, DataLoader)
-            self._strided = _Strided(loader.batch_sampler, workers, index, seed, alike)
-            self._batches = _with_batches(loader, self._strided)
-        else:
-            self._batches = self._strided = _Strided(loader, workers, index, seed, alike)
+            self._items = loader.batch_sampler
+            self._loader = _with_batches(loader, self._own_items)
 
     def begin(self, first: int) -> Iterator[Part]:
-        self._strided.epoch, self._strided.first = self.epoch, first
+        self._begun = self.epoch, first
         self.epoch += 1
-        return map(self._part, iter(self._batches))
+        return map(self._part, self._own_items() if self._loader is None else iter(self._loader))
 
-    def _part(self, batch: Any) -> Part:
-        repeated = self._strided.repeated.popleft()
-        return Part(batch, 0 if repeated else batch_samples(batch), None)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
-class _Strided:
-    """Item `index` of each `step` items; the first of them where there are not so many left.
-
-    The turns before `first` are drawn and dropped. `repeated` tells of each item that was given
-    whether it is such a first one.
-    """
-
-    def __init__(self, items: Any, step: int, index: int, seed: int, alike: Alike | None) -> None:
-        self.repeated: deque[bool] = deque()
-        self._items = items
-        self._step = step
-        self._index = index
-        self._seed = seed
-        self._alike = alike
-        self.epoch = self.first = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.repeated.clear()
-        dropped, streams = self.first, AlikeStreams(f"{self._seed}-{self.epoch}")
+    def _own_items(self) -> Iterator[Any]:
+        self._repeated.clear()
+        epoch, dropped = self._begun
+        streams = AlikeStreams(f"{self._seed}-{epoch}")
         with streams.drawing():
             items = iter(self._items)
-            turn = list(islice(items, self._step))
+            turn = list(islice(items, self._workers))
         if self._alike is not None and not self._alike(digest(turn)):
             raise InputError(
                 "the loader gives other batches on other workers, so that some samples would be "
@@ -351,21 +270,78 @@ class _Strided:
             if not turn:
                 return
             if number >= dropped:
-                self.repeated.append(len(turn) < len(wanted))
+                self._repeated.append(len(turn) < len(wanted))
                 yield turn[-1]
             with streams.drawing():
-                found = enumerate(islice(items, self._step))
+                found = enumerate(islice(items, self._workers))
                 turn = [item for n, item in found if n in wanted]
 
+    def _part(self, batch: Any) -> Part:
+        return Part(batch, 0 if self._repeated.popleft() else batch_samples(batch), None)
+
     def __len__(self) -> int:
-        return -(-len(self._items) // self._step)
+        return -(-len(self._items) // self._workers)
 
 
-def _with_batches(loader: DataLoader[Any], batches: Iterable[Any]) -> DataLoader[Any]:
-    """A loader like `loader`, over other lists of indices."""
+class QueuedLoader:
+    """A worker's batches out of a queue: one permutation of the dataset an epoch, equal on all.
+
+    Positions in the queue count the samples that are trained on in all epochs. A batch is loaded
+    when its item is there, in this process.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        assert loader.batch_size is not None
+        self._batch_size = loader.batch_size
+        self._order = _order_of(loader, seed)
+        dropped = self._order.samples % self._batch_size if loader.drop_last else 0
+        self._samples = self._order.samples - dropped  # of an epoch
+        self._items: deque[WorkItem] = deque()
+        self._batches = iter(_with_batches(loader, self._indices))
+
+    @staticmethod
+    def of(loader: Loader, seed: int) -> QueuedLoader | None:
+        """That of `loader`; None if samples have no place in an epoch, or are loaded early."""
+        if not isinstance(loader, DataLoader) or not _is_standard(loader):
+            return None
+        return None if loader.num_workers or not len(loader) else QueuedLoader(loader, seed)
+
+    def queue(self, start: int, shares: tuple[float, ...]) -> WorkQueue | None:
+        """The samples from `start` on, with a pause at the end of each epoch; None for a worker
+        alone, which needs none."""
+        sizes = tuple((rank, self._batch_size) for rank, share in enumerate(shares) if share)
+        return WorkQueue(start, None, sizes, self._samples) if len(sizes) > 1 else None
+
+    def load(self, item: WorkItem) -> Part:
+        """The batch of `item`."""
+        self._items.append(item)
+        return Part(next(self._batches), item.samples, item.samples)
+
+    def _indices(self) -> Iterator[list[int]]:
+        while self._items:
+            item = self._items.popleft()
+            epoch, first = divmod(item.start, self._samples)
+            first += epoch * self._order.samples
+            yield self._order.indices(first, first + item.samples).tolist()
+
+
+class _Sampler:
+    """Lists of indices, anew in each epoch, as a DataLoader takes them."""
+
+    def __init__(self, lists: Callable[[], Iterator[list[int]]]) -> None:
+        self._lists = lists
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._lists()
+
+
+def _with_batches(
+    loader: DataLoader[Any], lists: Callable[[], Iterator[list[int]]]
+) -> DataLoader[Any]:
+    """Return a loader like `loader`, over other lists of indices."""
     kept = (
         "dataset num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
         "generator prefetch_factor persistent_workers pin_memory_device in_order"
     )
     options = {name: getattr(loader, name) for name in kept.split()}
-    return DataLoader(batch_sampler=batches, **options)
+    return DataLoader(batch_sampler=_Sampler(lists), **options)

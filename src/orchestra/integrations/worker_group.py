@@ -1,0 +1,102 @@
+"""The workers of a run as a group that gathers, reduces and broadcasts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestra.collectives import receive_object, send_object
+from orchestra.errors import InputError
+from orchestra.transports.protocol import Transport
+from orchestra.transports.tags import Tag
+
+_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+class WorkerGroup:
+    """The ranks that have data now. A rank that only serves is a group of its own.
+
+    Every worker makes the same calls in the same order. Copies are the group itself.
+
+    Args:
+        transport: its messages belong to the group alone.
+        workers: the ranks that have data now; the same on all of them.
+    """
+
+    def __init__(self, transport: Transport, workers: Callable[[], tuple[int, ...]]) -> None:
+        self._transport = transport
+        self._workers = workers
+
+    def __deepcopy__(self, _: Any) -> WorkerGroup:
+        return self
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, in order."""
+        workers, own = self._workers(), self._transport.rank
+        return workers if own in workers else (own,)
+
+    def is_several(self) -> bool:
+        """Whether there are other members."""
+        return len(self.ranks) > 1
+
+    def gather(self, tensor: Tensor, group: None = None) -> list[Tensor]:
+        """The tensor of each member, in order, on the device of `tensor`; shapes may differ."""
+        transport, others = self._transport, [r for r in self.ranks if r != self._transport.rank]
+        own = tensor.detach().cpu().contiguous()
+        arriving = {r: transport.receive(r, Tag.OBJECTS) for r in others}
+        leaving = [transport.send(own, r, Tag.OBJECTS) for r in others]
+        arrived = {r: receiving.wait().to(tensor.device) for r, receiving in arriving.items()}
+        for sending in leaving:
+            sending.wait()
+        return [arrived[r] if r in arrived else tensor.detach().clone() for r in self.ranks]
+
+    def reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """The sum, mean ("avg"), product, min, max ... over the members; the same bits on each."""
+        name = operation.lower()
+        is_mean = name in ("mean", "avg")
+        if not is_mean and name not in _OPERATIONS:
+            raise InputError(
+                f"reduce: operation {operation!r} is not one of mean, {', '.join(_OPERATIONS)}"
+            )
+        if is_mean and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        gathered = self.gather(tensor)
+        result = reduce(_OPERATIONS["sum" if is_mean else name], gathered)
+        return result / len(gathered) if is_mean else result
+
+    def barrier(self) -> None:
+        """Return when every member is here."""
+        self.gather(torch.zeros(1))
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """What member `source` calls with: JSON data, such as a path or a decision."""
+        if not self.is_several():
+            return value
+        root = self.ranks[source]
+        if self._transport.rank != root:
+            return receive_object(self._transport, root)
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"broadcast: {type(value).__name__} is no JSON data, and nothing else is "
+                f"accepted from another process: {error}"
+            ) from None
+        for member in self.ranks:
+            if member != root:
+                send_object(self._transport, value, member)
+        return value
