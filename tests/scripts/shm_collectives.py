@@ -67,8 +67,9 @@ def moved(rank, size, new) -> Iterator[Tensor]:  # type: ignore[no-untyped-def]
     received = torch.zeros_like(part)
     receiving = dist.irecv(received, (rank - 1) % size, tag=3)
     sending = dist.isend(new(), (rank + 1) % size, tag=3)
-    receiving.wait()
-    sending.wait()
+    for work in (receiving, sending):
+        assert work is not None
+        work.wait()
     yield received
 
 

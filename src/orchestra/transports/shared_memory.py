@@ -25,7 +25,7 @@ from orchestra.errors import PeerLost
 from orchestra.transports.unix_messages import UnixMessages
 
 CHUNK_BYTES = 4 << 20
-"""A rank's part of the memory: small enough to stay in the caches, large enough to hide barriers."""
+"""Of a rank's part of the memory: few enough for the caches, enough to hide the barriers."""
 SMALL_BYTES = 64 << 10
 """Up to here each rank adds up everything by itself, which takes one barrier in place of two."""
 
@@ -68,7 +68,7 @@ class SharedMemory:
         """Wait until all ranks are here."""
         peer = self.rank
         try:
-            for peer, door in self._doors:
+            for peer, door in self._doors:  # noqa: B007  (the handlers below name it)
                 os.write(door, _ARRIVED)
             for peer, door in self._doors:
                 news = os.read(door, 1)
@@ -244,7 +244,7 @@ def connect(
 def _host() -> bytes:
     """Return what tells hosts, and containers that cannot reach each other's sockets, apart."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    return boot.strip() + os.fsencode(os.readlink("/proc/self/ns/net"))
+    return boot.strip() + os.fsencode(Path("/proc/self/ns/net").readlink())
 
 
 def _call(rank: int, peer: int, lookup: Lookup, timeout: float) -> socket.socket:

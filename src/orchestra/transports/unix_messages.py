@@ -145,7 +145,7 @@ def _deliver(posted: _Posted, source: int, message: Tensor) -> None:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _fill(connection: socket.socket, memory: memoryview) -> bool:
