@@ -194,7 +194,7 @@ def test_files_of_ranks_that_are_killed_go_with_the_calibration(
 
     steps = lambda measurements, *_: measurements[2].measure(0.0, 0.0, print)  # noqa: E731
     monkeypatch.setattr(bench, "measure_all", steps)
-    monkeypatch.setattr(bench, "launch", killed)
+    monkeypatch.setattr(bench, "run_ranks", killed)
     with pytest.raises(RunFailed, match="was killed"):
         bench.calibrate([Workload(TASK, SGD)])
     assert not left[0].parent.exists()
