@@ -1,0 +1,294 @@
+"""Collectives between the ranks of one host, through memory that all of them map.
+
+The memory is a memfd, which has no name: nothing is left behind, whatever happens to a rank. One
+Unix socket joins each pair of ranks. A byte on it says that a rank has come to a barrier, which
+needs no spinning, and its end says that a rank is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import PeerLost
+from orchestra.transports.unix_messages import UnixMessages
+
+CHUNK_BYTES = 4 << 20
+"""Of a rank's part of the memory: few enough for the caches, enough to hide the barriers."""
+SMALL_BYTES = 64 << 10
+"""Up to here each rank adds up everything by itself, which takes one barrier in place of two."""
+
+Operation = Callable[[Tensor, Tensor], object]
+"""Combines the second tensor into the first, in place."""
+
+Window = Callable[..., Tensor]
+"""Of a rank, the number of a row and its elements: the piece that is shown now."""
+
+_ALIGNMENT = 64
+_HELLO = struct.Struct("<i32s")
+_ARRIVED = b"\0"
+
+
+class SharedMemory:
+    """One rank's end of the memory and of the sockets.
+
+    Every collective is called by all ranks, in the same order, with tensors of the same size. It
+    blocks, and raises `PeerLost`, with its rank, if another one is gone.
+
+    Args:
+        rank: this rank.
+        peers: a connected Unix socket for each other rank.
+        memory: file descriptor of `memory_bytes(size)` bytes, which all ranks map.
+    """
+
+    def __init__(self, rank: int, peers: Mapping[int, socket.socket], memory: int) -> None:
+        self.rank, self.size = rank, len(peers) + 1
+        self._peers = dict(peers)
+        self._doors = [(peer, connection.fileno()) for peer, connection in peers.items()]
+        self._map = mmap.mmap(memory, memory_bytes(self.size))
+        everything = torch.frombuffer(self._map, dtype=torch.uint8)
+        large = (self.size + 1) * CHUNK_BYTES
+        parts = everything[:large].view(self.size + 1, CHUNK_BYTES)
+        self._small = everything[large:].view(2, self.size, SMALL_BYTES)
+        self._parts, self._result = parts[:-1], parts[-1]
+        self._turn = 0
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        peer = self.rank
+        try:
+            for peer, door in self._doors:  # noqa: B007  (the handlers below name it)
+                os.write(door, _ARRIVED)
+            for peer, door in self._doors:
+                news = os.read(door, 1)
+                if news != _ARRIVED:
+                    self._lose(news[0] - 1 if news else peer)
+        except BlockingIOError as error:
+            raise TimeoutError(f"rank {peer} has not joined a collective in time") from error
+        except (BrokenPipeError, ConnectionResetError):
+            self._lose(peer)
+
+    def _lose(self, lost: int) -> NoReturn:
+        """Tell the others which rank is gone, who would blame this one when it leaves."""
+        for _, door in self._doors:
+            with contextlib.suppress(OSError):
+                os.write(door, bytes([1 + lost]))
+        raise PeerLost(lost)
+
+    def all_reduce(
+        self, vector: Tensor, combine: Operation = Tensor.add_, root: int | None = None
+    ) -> None:
+        """Replace a contiguous `vector` by the combination of all ranks' in the order of ranks.
+
+        With `root` only that rank is given the result, and the others keep their vectors.
+        """
+        flat = vector.view(-1)
+        if flat.nbytes <= SMALL_BYTES:
+            self._all_reduce_small(flat, combine, root)
+            return
+        parts, result = self._typed(flat.dtype)
+        for chunk in flat.split(len(result)):
+            length = len(chunk)
+            parts[self.rank, :length].copy_(chunk)
+            self.barrier()
+            first, end = self.rank * length // self.size, (self.rank + 1) * length // self.size
+            own = result[first:end].copy_(parts[0, first:end])
+            for part in parts[1:]:
+                combine(own, part[first:end])
+            self.barrier()
+            if root in (None, self.rank):
+                chunk.copy_(result[:length])
+
+    def _all_reduce_small(self, flat: Tensor, combine: Operation, root: int | None) -> None:
+        # The others may still read what they were shown last, so two places take turns.
+        self._turn = 1 - self._turn
+        here = self._small[self._turn].view(flat.dtype)[:, : len(flat)]
+        here[self.rank].copy_(flat)
+        self.barrier()
+        if root in (None, self.rank):
+            flat.copy_(here[0])
+            for part in here[1:]:
+                combine(flat, part)
+
+    def exchange(self, rows: Sequence[Tensor], length: int) -> Iterator[tuple[int, Window]]:
+        """Show `rows` to all, a piece of each at a time.
+
+        Args:
+            rows: contiguous vectors of one dtype, the same number on every rank; a rank may have
+                fewer elements than others, or none.
+            length: of the longest vector of any rank.
+
+        Yields:
+            The offset of the piece, and a function that gives the piece (elements from that offset
+            on) of a row of any rank. It is valid until the next one is asked for.
+        """
+        parts, _ = self._typed(rows[0].dtype)
+        width = parts.shape[1] // len(rows) // _ALIGNMENT * _ALIGNMENT
+        for offset in range(0, length, width):
+            for number, row in enumerate(rows):
+                piece = row[offset : offset + width]
+                parts[self.rank, number * width : number * width + len(piece)].copy_(piece)
+            self.barrier()
+
+            def window(source: int, number: int, elements: int, at: int = offset) -> Tensor:
+                begin = number * width
+                return parts[source, begin : begin + max(0, min(width, elements - at))]
+
+            yield offset, window
+            self.barrier()
+
+    def copy_rows(
+        self, rows: Sequence[Tensor], wanted: Sequence[tuple[int, int, Tensor]], length: int
+    ) -> None:
+        """Copy rows of other ranks: broadcast, gather, scatter and all-to-all in one.
+
+        Args:
+            rows: what this rank shows, the same number of rows on every rank, some of them empty.
+            wanted: the rank, the number of its row, and the tensor that it is copied to.
+            length: the most bytes of any row of any rank.
+        """
+        targets = [(source, number, _bytes(target)) for source, number, target in wanted]
+        for offset, window in self.exchange([_bytes(row) for row in rows], length):
+            for source, number, target in targets:
+                piece = window(source, number, len(target))
+                target[offset : offset + len(piece)].copy_(piece)
+
+    def reduce_scatter(
+        self, rows: Sequence[Tensor], into: Tensor, combine: Operation = Tensor.add_
+    ) -> None:
+        """Combine row `rank` of all ranks into the contiguous vector `into`, in their order."""
+        flat = into.view(-1)
+        for offset, window in self.exchange([row.reshape(-1) for row in rows], len(flat)):
+            first = window(0, self.rank, len(flat))
+            piece = flat[offset : offset + len(first)].copy_(first)
+            for source in range(1, self.size):
+                combine(piece, window(source, self.rank, len(flat)))
+
+    def _typed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._parts.view(dtype), self._result.view(dtype)
+
+    def close(self) -> None:
+        """Disconnect; the others are told by the end of the sockets."""
+        for connection in self._peers.values():
+            connection.close()
+        self._parts = self._result = torch.empty(0)
+
+
+def memory_bytes(size: int) -> int:
+    """How much memory `size` ranks share: a part for each, one for results, and small ones."""
+    return (size + 1) * CHUNK_BYTES + 2 * size * SMALL_BYTES
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+# Connecting
+
+
+Publish = Callable[[str, bytes], object]
+Lookup = Callable[[str], bytes]
+
+
+def connect(
+    rank: int, size: int, publish: Publish, lookup: Lookup, timeout: float
+) -> tuple[SharedMemory, UnixMessages]:
+    """Connect the ranks of one host, for collectives and for messages; every rank calls it.
+
+    Args:
+        rank, size: of this rank, and how many there are.
+        publish, lookup: write and read (waiting for it) a key that all ranks see.
+        timeout: seconds for a connection, and for another rank to join a collective.
+
+    Raises:
+        ValueError: a rank is on another host.
+        TimeoutError: a rank has not come in time.
+    """
+    token = secrets.token_bytes(32)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")  # an abstract address that the kernel chooses: no file to remove
+        listener.listen(size)
+        listener.settimeout(timeout)
+        publish(f"host/{rank}", _host())
+        publish(f"address/{rank}", token + listener.getsockname())
+        peers = {peer: _call(rank, peer, lookup, timeout) for peer in range(rank)}
+        while len(peers) < size - 1:
+            connection, _ = listener.accept()
+            connection.settimeout(timeout)
+            peer, shown = _HELLO.unpack(_read(connection, _HELLO.size))
+            if hmac.compare_digest(shown, token):
+                peers[peer] = connection
+    memory = _share_memory(rank, size, peers)
+    messages = UnixMessages({peer: _second(rank, peer, end) for peer, end in peers.items()})
+    try:
+        for connection in peers.values():
+            connection.setblocking(True)
+            limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        return SharedMemory(rank, peers, memory), messages
+    finally:
+        os.close(memory)
+
+
+def _host() -> bytes:
+    """Return what tells hosts, and containers that cannot reach each other's sockets, apart."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return boot.strip() + os.fsencode(Path("/proc/self/ns/net").readlink())
+
+
+def _call(rank: int, peer: int, lookup: Lookup, timeout: float) -> socket.socket:
+    if lookup(f"host/{peer}") != _host():
+        raise ValueError(
+            f"rank {peer} is on another host than rank {rank}, and shared memory joins the ranks "
+            "of one host: use the backend gloo between hosts"
+        )
+    told = lookup(f"address/{peer}")
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout)
+    connection.connect(told[32:])
+    connection.sendall(_HELLO.pack(rank, told[:32]))
+    return connection
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    found = bytearray()
+    while len(found) < length:
+        more = connection.recv(length - len(found))
+        if not more:
+            raise ConnectionError("a rank closed its connection while the ranks connected")
+        found += more
+    return bytes(found)
+
+
+def _second(rank: int, peer: int, connection: socket.socket) -> socket.socket:
+    """Return one more connection to the same rank; the lower rank of the two makes it."""
+    if rank < peer:
+        own, other = socket.socketpair()
+        with other:
+            socket.send_fds(connection, [_ARRIVED], [other.fileno()])
+        return own
+    _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
+    return socket.socket(fileno=descriptor)
+
+
+def _share_memory(rank: int, size: int, peers: Mapping[int, socket.socket]) -> int:
+    """Rank 0 makes the memory, and sends its descriptor to the others."""
+    if rank == 0:
+        memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
+        os.ftruncate(memory, memory_bytes(size))
+        for connection in peers.values():
+            socket.send_fds(connection, [_ARRIVED], [memory])
+        return memory
+    _, (memory,), _, _ = socket.recv_fds(peers[0], 1, 1)
+    return memory

@@ -1,0 +1,42 @@
+"""The backend "shm" of torch.distributed: as gloo gives it, and by name when a rank is gone."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tests.commands import Started, torchrun
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.matrix)])
+def test_every_collective_gives_what_gloo_gives(ranks: int, tmp_path: Path) -> None:
+    with torchrun(SCRIPTS / "shm_collectives.py", ranks, [], tmp_path) as process:
+        ended = process.end()
+    assert ended.status == 0, ended.err
+    found = re.findall(r"compared (\d+) differ (.*)", ended.out)
+    assert [differ for _, differ in found] == ["[]"] * ranks, ended.out
+    assert all(int(count) > 300 for count, _ in found)
+
+
+def test_distributed_data_parallel_trains_as_over_gloo_bit_for_bit(tmp_path: Path) -> None:
+    """Plain, with unused parameters, no_sync, Join, and the hooks for fp16 and PowerSGD."""
+    with torchrun(SCRIPTS / "shm_ddp.py", 2, [], tmp_path) as process:
+        ended = process.end()
+    assert ended.status == 0, ended.err
+    assert re.findall(r"trained 6 differ (\S+)", ended.out) == ["[]"] * 2
+
+
+def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "shm_killed.py"), str(tmp_path), "3", "12", "0"]
+    with Started(command, tmp_path) as process:
+        ended = process.end()
+    assert ended.status == 0, ended.err
+    lines = ended.out.splitlines()
+    assert len(lines) == 12
+    for line in lines:
+        victim, _, raised = line.partition(" ")
+        assert raised == f"['PeerLost: rank {victim} is gone: its connection closed']"
