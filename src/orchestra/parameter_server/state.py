@@ -200,6 +200,8 @@ class ServerState:
     positions: dict[int, int] = field(default_factory=dict)
     _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
     """Live, not paused and not idle, as long as that has not changed."""
+    _resumed: bool = field(default=True, compare=False, repr=False)
+    """Nobody has pushed since the last quiet point, or since the beginning."""
 
     @property
     def idle(self) -> Set[int]:
@@ -213,9 +215,11 @@ class ServerState:
         expected = self.clocks.get(push.worker, 0) + 1
         assert push.clock == expected, f"worker {push.worker}: step {push.clock}, not {expected}"
         if self.queue is not None:
-            self.queue.resume(push.worker)
+            if self._resumed:  # a worker may push several times for one batch, also for its last
+                self.queue.resume(push.worker)
             if push.stop:
                 self.queue.close()
+        self._resumed = False
         drops = self.consistency.drops_late
         if drops and push.clock <= (newest := max(self.clocks.values(), default=0)):
             self._drop(push, newest)
@@ -250,6 +254,7 @@ class ServerState:
     def resume(self) -> None:
         """After a quiet point: the paused workers may push again."""
         self.paused.clear()
+        self._resumed = True
         self._at_work = None
 
     def all_have_read(self) -> None:
