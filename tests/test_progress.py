@@ -75,7 +75,7 @@ def test_a_terminal_has_a_bar_over_all_and_one_of_the_run(
     text = terminal.getvalue()
     for words in ("run 1 of 3", "run 2 of 3", "run 3 of 3", "loss 0.2500"):
         assert words in text, words
-    assert re.search(r"\d:\d\d elapsed, about \d:\d\d left", text)
+    assert re.search(r"(\d:\d\d) elapsed, about \1 left", text)
     assert "ring, 1 rank, seed 0: resumed" in text
     assert "3/3 ring, 1 rank, seed 1: failed: rank 0 is gone" in text
     assert "accuracy 0.9" not in text, "a run that went well needs no line there"

@@ -22,6 +22,7 @@ from orchestra.parameter_server.state import (
     ServerState,
     Synchronous,
 )
+from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -436,3 +437,22 @@ def test_who_was_given_the_values_at_a_quiet_point_has_read_them() -> None:
     state.all_have_read()
     (answer,) = state.push(Push(1, 1, 1, 1, 0.0, False)).answers
     assert answer.staleness == 0
+
+
+def test_a_second_push_for_the_last_batch_before_a_pause_brings_no_further_batch() -> None:
+    """A loop may make several steps with one batch; the next one comes after the quiet point."""
+    queue = WorkQueue(0, 8, ((0, 1), (1, 1)), pause_every=2)
+    queue.restart()
+    state = ServerState(Asynchronous(), {0, 1}, applied=Applied(0), round=2, queue=queue)
+
+    def next_item(worker: int, clock: int) -> WorkItem:
+        (answer,) = state.push(Push(worker, clock, 1, 2, 0.0, False)).answers
+        assert answer.work is not None
+        return answer.work
+
+    items = [next_item(worker, clock) for worker in (0, 1) for clock in (1, 2)]
+    assert {item.kind for item in items} == {Kind.PAUSE}
+    for worker in (0, 1):
+        state.pause(worker)
+    state.resume()
+    assert next_item(0, 3) == WorkItem(Kind.PAUSE, 4, 4)  # both went on, with [2, 3) and [3, 4)
