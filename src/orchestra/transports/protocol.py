@@ -172,8 +172,13 @@ class Transport(Protocol):
         """
         ...
 
+    def in_background(self, function: Callable[[Transport], T]) -> Task[T]:
+        """Run `function(transport of the background flow)` on the flow that executes collectives in
+        the `background`, behind what was begun before; unlike `spawn`, all share one flow."""
+        ...
+
     def end_background(self) -> None:
-        """End the background flow behind `collective`, if there is one."""
+        """End the background flow, if there is one, once all that was begun is done."""
         ...
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:

@@ -57,7 +57,8 @@ class Operation:
     """A message, a collective or a background flow that a flow has begun, and may wait for.
 
     Attributes:
-        kind: "send", "receive", "collective", "native" (one of torch.distributed) or "flow".
+        kind: "send", "receive", "collective" (or what else the background flow executes), "native"
+            (a collective of torch.distributed) or "flow".
         peer: the rank at the other end; None: any rank. Interceptors may change it, and `tag`,
             before a message begins.
         size: bytes that are sent, or those of a collective's vector.
@@ -190,9 +191,16 @@ class InterceptedTransport(CollectiveMixin):
             message_by_message=call.message_by_message,
         )
         begin = super().collective
-        begun: Task[int] = self._begun(
+        return self._begun_behind(
             operation, lambda: begin(replace(call, message_by_message=operation.message_by_message))
         )
+
+    def in_background(self, function: Callable[[Transport], T]) -> Task[T]:
+        begin = super().in_background
+        return self._begun_behind(Operation("collective"), lambda: begin(function))
+
+    def _begun_behind(self, operation: Operation, proceed: Callable[[], Task[T]]) -> Task[T]:
+        begun: Task[T] = self._begun(operation, proceed)
         if isinstance(operation.begun, Begun):
             executing = operation.begun.flow
             if isinstance(executing, InterceptedHandle):

@@ -276,6 +276,9 @@ class ShapeWorker(Worker):
     def buffers(self) -> list[tuple[str, Tensor]]:
         return self._shared.buffers
 
+    def move_parameters(self, vector: Tensor) -> Tensor:
+        return vector
+
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
         self._steps += 1

@@ -185,6 +185,20 @@ class Worker(FlatModel):
         self.set_workers(workers)
         self.phase += 1
 
+    def move_parameters(self, vector: Tensor) -> Tensor:
+        """Let the parameters be views of `vector`, flat, and take its values: nothing is copied.
+
+        Returns the vector that they were views of. Not in a loop of the user's own, which may hold
+        views of it.
+        """
+        assert not self.own_loop
+        before, self.parameters = self.parameters, vector
+        for parameter, view in zip(
+            self.gradients.parameters, self.layout.views(vector), strict=True
+        ):
+            parameter.data = view
+        return before
+
     def begin_step(self, step: Step) -> None:
         """Take over what the trainer knows of the step that begins."""
         step.stop = self.reporter.stop_requested()
