@@ -15,10 +15,11 @@ from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.exchange.parts import PartsClient
     from orchestra.exchange.servers import Compensate
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.parameter_server import Client, Consistency, Pause, Server
-    from orchestra.parameter_server.placement import Slice
+    from orchestra.parameter_server.placement import Part, Slice
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -41,11 +42,12 @@ class ParameterServerState:
     """A worker has a client, a server its slice; a rank that is both has both.
 
     `flow` is the background flow of a server beside a worker. `optimizer` is the worker's own,
-    where the servers return gradients.
+    where the servers return gradients. `parts` pushes and pulls while the worker computes.
     """
 
     slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
     client: Client | None = None
+    parts: PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
     server: Server | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
@@ -289,14 +291,20 @@ class ParameterServer(Strategy[ParameterServerState]):
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
         is_server = worker.rank in roles.servers
         state = ParameterServerState(exchange.slices_of(worker, roles.servers, updates=updates))
+        parts = [] if self.replicas else exchange.parts_of(worker, state.slices)
+        early = self.synchronous and (worker.optimizer.elementwise or not updates) and bool(parts)
         if is_server:
-            state.server = self._make_server(worker, roles, state.slices)
+            state.server = self._make_server(worker, roles, state.slices, parts, early=early)
         if worker.rank in roles.workers:
             parameters = worker.parameters if self.replicas else None
             queue = worker.make_queue(roles.shares) if self.self_paced else None
             state.client = parameter_server.Client(
                 worker.transport, state.slices, queue, parameters
             )
+            if parts:
+                state.parts = exchange.PartsClient(
+                    worker, state.client, parts, early=early, averages=not updates
+                )
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
@@ -304,7 +312,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
 
-    def _make_server(self, worker: Worker, roles: Roles, slices: list[Slice]) -> Server:
+    def _make_server(
+        self, worker: Worker, roles: Roles, slices: list[Slice], parts: list[Part], *, early: bool
+    ) -> Server:
         updates, workers = self.returns == "parameters", len(roles.workers)
         by_staleness = self.learning_rate == "by_staleness"
         divisor = workers if self.learning_rate == "divided" else 1
@@ -319,6 +329,8 @@ class ParameterServer(Strategy[ParameterServerState]):
             compensate=self._compensate(),
             queue_shares=roles.shares if self.self_paced else None,
             replicas=bool(self.replicas),
+            parts=parts,
+            early=early,
         )
 
     def _consistency(self, workers: int) -> Consistency:
@@ -359,7 +371,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.returns == "gradients":
             assert state.client is not None
             vector = worker.gradients.vector
-            exchange.push_and_pull(worker, state.client, vector, synchronous=True)
+            exchange.push_and_pull(
+                worker, state.client, vector, synchronous=True, parts=state.parts
+            )
         worker.gradients.forget_unused()
 
     def update(self, worker: Worker, state: ParameterServerState) -> None:
@@ -376,7 +390,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.backup and not worker.step.samples:
             return
         client, before = state.client, state.client.clock
-        exchange.push_and_pull(worker, client, worker.parameters, synchronous=self.synchronous)
+        exchange.push_and_pull(
+            worker, client, worker.parameters, synchronous=self.synchronous, parts=state.parts
+        )
         passed_over = client.clock - before - 1
         state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
 
@@ -415,6 +431,8 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def stop(self, worker: Worker, state: ParameterServerState) -> None:
         """Workers leave; then agree."""
+        if state.parts is not None:
+            state.parts.close()
         if state.client is not None:
             state.client.leave()
         if state.flow is not None:
