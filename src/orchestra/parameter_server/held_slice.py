@@ -89,10 +89,10 @@ class HeldSlice:
     computation; `clip` clips an averaged gradient together with the other servers; `rate_divisor`
     gives, for the staleness of an update, what its learning rates are divided by; `compensation`
     corrects a push before it is applied; `on_update` is called with the samples consumed and the
-    new values. Pushes come in `parts`, unless there are none; with `early` a part is averaged,
-    applied and answered as soon as all workers have pushed it. An `elastic` slice is a centre c: a
-    push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and the answer is
-    alpha (x - c).
+    new values. Pushes come in `parts`, unless there are none; with `early` they are weighted, and a
+    part is added up, applied and answered as soon as all workers have pushed it. An `elastic` slice
+    is a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and
+    the answer is alpha (x - c).
     """
 
     state: ServerState
@@ -181,16 +181,21 @@ class HeldSlice:
         self, part: Part, first: int, end: int, pushes: Sequence[tuple[Push, Tensor]]
     ) -> None:
         average = self._total[first:end]
-        summands = [(push.samples, gradient) for push, gradient in pushes]
         size, count = end - first, len(pushes)
+
+        def add_up() -> None:
+            average.zero_()
+            for _, gradient in pushes:
+                average.add_(gradient)
+
         if count > 1:
-            self.charge("mix", 2 * count * size, lambda: _average(average, summands))
+            self.charge("mix", count * size, add_up)
 
         def apply() -> None:
-            if not any(samples for samples, _ in summands):
+            if not any(push.samples for push, _ in pushes):
                 return
             if count == 1:
-                average.copy_(summands[0][1])
+                average.copy_(pushes[0][1])
             if self.optimizer is not None:
                 used = tuple(map(any, zip(*(push.used for push, _ in pushes), strict=True)))
                 self._step(average, first, slice(*part.pieces), used, pushes[0][0].rates)
@@ -256,7 +261,10 @@ class HeldSlice:
 
     def _add_up(self, update: Update) -> None:
         """Form the sample-weighted average of several pushes, summed in rank order."""
-        _average(self._total, [(p.samples, self._buffers[p.worker]) for p in update.pushes])
+        samples = sum(push.samples for push in update.pushes)
+        self._total.zero_()
+        for push in update.pushes if samples else ():
+            self._total.add_(self._buffers[push.worker].mul_(push.samples / samples))
 
     def _apply(self, transport: Transport, update: Update) -> None:
         """Step from the gradient of the one push, or from the average of several."""
@@ -339,11 +347,3 @@ class HeldSlice:
         self.state.read = {int(worker): version for worker, version in saved["read"].items()}
         self.state.staleness = list(saved["staleness"])
         self.state.dropped = saved["dropped"]
-
-
-def _average(total: Tensor, summands: Sequence[tuple[int, Tensor]]) -> None:
-    """`total` becomes the average of gradients, weighted by samples; they are changed."""
-    samples = sum(count for count, _ in summands)
-    total.zero_()
-    for count, gradient in summands if samples else ():
-        total.add_(gradient.mul_(count / samples))

@@ -261,11 +261,14 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """A server has slices: values, their sum of gradients, and for each worker its last push
-        and what delay compensation needs. Optimizer states are where the updates are."""
+        and what delay compensation needs. Optimizer states are where the updates are. Parameters
+        arrive in a copy, where a worker pulls while it computes."""
         roles, updates = roles_of(self, ranks), self.returns == "parameters"
         whole = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
         if rank in roles.workers:
-            whole = replace(super().footprint(rank, ranks), optimizer=0.0 if updates else 1.0)
+            own = super().footprint(rank, ranks)
+            arriving = 1.0 if updates and not self.replicas else 0.0
+            whole = replace(own, optimizer=0.0 if updates else 1.0, copies=arriving)
         if rank not in roles.servers:
             return whole
         part = (1 + self.replicas) / self.servers
@@ -367,7 +370,7 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def reduce(self, worker: Worker, state: ParameterServerState) -> None:
         """Averaged gradients come back before anybody reads them; else each clips its own."""
-        worker.gradients.collect_rest()
+        worker.gradients.collect_rest(1.0 if state.parts is None else state.parts.weight)
         if self.returns == "gradients":
             assert state.client is not None
             vector = worker.gradients.vector
@@ -406,6 +409,8 @@ class ParameterServer(Strategy[ParameterServerState]):
     def quiesce(self, worker: Worker, state: ParameterServerState, step: int) -> bool:
         """Wait until every push is applied and every worker is here."""
         assert state.client is not None
+        if state.parts is not None:
+            state.parts.settle()
         return state.client.pause(step)
 
     def agree(self, worker: Worker, state: ParameterServerState) -> None:

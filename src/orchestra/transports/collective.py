@@ -329,7 +329,7 @@ class CollectiveMixin:
     """
 
     _foreground: deque[Begun] | None = None
-    _background: Background | None = None
+    _background: dict[int, Background] | None = None  # by lane
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
@@ -343,11 +343,12 @@ class CollectiveMixin:
         self._foreground.append(begun)
         return begun
 
-    def in_background(self, function: Callable[[Transport], T]) -> Task[T]:
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
         """Run `function` on the background flow; see `Transport.in_background`."""
-        if self._background is None:
-            self._background = Background(self)  # type: ignore[arg-type]
-        return self._background.begin(function)
+        lanes = self._background = {} if self._background is None else self._background
+        if lane not in lanes:
+            lanes[lane] = Background(self)  # type: ignore[arg-type]
+        return lanes[lane].begin(function)
 
     def _execute_up_to(self, last: Begun) -> None:
         assert self._foreground is not None
@@ -359,10 +360,10 @@ class CollectiveMixin:
                 raise begun.error
 
     def end_background(self) -> None:
-        """End the background flow, if there is one."""
-        if self._background is not None:
-            self._background.end()
-            self._background = None
+        """End the background flows, if there are any."""
+        lanes, self._background = self._background or {}, None
+        for background in lanes.values():
+            background.end()
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Carry out `call` now, message by message; see `Transport.execute`."""

@@ -195,9 +195,9 @@ class InterceptedTransport(CollectiveMixin):
             operation, lambda: begin(replace(call, message_by_message=operation.message_by_message))
         )
 
-    def in_background(self, function: Callable[[Transport], T]) -> Task[T]:
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
         begin = super().in_background
-        return self._begun_behind(Operation("collective"), lambda: begin(function))
+        return self._begun_behind(Operation("collective"), lambda: begin(function, lane))
 
     def _begun_behind(self, operation: Operation, proceed: Callable[[], Task[T]]) -> Task[T]:
         begun: Task[T] = self._begun(operation, proceed)
@@ -297,6 +297,9 @@ class InterceptedCompute:
 
     def reached(self, slot: int) -> None:
         self.inner.reached(slot)
+
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        self.inner.needs(slot, wait)
 
 
 @dataclass

@@ -59,17 +59,24 @@ class TimedCompute:
 
     seconds: float = 0.0
     calls: int = 0
+    _waited: float = 0.0  # inside computations that have not ended
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         started = time.perf_counter()
         try:
             return function()
         finally:
-            self.seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - started - self._waited
+            self._waited = 0.0
             self.calls += 1
 
     def reached(self, slot: int) -> None:
         """Do nothing: only a simulation charges a part of a backward pass."""
+
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        wait()
+        self._waited += time.perf_counter() - started
 
 
 class Watched(Interceptor):
