@@ -212,6 +212,9 @@ class ThreadHandOver:
     def __init__(self) -> None:
         self._changed = threading.Condition()
 
+    def look(self) -> None:
+        """What was told is seen at once."""
+
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         started = time.perf_counter()
         with self._changed:
@@ -230,12 +233,14 @@ class Begun:
 
     Attributes:
         flow: the background flow that executes it.
+        look: is called before it is said whether it is done.
         result: what the function returned.
     """
 
     function: Callable[[Transport], Any]
     finish: Callable[[Begun], None]
     flow: Task[None] | None = None
+    look: Callable[[], object] = lambda: None
     finished: bool = False
     error: BaseException | None = None
     result: Any = None
@@ -250,6 +255,7 @@ class Begun:
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
+        self.look()
         return self.finished
 
     def execute(self, transport: Transport) -> None:
@@ -286,7 +292,7 @@ class Background:
         if self._flow is None:
             self._ended = False
             self._flow = self._owner.spawn(self.execute_in_background)
-        begun = Begun(function, self._finish, self._flow)
+        begun = Begun(function, self._finish, self._flow, self._hand_over.look)
         self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
         return begun
 

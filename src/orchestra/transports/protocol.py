@@ -115,6 +115,10 @@ class CollectiveCall:
 class HandOver(Protocol):
     """How two flows of a rank tell each other of what has changed; the engine's."""
 
+    def look(self) -> None:
+        """Return when all that has been told until now can be seen."""
+        ...
+
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         """Block until `condition`, which counts as waiting in `traffic`."""
         ...

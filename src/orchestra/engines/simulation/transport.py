@@ -312,6 +312,9 @@ class FlowHandOver:
     def __init__(self, port: Port) -> None:
         self._port = port
 
+    def look(self) -> None:
+        self._port.net.kernel.catch_up()
+
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         waits = (self._port.rank,), "another flow of its own"
         traffic.seconds_waiting += self._port.sleep_until(condition, lambda: waits)
