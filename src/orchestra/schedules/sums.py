@@ -50,7 +50,7 @@ class Sums:
 
     def __init__(self, runs: Iterable[PieceRun]) -> None:
         runs = list(runs)
-        self.copied = [run for run in runs if isinstance(run.tree, int)]
+        self.copied = [(*run[:2], run.tree) for run in runs if isinstance(run.tree, int)]
         self.others = []
         chains = []
         for run in runs:
@@ -190,11 +190,16 @@ def sums_of(schedule: Schedule) -> Sums:
     names.run(schedule.rounds())
     same = all(pieces == names.held[0] for pieces in names.held)
     assert same, f"{schedule.name} is no all-reduce"
-    return Sums(PieceRun(*run, names.trees[name]) for *run, name in _runs(names.held[0]))
+    return Sums(
+        PieceRun(first, end, names.trees[name]) for first, end, name in _runs(names.held[0])
+    )
 
 
 def _in_order(ranks: int) -> Tree:
-    return functools.reduce(lambda sums, rank: (sums, rank), range(1, ranks), 0)
+    tree: Tree = 0
+    for rank in range(1, ranks):
+        tree = (tree, rank)
+    return tree
 
 
 def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] | None) -> None:
@@ -323,8 +328,8 @@ def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
     """
     ranks = tuple(ends)
     shared: list[Tree | None] = []
-    for trees in zip(*ends.values(), strict=True):
-        sums = Counter(tree for tree in trees if isinstance(tree, tuple))
+    for column in zip(*ends.values(), strict=True):
+        sums = Counter(tree for tree in column if isinstance(tree, tuple))
         shared.append(next((tree for tree, count in sums.items() if count > 1), None))
     taken, alone, whole, shown = {}, {}, {}, {}
     leaves: dict[int, set[int]] = {rank: set() for rank in ranks}

@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.futures import Future
 
-from orchestra.transports.shared_memory import Operation, connect
+from orchestra.transports.shared_memory import Meeting, Operation, second_connections, share
+from orchestra.transports.unix_messages import UnixMessages
 
 _COMBINE: dict[Any, Operation] = {
     dist.ReduceOp.SUM: Tensor.add_,
@@ -55,7 +56,16 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
-        self._memory, self._messages = connect(rank, size, store.set, store.get, seconds)
+        meeting = Meeting(
+            rank,
+            size,
+            lambda shown: store.set(str(rank), shown),
+            lambda peer: store.get(str(peer)),
+            seconds,
+        )
+        peers = meeting.connect()
+        self._messages = UnixMessages(second_connections(rank, peers))
+        self._memory = share(rank, peers, seconds)
 
     def getBackendName(self) -> str:
         return "shm"
