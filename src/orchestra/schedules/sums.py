@@ -61,6 +61,9 @@ class Sums:
                 chains.append((run.first, run.end, chain))
         self.chained = _interleaved(chains)
 
+    def __bool__(self) -> bool:
+        return bool(self.copied or self.chained or self.others)
+
     def form(
         self,
         vectors: Sequence[Tensor] | Mapping[int, Tensor],
@@ -83,7 +86,8 @@ class Sums:
 
         for begin, stop, rank in self.copied:
             here = part(begin, stop)
-            out[here].copy_(vectors[rank][here])
+            if here.start < here.stop:
+                out[here].copy_(vectors[rank][here])
         for begin, stop, rank, other in self.chained:
             here = part(begin, stop)
             if here.start < here.stop:

@@ -26,6 +26,7 @@ from orchestra.engines.processes.system import die_with_parent, handling, keep_o
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
 from orchestra.transports.handshake import from_environment
+from orchestra.transports.shared_memory import memory_is_shared
 
 if TYPE_CHECKING:
     from orchestra.worker.runtime import Runtime
@@ -146,7 +147,7 @@ def launch(
             for rank in range(ranks):
                 spec = RankSpec(
                     rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
-                    tls=tls, threads=threads,
+                    tls=tls, threads=threads, shared_memory=memory_is_shared(os.environ),
                 )  # fmt: skip
                 _start(watcher, spec, job)
             watcher.join()
