@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from orchestra.errors import InputError, PeerLost
+from orchestra.errors import PeerLost
 
 CHUNK_BYTES = 4 << 20
 """Of a rank's part of the memory: few enough for the caches, enough to hide the barriers."""
@@ -263,14 +263,6 @@ def host_key() -> str:
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return f"{boot.strip()} {Path('/proc/self/ns/net').readlink()}"
-
-
-def memory_is_shared(environ: Mapping[str, str]) -> bool:
-    """Whether `ORCHESTRA_SHARED_MEMORY` lets ranks of one host share memory; it is 1 by default."""
-    wanted = environ.get("ORCHESTRA_SHARED_MEMORY", "1")
-    if wanted not in ("0", "1"):
-        raise InputError(f"ORCHESTRA_SHARED_MEMORY is {wanted!r}: set it to 1, or to 0 for sockets")
-    return wanted == "1"
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
-from orchestra.engines.processes.environment import Launched, numeric, towards
+from orchestra.engines.processes.environment import Launched, memory_is_shared, numeric, towards
 from orchestra.engines.processes.system import handling, kernel, machine
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, address_of, from_environment, listen
 from orchestra.transports.native import Native
-from orchestra.transports.shared_memory import host_key, memory_is_shared
+from orchestra.transports.shared_memory import host_key
 from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.runtime import Runtime, Work
