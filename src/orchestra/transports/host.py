@@ -22,7 +22,13 @@ from orchestra.transports.framing import byte_view, header_bytes, pack_header
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
-from orchestra.transports.shared_memory import SMALL_BYTES, Meeting, SharedMemory, share
+from orchestra.transports.shared_memory import (
+    CHUNK_BYTES,
+    SMALL_BYTES,
+    Meeting,
+    SharedMemory,
+    share,
+)
 
 MAX_MEMORIES = 16
 """Of a rank, which then refuses another one: each takes sockets, and some megabytes."""
@@ -195,11 +201,12 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
         vectors = dict(zip(ranks, parts, strict=True))
         stage.whole[index].form(vectors, vector, cuts, 0, length)
         return vector.nbytes
-    parts, results = memory.large(vector.dtype)
-    for spans in _spans(stage, cuts, len(results)):
+
+    def show(spans: list[Span], part: Tensor) -> None:
         for span in spans:
-            _show(vector, parts[own], span, stage.shown[index], cuts)
-        memory.barrier()
+            _show(vector, part, span, stage.shown[index], cuts)
+
+    def form(spans: list[Span], parts: Tensor, results: Tensor) -> None:
         for span in spans:
             share = _share(span, own, len(ranks))
             here = results[share.place : share.place + share.end - share.first]
@@ -210,12 +217,16 @@ def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) 
                 shown = parts[:, part.place : part.place + part.end - part.first]
                 vectors = dict(zip(ranks, shown, strict=True))
                 sums.form(vectors, out, cuts, part.first, part.end)
-        memory.barrier()
+
+    def take(spans: list[Span], results: Tensor) -> None:
         for span in spans:
             for low, high in _clipped(stage.taken[index], span, cuts):
                 begin = span.place + low - span.first
                 vector[low:high].copy_(results[begin : begin + high - low])
-    return 2 * min(vector.nbytes, results.nbytes)
+
+    room = CHUNK_BYTES // vector.element_size()
+    memory.pipeline(vector.dtype, _spans(stage, cuts, room), show, form, take)
+    return 4 * min(vector.nbytes, CHUNK_BYTES)
 
 
 def _spans(stage: Stage, cuts: Sequence[int], room: int) -> Iterator[list[Span]]:

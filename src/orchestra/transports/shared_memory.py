@@ -17,23 +17,25 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 2 << 20
 """Of a rank's part of the memory: few enough for the caches, enough to hide the barriers."""
 SMALL_BYTES = 64 << 10
 """Up to here each rank adds up everything by itself, which takes one barrier in place of two."""
 
-Operation = Callable[[Tensor, Tensor], object]
-"""Combines the second tensor into the first, in place."""
+C = TypeVar("C")
+
+Operation = Callable[..., object]
+"""operation(one, other, out=out): combines two tensors into `out`, which may be one of them."""
 
 Window = Callable[..., Tensor]
 """Of a rank, the number of a row and its elements: the piece that is shown now."""
@@ -77,10 +79,9 @@ class SharedMemory:
         self._doors = [(peer, connection.fileno()) for peer, connection in peers.items()]
         self._map = mmap.mmap(memory, memory_bytes(self.size))
         everything = torch.frombuffer(self._map, dtype=torch.uint8)
-        large = (self.size + 1) * CHUNK_BYTES
-        parts = everything[:large].view(self.size + 1, CHUNK_BYTES)
+        large = 2 * (self.size + 1) * CHUNK_BYTES
+        self._large = everything[:large].view(2, self.size + 1, CHUNK_BYTES)
         self._small = everything[large:].view(2, self.size, SMALL_BYTES)
-        self._parts, self._result = parts[:-1], parts[-1]
         self._turn = 0
         _memories.add(self)
 
@@ -121,7 +122,7 @@ class SharedMemory:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def all_reduce(
-        self, vector: Tensor, combine: Operation = Tensor.add_, root: int | None = None
+        self, vector: Tensor, combine: Operation = torch.add, root: int | None = None
     ) -> None:
         """Replace a contiguous `vector` by the combination of all ranks' in the order of ranks.
 
@@ -131,27 +132,59 @@ class SharedMemory:
         if flat.nbytes <= SMALL_BYTES:
             self._all_reduce_small(flat, combine, root)
             return
-        parts, result = self.large(flat.dtype)
-        for chunk in flat.split(len(result)):
-            length = len(chunk)
-            parts[self.rank, :length].copy_(chunk)
-            self.barrier()
-            first, end = self.rank * length // self.size, (self.rank + 1) * length // self.size
-            own = result[first:end].copy_(parts[0, first:end])
-            for part in parts[1:]:
-                combine(own, part[first:end])
-            self.barrier()
+
+        def form(chunk: Tensor, parts: Tensor, result: Tensor) -> None:
+            first, end = (each * len(chunk) // self.size for each in (self.rank, self.rank + 1))
+            _combine(combine, parts[:, first:end], result[first:end])
+
+        def take(chunk: Tensor, result: Tensor) -> None:
             if root in (None, self.rank):
-                chunk.copy_(result[:length])
+                chunk.copy_(result[: len(chunk)])
+
+        self.pipeline(
+            flat.dtype,
+            flat.split(CHUNK_BYTES // flat.element_size()),
+            lambda chunk, part: part[: len(chunk)].copy_(chunk),
+            form,
+            take,
+        )
+
+    def pipeline(
+        self,
+        dtype: torch.dtype,
+        chunks: Iterable[C],
+        show: Callable[[C, Tensor], object],
+        form: Callable[[C, Tensor, Tensor], object],
+        take: Callable[[C, Tensor], object],
+    ) -> None:
+        """Carry out a collective chunk by chunk, with a barrier before each, and one at the end.
+
+        Args:
+            dtype: of the tensors that the functions are given.
+            show: copies this rank's chunk to its part, shape [elements].
+            form: this rank's share of the work on the parts of all ranks, shape [ranks, elements],
+                into the place for results, shape [elements].
+            take: copies the results, once all ranks have done their shares.
+        """
+        before: list[tuple[C, Tensor]] = []
+        for chunk in chunks:
+            parts, result = self._places(dtype)
+            show(chunk, parts[self.rank])
+            self.barrier()
+            for each in before:
+                take(*each)
+            form(chunk, parts, result)
+            before = [(chunk, result)]
+        self.barrier()
+        for each in before:
+            take(*each)
 
     def _all_reduce_small(self, flat: Tensor, combine: Operation, root: int | None) -> None:
         here = self.small(flat.dtype)[:, : len(flat)]
         here[self.rank].copy_(flat)
         self.barrier()
         if root in (None, self.rank):
-            flat.copy_(here[0])
-            for part in here[1:]:
-                combine(flat, part)
+            _combine(combine, here, flat)
 
     def exchange(self, rows: Sequence[Tensor], length: int) -> Iterator[tuple[int, Window]]:
         """Show `rows` to all, a piece of each at a time.
@@ -165,20 +198,22 @@ class SharedMemory:
             The offset of the piece, and a function that gives the piece (elements from that offset
             on) of a row of any rank. It is valid until the next one is asked for.
         """
-        parts, _ = self.large(rows[0].dtype)
-        width = parts.shape[1] // len(rows) // _ALIGNMENT * _ALIGNMENT
+        room = CHUNK_BYTES // rows[0].element_size()
+        width = room // len(rows) // _ALIGNMENT * _ALIGNMENT
         for offset in range(0, length, width):
+            parts, _ = self._places(rows[0].dtype)
             for number, row in enumerate(rows):
                 piece = row[offset : offset + width]
                 parts[self.rank, number * width : number * width + len(piece)].copy_(piece)
             self.barrier()
 
-            def window(source: int, number: int, elements: int, at: int = offset) -> Tensor:
+            def window(
+                source: int, number: int, elements: int, at: int = offset, parts: Tensor = parts
+            ) -> Tensor:
                 begin = number * width
                 return parts[source, begin : begin + max(0, min(width, elements - at))]
 
             yield offset, window
-            self.barrier()
 
     def copy_rows(
         self, rows: Sequence[Tensor], wanted: Sequence[tuple[int, int, Tensor]], length: int
@@ -197,25 +232,25 @@ class SharedMemory:
                 target[offset : offset + len(piece)].copy_(piece)
 
     def reduce_scatter(
-        self, rows: Sequence[Tensor], into: Tensor, combine: Operation = Tensor.add_
+        self, rows: Sequence[Tensor], into: Tensor, combine: Operation = torch.add
     ) -> None:
         """Combine row `rank` of all ranks into the contiguous vector `into`, in their order."""
         flat = into.view(-1)
         for offset, window in self.exchange([row.reshape(-1) for row in rows], len(flat)):
-            first = window(0, self.rank, len(flat))
-            piece = flat[offset : offset + len(first)].copy_(first)
-            for source in range(1, self.size):
-                combine(piece, window(source, self.rank, len(flat)))
+            pieces = [window(source, self.rank, len(flat)) for source in range(self.size)]
+            _combine(combine, pieces, flat[offset : offset + len(pieces[0])])
 
-    def large(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The parts of all ranks, shape [ranks, elements], and a place for results."""
-        return self._parts.view(dtype), self._result.view(dtype)
+    def _places(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The parts of all ranks, shape [ranks, elements], and a place for results, in turn.
+
+        The others may still read what they were shown last, and take the last results.
+        """
+        self._turn = 1 - self._turn
+        here = self._large[self._turn].view(dtype)
+        return here[:-1], here[-1]
 
     def small(self, dtype: torch.dtype) -> Tensor:
-        """Parts of `SMALL_BYTES`, shape [ranks, elements]: the other one of two in turn.
-
-        So one barrier is enough: what was shown last may still be read.
-        """
+        """Parts of `SMALL_BYTES`, shape [ranks, elements], in turn: one barrier is enough."""
         self._turn = 1 - self._turn
         return self._small[self._turn].view(dtype)
 
@@ -223,12 +258,21 @@ class SharedMemory:
         """Disconnect; the others are told by the end of the sockets."""
         for connection in self._peers.values():
             connection.close()
-        self._parts = self._result = torch.empty(0)
+
+
+def _combine(combine: Operation, vectors: Sequence[Tensor] | Tensor, out: Tensor) -> None:
+    """Combine the vectors in their order."""
+    if len(vectors) == 1:
+        out.copy_(vectors[0])
+        return
+    combine(vectors[0], vectors[1], out=out)
+    for vector in vectors[2:]:
+        combine(out, vector, out=out)
 
 
 def memory_bytes(size: int) -> int:
-    """How much memory `size` ranks share: a part for each, one for results, and small ones."""
-    return (size + 1) * CHUNK_BYTES + 2 * size * SMALL_BYTES
+    """How much memory `size` ranks share: twice a part for each and one for results."""
+    return 2 * ((size + 1) * CHUNK_BYTES + size * SMALL_BYTES)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

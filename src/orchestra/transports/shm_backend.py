@@ -20,14 +20,14 @@ from orchestra.transports.shared_memory import Meeting, Operation, second_connec
 from orchestra.transports.unix_messages import UnixMessages
 
 _COMBINE: dict[Any, Operation] = {
-    dist.ReduceOp.SUM: Tensor.add_,
-    dist.ReduceOp.AVG: Tensor.add_,  # and divided at the end
-    dist.ReduceOp.PRODUCT: Tensor.mul_,
-    dist.ReduceOp.MIN: lambda own, other: torch.minimum(own, other, out=own),
-    dist.ReduceOp.MAX: lambda own, other: torch.maximum(own, other, out=own),
-    dist.ReduceOp.BAND: Tensor.bitwise_and_,
-    dist.ReduceOp.BOR: Tensor.bitwise_or_,
-    dist.ReduceOp.BXOR: Tensor.bitwise_xor_,
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,  # and divided at the end
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 
