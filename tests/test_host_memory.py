@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from orchestra.engines.processes import launch
-from orchestra.errors import RunFailed
+from orchestra.errors import PeerLost, RunFailed
 from orchestra.schedules import (
     ALL_REDUCE,
     Schedule,
@@ -113,18 +117,31 @@ def reduce(runtime: Runtime, length: int, *, background: bool = False) -> None:
     runtime.transport.collective(call).wait()
 
 
-def killed(runtime: Runtime, length: int) -> None:
-    """The last rank ends amid collectives of all."""
-    for step in range(1000):
-        if step == 20 and runtime.rank == runtime.ranks - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        reduce(runtime, length)
+def killed(runtime: Runtime, assignment: tuple[int, Path]) -> None:
+    """One rank is killed at a random moment of collectives without end."""
+    seed, folder = assignment
+    random = Random(seed)
+    victim, delay = random.randrange(runtime.ranks), random.uniform(0, 0.05)
+    if runtime.rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        for length in itertools.cycle((10, 30_000, 1_000_000)):
+            reduce(runtime, length, background=random.random() < 0.5)
+    except PeerLost as lost:
+        (folder / f"{seed} {runtime.rank}").write_text(str(lost.rank))
+        raise
 
 
-@pytest.mark.parametrize("length", [10, 1_000_000])
-def test_a_rank_that_is_killed_amid_collectives_is_named(length: int) -> None:
-    with pytest.raises(RunFailed, match=r"^rank 2 on \S+ was killed by SIGKILL"):
-        launch(killed, length, 3)
+@pytest.mark.parametrize("runs", [4, pytest.param(500, marks=pytest.mark.matrix)])
+@pytest.mark.timeout(1800)
+def test_a_rank_that_is_killed_at_any_moment_is_named(runs: int, tmp_path: Path) -> None:
+    """By the run, and by each rank that notices before it is told to leave."""
+    for seed in range(runs):
+        victim = Random(seed).randrange(3)
+        with pytest.raises(RunFailed, match=rf"^rank {victim} on \S+ was killed by SIGKILL$"):
+            launch(killed, (seed, tmp_path), 3)
+        assert {found.read_text() for found in tmp_path.glob(f"{seed} *")} <= {str(victim)}
+    assert any(tmp_path.iterdir())
 
 
 def stuck(runtime: Runtime, background: bool) -> None:
