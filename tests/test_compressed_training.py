@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tests.quadratic import SIZE, final, mean_samples, start
 from tests.simulated import simulated
+from tests.test_resume import assert_same, kill_launcher, training
 from tests.test_simulation_shapes import COSTLY, in_shapes, told
 from tests.training import equal, settings, train_processes, train_threads
+from torch import Tensor
 
+from orchestra.compression.base import Context
+from orchestra.compression.top_k import TopK
 from orchestra.errors import InputError
 from orchestra.settings import parse
+from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.registry import STRATEGIES
+from orchestra.tasks import load_task
 from orchestra.trainer.settings import Run
+from orchestra.worker.layout import Layout
 
 DGC = "DGC(0.05, warm_up=4, clip_norm=1.0)"
 ADDING = ["FP16()", "BF16()", "PowerSGD(2)", "RandomK(0.1)", "RandomK(0.1, error_feedback=True)"]
@@ -80,6 +92,80 @@ def test_a_run_of_shapes_tells_the_times_and_bytes_of_one_with_values(
     for real, shapes in zip(*reports, strict=True):
         assert shapes.bytes_sent == real.bytes_sent
         assert shapes.seconds == pytest.approx(real.seconds, rel=1e-9)
+
+
+# Against NumPy, and nothing gets lost
+
+
+def test_top_k_with_error_feedback_is_the_equation(tmp_path: Path) -> None:
+    """p_w <- (s_w / S) g_w + e_w;  x <- x - eta sum_w top(p_w);  e_w <- p_w - top(p_w), a tensor at
+    a time, where workers have unequal parts of the samples and the last step is not for all."""
+    shares, samples, rate = (1.0, 2.0, 0.5), 59, 0.1
+    trained = train_threads(
+        parse(ring("TopK(0.34)"), STRATEGIES, where="test"), 3, tmp_path,
+        f"tests.quadratic:quadratic({samples})", batch_size=4, shares=shares,
+        optimizer=f"SGD(lr={rate})", bucket_megabytes=1e-5,
+    )  # fmt: skip
+    x, left = start(), np.zeros((3, SIZE))
+    for parts in mean_samples(3, 4, samples, shares):
+        total = sum(count for _, count in parts)
+        for worker, (mean, count) in enumerate(parts):
+            left[worker] += count / total * (x - mean) if count else 0.0
+        sent = np.zeros_like(left)
+        for tensor, kept in ((slice(0, 3), 1), (slice(3, 5), 1)):
+            for worker in range(3):
+                largest = np.argsort(-np.abs(left[worker, tensor]))[:kept] + tensor.start
+                sent[worker, largest] = left[worker, largest]
+        left -= sent
+        x = x - rate * sent.sum(0)
+    for state in (trained.final, *trained.replicas):
+        np.testing.assert_allclose(final(state), x, rtol=1e-12)
+
+
+SENT: dict[int, Tensor] = {}
+
+
+@dataclass(frozen=True, repr=False)
+class Noting(TopK):
+    """What arrives on the first worker of each tensor, by its place."""
+
+    def combine(self, payloads: Sequence[Tensor], out: Tensor, context: Context) -> None:
+        super().combine(payloads, out, context)
+        if context.rank == 0:
+            SENT[context.first] = SENT.get(context.first, torch.zeros_like(out)) + out
+
+
+def test_what_waits_of_a_tensor_arrives_though_nobody_uses_the_tensor(tmp_path: Path) -> None:
+    """`rarely` is used in some steps; what is left of it then arrives in the others."""
+    SENT.clear()
+    trained = train_threads(
+        AllReduce(compression=Noting(0.01)), 2, tmp_path, "images(samples=480, model='partial')",
+        optimizer="SGD(lr=1.0)", batch_size=4,
+    )  # fmt: skip
+    before = load_task("tests.tasks_for_tests:images(samples=480, model='partial')").model()
+    layout = Layout.of_module(before)
+    began = before.state_dict()
+    for slot in layout.slots:
+        moved = (began[slot.name] - trained.final[slot.name]).reshape(-1)
+        torch.testing.assert_close(moved, SENT[slot.offset], rtol=1e-4, atol=1e-5)
+    assert SENT[layout.slots[1].offset].any()
+
+
+# What a checkpoint holds
+
+
+def test_killed_twice_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """In a phase with two vectors of memory, and in one with factors and residuals."""
+    strategy = (
+        f"Switch({ring('DGC(0.05, warm_up=20)')}, {ring('PowerSGD(2)')}, when=AfterSteps(20))"
+    )
+    changes = {"optimizer": "SGD(lr=0.05)", "epochs": 2, "checkpoint_every": 5}
+    whole = training(strategy, tmp_path / "whole", **changes).record()
+    out = tmp_path / "out"
+    kill_launcher(strategy, out, at=2, **changes)
+    kill_launcher(strategy, out, at=7, **changes)
+    record = training(strategy, out, **changes).record()
+    assert_same(out, record, tmp_path / "whole", whole)
 
 
 # What is refused
