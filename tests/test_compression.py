@@ -18,6 +18,7 @@ from torch import Tensor
 
 from orchestra.compression import packing
 from orchestra.compression.base import Compressor, Context, Encoder
+from orchestra.compression.top_k import largest
 from orchestra.errors import InputError
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
@@ -108,6 +109,16 @@ def test_top_k() -> None:
     values = drawn(1000)
     sent = decoded(made("TopK(0.05)"), values, context(made("TopK(0.05)"), (1000,)))
     np.testing.assert_array_equal(sent, numpy_top_k(values.numpy(), 50))
+
+
+@pytest.mark.parametrize("count", [3, 200, 60_000, 80_000])
+def test_the_largest_of_many_are_found_by_way_of_a_sample(count: int) -> None:
+    values = drawn(100_000)
+    expected = np.sort(np.argsort(-np.abs(values.numpy()), kind="stable")[:count])
+    np.testing.assert_array_equal(largest(values, count), expected)
+    values.zero_()
+    values[::2][:1000] = 1.0  # of which the sample sees none, or all
+    assert torch.equal(largest(values, 1000), values.nonzero().flatten())
 
 
 def test_sixteen_bits() -> None:
@@ -267,7 +278,7 @@ def test_power_sgd_over_some_steps() -> None:
     """Algorithm 1 in NumPy: P <- sum M_w Q, orthogonalized by Gram-Schmidt; Q <- sum M_w^T P."""
     compressor, rows, columns = made("PowerSGD(2)"), 12, 10
     contexts = [context(compressor, (rows, columns), rank, 3) for rank in range(3)]
-    q = contexts[0].memory[0].numpy().copy()
+    q = contexts[0].memory[0].numpy().T.copy()
     assert all(torch.equal(each.memory[0], contexts[0].memory[0]) for each in contexts)
     left: Any = [np.zeros((rows, columns)) for _ in range(3)]
     for step in range(4):
@@ -287,14 +298,14 @@ def test_power_sgd_over_some_steps() -> None:
         left = [matrix - p @ (matrix.T @ p).T for matrix in matrices]
         for residual, expected in zip(residuals, left, strict=True):
             np.testing.assert_allclose(residual.view(rows, columns), expected, atol=1e-9)
-        q = contexts[0].memory[0].numpy().copy()  # of the same space: the basis may differ
+        q = contexts[0].memory[0].numpy().T.copy()  # of the same space: the basis may differ
 
 
 def test_power_sgd_leaves_small_tensors_whole() -> None:
     compressor = made("PowerSGD(2, min_rate=3)")
     for shape in [(100,), (4, 5), ()]:
         assert not compressor.memory(torch.zeros(shape), 0)
-    assert [each.shape for each in compressor.memory(torch.zeros(30, 3, 5, 5), 0)] == [(75, 2)]
+    assert [each.shape for each in compressor.memory(torch.zeros(30, 3, 5, 5), 0)] == [(2, 75)]
     values = [drawn(20, rank) for rank in range(2)]
     contexts = [context(compressor, (4, 5), rank, 2) for rank in range(2)]
     total, residuals = summed_by_power_sgd(compressor, values, contexts)

@@ -34,9 +34,13 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(payload: Tensor, count: int) -> Tensor:
-    """The first `count` bits, bool."""
-    bits = np.unpackbits(payload.cpu().numpy(), count=count).view(np.bool_)
-    return torch.from_numpy(bits).to(payload.device)
+    """The first `count` bits, uint8."""
+    return torch.from_numpy(np.unpackbits(payload.cpu().numpy(), count=count)).to(payload.device)
+
+
+def positions_of(bits: Tensor) -> Tensor:
+    """Where `bits` (bool) are true: int64, rising. NumPy takes a third of the time of torch."""
+    return torch.from_numpy(np.flatnonzero(bits.cpu().numpy())).to(bits.device)
 
 
 def index_bits(elements: int) -> int:
@@ -65,7 +69,7 @@ def unpack_positions(payload: Tensor, count: int, elements: int) -> Tensor:
     """What `pack_positions` packed: int64, rising."""
     bits = index_bits(elements)
     if packed_bytes(elements, 1) < packed_bytes(count, bits):
-        return unpack_bits(payload, elements).nonzero().flatten()
+        return positions_of(unpack_bits(payload, elements))
     wide = np.zeros((count, 32), np.uint8)
     low = np.unpackbits(payload.cpu().numpy(), count=count * bits)
     wide[:, 32 - bits :] = low.reshape(count, bits)
@@ -84,8 +88,7 @@ def digits_in_a_byte(base: int) -> int:
 def pack_digits(digits: Tensor, base: int) -> Tensor:
     """Digits (uint8, each below `base`), as many as fit into each byte, the first the lowest."""
     each = digits_in_a_byte(base)
-    rows = -(-len(digits) // each)
-    padded = torch.nn.functional.pad(digits, (0, rows * each - len(digits))).view(rows, each)
+    padded = torch.nn.functional.pad(digits, (0, -len(digits) % each)).view(-1, each)
     packed = padded[:, -1].clone()
     for place in reversed(range(each - 1)):
         packed.mul_(base).add_(padded[:, place])

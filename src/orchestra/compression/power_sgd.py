@@ -50,13 +50,13 @@ class PowerSGD(Compressor):
         return (rows, columns) if shrinks else None
 
     def memory(self, tensor: Tensor, first: int) -> list[Tensor]:
-        """Q, at first random and the same on every worker."""
+        """Q^T, at first random and the same on every worker."""
         shape = self._shape(tensor.shape)
         if shape is None:
             return []
         context = Context(tuple(tensor.shape), first, 0, 0, 1)
-        random = context.generator("cpu", shared=True)
-        return [torch.randn(shape[1], self.rank, generator=random).to(tensor)]
+        random = context.random(shared=True).standard_normal((self.rank, shape[1]), "float32")
+        return [torch.from_numpy(random).to(tensor)]
 
     def rounds(
         self,
@@ -64,7 +64,7 @@ class PowerSGD(Compressor):
         residuals: Sequence[Tensor],
         contexts: Sequence[Context],
     ) -> Iterator[Tensor]:
-        low_rank: list[tuple[int, Tensor, Tensor]] = []  # its number, M and Q
+        low_rank: list[tuple[int, Tensor, Tensor]] = []  # its number, M and Q^T
         whole: list[int] = []
         for number, (values, each) in enumerate(zip(tensors, contexts, strict=True)):
             shape = self._shape(each.shape)
@@ -73,7 +73,8 @@ class PowerSGD(Compressor):
             else:
                 low_rank.append((number, values.view(shape), each.memory[0]))
 
-        p = [matrix @ q for _, matrix, q in low_rank]
+        # Both factors stand transposed: BLAS takes a fifth of the time then.
+        p = [q @ matrix.T for _, matrix, q in low_rank]
         factors, uncompressed = yield from _summed(p, [tensors[number] for number in whole])
         for number, total in zip(whole, uncompressed, strict=True):
             tensors[number].copy_(total)
@@ -82,15 +83,15 @@ class PowerSGD(Compressor):
         if not low_rank:
             return
 
-        p = [torch.linalg.qr(each).Q for each in factors]
-        q = [matrix.T @ basis for (_, matrix, _), basis in zip(low_rank, p, strict=True)]
+        p = [torch.linalg.qr(each.T).Q for each in factors]
+        q = [basis.T @ matrix for (_, matrix, _), basis in zip(low_rank, p, strict=True)]
         for (number, matrix, _), basis, own in zip(low_rank, p, q, strict=True):
             if residuals:
-                torch.addmm(matrix, basis, own.T, alpha=-1, out=residuals[number].view_as(matrix))
+                torch.addmm(matrix, basis, own, alpha=-1, out=residuals[number].view_as(matrix))
         q, _ = yield from _summed(q, [])
         for (_, matrix, last), basis, total in zip(low_rank, p, q, strict=True):
             last.copy_(total)
-            torch.mm(basis, total.T, out=matrix)
+            torch.mm(basis, total, out=matrix)
 
 
 def _summed(

@@ -50,8 +50,8 @@ class QSGD(Encoder):
         norms = rows.abs().amax(1) if self.norm == "max" else rows.norm(dim=1)
         norms = norms.float()
         scale = torch.where(norms > 0, self.levels / norms, 0.0).to(rows.dtype)
-        random = context.generator(values.device, shared=False)
-        xi = torch.rand(rows.shape, generator=random, device=rows.device, dtype=rows.dtype)
+        random = context.random(shared=False).random(rows.shape, "float32")
+        xi = torch.from_numpy(random).to(rows)
         xi.addcmul_(rows.abs(), scale[:, None]).floor_().clamp_(max=self.levels)
         digits = xi.copysign_(rows).add_(self.levels).to(torch.uint8).view(-1)[: len(values)]
         packed = packing.pack_digits(digits, 2 * self.levels + 1)
@@ -68,4 +68,6 @@ class QSGD(Encoder):
     def _in_runs(self, values: Tensor) -> Tensor:
         """Return `values` as rows of `run` elements, the last one filled up with zeros."""
         run = min(self.run, len(values))
-        return torch.nn.functional.pad(values, (0, -len(values) % run)).view(-1, run)
+        if missing := -len(values) % run:
+            values = torch.nn.functional.pad(values, (0, missing))
+        return values.view(-1, run)

@@ -48,6 +48,6 @@ class RandomK(Encoder):
         count = kept(len(values), self.keep)
         starts = torch.arange(count + 1).mul_(len(values)).div_(count, rounding_mode="floor")
         lengths = starts.diff()
-        random = context.generator("cpu", shared=True)
-        places = torch.rand(count, generator=random, dtype=torch.float64).mul_(lengths).long()
+        random = torch.from_numpy(context.random(shared=True).random(count))
+        places = random.mul_(lengths).long()
         return (starts[:-1] + places).to(values.device), lengths

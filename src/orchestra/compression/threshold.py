@@ -46,7 +46,7 @@ class Threshold(Encoder):
         size = values.abs()
         some = size[:: max(1, len(size) // self.sample)][: self.sample]
         threshold = some.topk(kept(len(some), self.keep)).values[-1]
-        positions = (~(size < threshold) & (size != 0)).nonzero().flatten()  # NaN, too
+        positions = packing.positions_of(~(size < threshold) & (size != 0))  # NaN, too
         chosen, where = values[positions].half(), packing.pack_positions(positions, len(values))
         if 2 * len(chosen) + len(where) >= 2 * len(values):
             chosen, where = values.half(), where[:0]
