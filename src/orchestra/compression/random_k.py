@@ -22,9 +22,9 @@ class RandomK(Encoder):
 
     They follow from the step, so that only values travel, and these add. A tensor is cut into k
     runs, as equal as can be, of each of which one element is drawn: every element has the same
-    chance 1 / (length of its run), as with a random subset, but k numbers are enough, where a
-    permutation takes longer than most networks. What is drawn counts length times, so that the sum
-    is unbiased; with `error_feedback` it counts once, since the rest comes later.
+    chance, 1 / (length of its run), as with a random subset, and k random numbers are enough. An
+    element counts length times, so that the sum is unbiased; with `error_feedback` it counts once,
+    since the rest comes later.
     """
 
     adds = True
