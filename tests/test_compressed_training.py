@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.quadratic import SIZE, final, mean_samples, start
 from tests.simulated import simulated
 from tests.test_resume import assert_same, kill_launcher, training
@@ -84,14 +86,66 @@ def test_every_rank_ends_with_the_same_bits(compressor: str, tmp_path: Path) -> 
 def test_a_run_of_shapes_tells_the_times_and_bytes_of_one_with_values(
     compressor: str, tmp_path: Path
 ) -> None:
-    run = run_of(ring(compressor), 4, steps=6, trace_steps=0)
+    same_times_without_values(run_of(ring(compressor), 4, steps=6, trace_steps=0), tmp_path)
+
+
+def same_times_without_values(run: Run, folder: Path) -> None:
     reports = [
-        told(each, tmp_path, "stragglers(nodes=4)", COSTLY).reports
-        for each in (run, in_shapes(run))
+        told(each, folder, "stragglers(nodes=4)", COSTLY).reports for each in (run, in_shapes(run))
     ]
     for real, shapes in zip(*reports, strict=True):
         assert shapes.bytes_sent == real.bytes_sent
         assert shapes.seconds == pytest.approx(real.seconds, rel=1e-9)
+
+
+# Servers
+
+SERVERS = [
+    "ParameterServer(compression=FP16())",
+    "ParameterServer(servers=2, compression=TopK(0.05))",
+    "ParameterServer(servers=2, compression=DGC(0.05, warm_up=4))",
+    "ParameterServer(servers=2, replicas=1, compression=QSGD(7))",
+    "ParameterServer(placement='beside', returns='gradients', compression=RandomK(0.1))",
+]
+
+
+@pytest.mark.parametrize("text", [*SERVERS, "ParameterServer(compression=Threshold(0.05))"])
+def test_compressed_pushes_on_real_and_simulated_connections(text: str, tmp_path: Path) -> None:
+    run = run_of(text, 4, steps=8)
+    virtual = simulated(run, tmp_path / "virtual")
+    training = {"steps": 8, "optimizer": run.training.optimizer}
+    real = train_threads(
+        run.strategy, 4, tmp_path / "real", "images(samples=96, model='cnn')", **training
+    )
+    assert equal(real.final, load_file(tmp_path / "virtual" / "parameters.safetensors"))
+    assert virtual.bytes_sent == sum(report.bytes_sent for report in real.reports)
+    plain = parse(re.sub(r",? ?compression=\w+\([^)]*\)", "", text), STRATEGIES, where="test")
+    assert virtual.bytes_sent < 0.85 * simulated(replace(run, strategy=plain), tmp_path).bytes_sent
+
+
+@pytest.mark.parametrize("text", SERVERS)
+def test_servers_without_values(text: str, tmp_path: Path) -> None:
+    same_times_without_values(run_of(text, 4, steps=6, trace_steps=0), tmp_path)
+
+
+def test_pushes_of_top_k_are_the_equation(tmp_path: Path) -> None:
+    """p_w <- g_w + e_w;  x <- x - eta sum_w (s_w / S) top(p_w);  e_w <- p_w - top(p_w)."""
+    trained = train_threads(
+        parse("ParameterServer(servers=2, compression=TopK(0.34))", STRATEGIES, where="test"), 4,
+        tmp_path, "tests.quadratic:quadratic()", batch_size=4, optimizer="SGD(lr=0.1)",
+    )  # fmt: skip
+    x, left = start(), np.zeros((2, SIZE))
+    for parts in mean_samples(2, 4):
+        total = sum(count for _, count in parts)
+        sent = np.zeros_like(left)
+        for worker, (mean, _) in enumerate(parts):
+            left[worker] += x - mean
+            for tensor in (slice(0, 3), slice(3, 5)):
+                largest = np.abs(left[worker, tensor]).argmax() + tensor.start
+                sent[worker, largest] = left[worker, largest]
+        left -= sent
+        x = x - 0.1 * sum(c / total * s for (_, c), s in zip(parts, sent, strict=True))
+    np.testing.assert_allclose(final(trained.final), x, rtol=1e-12)
 
 
 # Against NumPy, and nothing gets lost
@@ -177,6 +231,9 @@ def test_killed_twice_and_resumed_bit_for_bit(tmp_path: Path) -> None:
         ("AllReduce('tree', compression=TopK())", "do not add.*set algorithm='ring'"),
         ("AllReduce(shard='optimizer', compression=BF16())", "leave these out"),
         ("AllReduce(backup=1, compression=BF16())", "leave these out"),
+        ("ParameterServer(compression=PowerSGD())", "cannot read a payload of PowerSGD"),
+        ("ParameterServer(compression=SignSGD())", "SignSGD with vote=False"),
+        ("ParameterServer(backup=1, compression=TopK())", "backup does not go with compression"),
         ("AllReduce(compression=TopK(0))", "keep: 0.0 is not above 0"),
         ("AllReduce(compression='TopK')", "expected Compressor"),
         ("AllReduce(compression=Ring())", "expected Compressor"),
@@ -186,3 +243,20 @@ def test_what_does_not_go_together_is_refused(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
         parse(text, STRATEGIES, where="here")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "training", "words"),
+    [
+        ("DGC()", {"optimizer": "SGD(lr=0.1, momentum=0.9)"}, "set optimizer to SGD, without mom"),
+        ("DGC()", {"optimizer": "Adam(lr=0.1)"}, "set optimizer to SGD, without momentum"),
+        ("Threshold()", {"shapes": True}, "depends on values.*set tensors to real"),
+    ],
+)
+def test_what_a_run_cannot_do_is_refused(
+    compressor: str, training: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    shapes = training.pop("shapes", False)
+    run = run_of(ring(compressor), 2, steps=2, trace_steps=0, **training)
+    with pytest.raises(InputError, match=words):
+        simulated(in_shapes(run) if shapes else run, tmp_path)

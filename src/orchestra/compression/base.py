@@ -76,6 +76,12 @@ class Compressor(Settings, ABC):
     error_feedback: bool = setting(False, "send in later steps what was left out in this one")
 
     @property
+    def decodable_alone(self) -> bool:
+        """Whether a payload means something without the others, to a parameter server: if so, it
+        is an `Encoder`."""
+        return False
+
+    @property
     def footprint(self) -> float:
         """Vectors of all parameters that it keeps between steps."""
         return self.copies + self.error_feedback
@@ -110,7 +116,6 @@ class Encoder(Compressor):
 
     @property
     def decodable_alone(self) -> bool:
-        """Whether a payload means something without the others, to a parameter server."""
         return True
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Sums of compressed gradients: a `Begin` of `GradientAverage`, and what is kept between steps."""
+"""Compressed gradients: a `Begin` of `GradientAverage`, pushes to servers, and what is kept."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from orchestra.compression.base import Compressor, Context, Encoder
 from orchestra.errors import InputError
 from orchestra.exchange.average import Begin, BeginSum, Bucket, ScheduledGroup
+from orchestra.parameter_server.placement import Piece, Slice
+from orchestra.parameter_server.state import Push
 from orchestra.schedules import ring_all_gather
 from orchestra.transports.protocol import Group, Task
 from orchestra.worker.runtime import Work
@@ -46,6 +48,12 @@ class CompressionState:
         residual = torch.zeros_like(worker.parameters) if compressor.error_feedback else None
         return CompressionState(0, residual, memory, worker.parameters.new_zeros(len(slots)))
 
+    def note_used(self, flags: Tensor) -> None:
+        """What waits here of a tensor has to arrive, even if nobody uses the tensor in this step:
+        `flags`, 1 for each tensor that this worker uses now, become those that it has ever used."""
+        if not flags.is_meta and (self.residual is not None or any(self.memory)):
+            flags.copy_(torch.maximum(self.used, flags, out=self.used))
+
 
 def _check(worker: Worker, compressor: Compressor) -> None:
     """Refuse what this run cannot do."""
@@ -60,6 +68,10 @@ def _check(worker: Worker, compressor: Compressor) -> None:
         raise InputError(
             f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
         )
+
+
+def _charge(worker: Worker, kind: str, elements: float, function: Callable[[], object]) -> None:
+    worker.compute.run(Work(kind, max(1, round(elements))), function)
 
 
 class CompressedSum:
@@ -92,15 +104,9 @@ class CompressedSum:
         rounds = self._added if self._compressor.adds else self._gathered
         begun: list[Task[int]] = [_Rounds(rounds(bucket, gradient, background))]
         if tail.numel():
-            self._note_used(tail)
+            self._state.note_used(tail[-len(self._state.used) :])
             begun.append(self._begin_sum(tail, background))
         return begun
-
-    def _note_used(self, tail: Tensor) -> None:
-        """What waits here of a tensor has to arrive, even if no worker uses the tensor now."""
-        if self._compressor.footprint and not tail.is_meta:
-            flags = tail[-len(self._state.used) :]
-            flags.copy_(torch.maximum(self._state.used, flags, out=self._state.used))
 
     def _contexts(self, bucket: Bucket) -> list[Context]:
         worker, numbers = self._worker, range(bucket.first_slot, bucket.end_slot)
@@ -134,9 +140,6 @@ class CompressedSum:
         gradient.add_(residual)
         return self._cut(bucket, residual)
 
-    def _charge(self, kind: str, elements: float, function: Callable[[], object]) -> None:
-        self._worker.compute.run(Work(kind, max(1, round(elements))), function)
-
     def _added(self, bucket: Bucket, gradient: Tensor, background: bool) -> Iterator[Task[int]]:
         """One round after the other, each a sum by the strategy's own collective."""
         tensors = self._cut(bucket, gradient)
@@ -152,10 +155,10 @@ class CompressedSum:
             vector = next(rounds, None)
 
         encoding, decoding = self._compressor.passes
-        self._charge("encode", encoding * gradient.numel(), advance)
+        _charge(self._worker, "encode", encoding * gradient.numel(), advance)
         while vector is not None:
             yield self._begin_sum(vector, background)
-            self._charge("decode", decoding * gradient.numel(), advance)
+            _charge(self._worker, "decode", decoding * gradient.numel(), advance)
 
     def _gathered(self, bucket: Bucket, gradient: Tensor, background: bool) -> Iterator[Task[int]]:
         """Everybody's payloads, encoded at once and decoded one after the other."""
@@ -182,7 +185,7 @@ class CompressedSum:
             sizes = [len(each) for each in payloads]
 
         encoding, decoding = compressor.passes
-        self._charge("encode", encoding * gradient.numel(), encode)
+        _charge(self._worker, "encode", encoding * gradient.numel(), encode)
         table = [sizes] * ranks  # of each worker's payloads
         if not compressor.sized:
             lengths = torch.zeros(ranks, len(sizes), dtype=torch.int64)
@@ -205,7 +208,7 @@ class CompressedSum:
             for number, (values, context) in enumerate(zip(tensors, contexts, strict=True)):
                 compressor.combine([each[number] for each in arrived], values, context)
 
-        self._charge("decode", decoding * ranks * gradient.numel(), decode)
+        _charge(self._worker, "decode", decoding * ranks * gradient.numel(), decode)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -257,3 +260,84 @@ def compressed(
 ) -> Begin:
     """Sum each bucket by payloads of `compressor`; see `CompressedSum`."""
     return CompressedSum(worker, compressor, state, begin_sum, ring).begin
+
+
+class CompressedPushes:
+    """What a worker pushes to the servers of `slices`, and how these read it.
+
+    The parts of tensors in a slice are compressed one by one. A push without samples is empty:
+    nothing is encoded, since servers would not apply it.
+    """
+
+    def __init__(self, worker: Worker, compressor: Encoder, slices: Sequence[Slice]) -> None:
+        self._worker = worker
+        self._compressor = compressor
+        self._slices = slices
+
+    def encode(self, state: CompressionState, push: Push, gradient: Tensor) -> list[Tensor]:
+        """The payload for each server; what is left out stays in `state`."""
+        if not push.samples:
+            return [gradient[:0] for _ in self._slices]
+        compressor, residual = self._compressor, state.residual
+        payloads: list[Tensor] = []
+
+        def encode() -> None:
+            if gradient.is_meta:
+                sizes = [self._sizes(part, push) for part in self._slices]
+                payloads.extend(gradient.new_empty(sum(each), dtype=torch.uint8) for each in sizes)
+                return
+            values = gradient if residual is None else gradient + residual
+            for part in self._slices:
+                contexts = [
+                    self._context(push, piece, self._memory(state, piece)) for piece in part.pieces
+                ]
+                tensors = [values[piece.first : piece.end] for piece in part.pieces]
+                residuals = [residual[p.first : p.end] for p in part.pieces if residual is not None]
+                own = compressor.encode_all(tensors, residuals, contexts)
+                if not compressor.sized:
+                    lengths = torch.tensor([len(each) for each in own], dtype=torch.int32)
+                    own.insert(0, lengths.view(torch.uint8).to(gradient.device))
+                payloads.append(torch.cat(own) if own else gradient[:0])  # a server may own nothing
+
+        _charge(self._worker, "encode", compressor.passes[0] * gradient.numel(), encode)
+        return payloads
+
+    def decode(self, part: Slice, push: Push, payload: Tensor) -> Tensor:
+        """On a server: the gradient of its slice `part`, flat, that `payload` stands for."""
+        values = self._worker.parameters.new_zeros(part.end - part.first)
+
+        def decode() -> None:
+            if values.is_meta:
+                return
+            for piece, own in zip(part.pieces, self._split(part, push, payload), strict=True):
+                there = values[piece.first - part.first : piece.end - part.first]
+                self._compressor.combine([own], there, self._context(push, piece))
+
+        if push.samples:
+            _charge(self._worker, "decode", self._compressor.passes[1] * values.numel(), decode)
+        return values
+
+    def _split(self, part: Slice, push: Push, payload: Tensor) -> list[Tensor]:
+        if self._compressor.sized:
+            lengths = [size // payload.element_size() for size in self._sizes(part, push)]
+        else:
+            head = 4 * len(part.pieces)
+            lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
+        return list(payload.split(lengths))
+
+    def _sizes(self, part: Slice, push: Push) -> list[int]:
+        itemsize = self._worker.layout.dtype.itemsize
+        elements = (piece.end - piece.first for piece in part.pieces)
+        return [self._compressor.size(each, itemsize, push.clock) for each in elements]
+
+    def _context(self, push: Push, piece: Piece, memory: Sequence[Tensor] = ()) -> Context:
+        shape = (piece.end - piece.first,)
+        return Context(
+            shape, piece.first, push.clock, push.worker, len(self._worker.workers), memory
+        )
+
+    def _memory(self, state: CompressionState, piece: Piece) -> list[Tensor]:
+        start = piece.first - self._worker.layout.slots[piece.tensor].offset
+        return [
+            each[start : start + piece.end - piece.first] for each in state.memory[piece.tensor]
+        ]
