@@ -31,14 +31,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
-from orchestra.engines.processes.environment import Launched, numeric, towards
+from orchestra.engines.processes.environment import Launched, memory_is_shared, numeric, towards
 from orchestra.engines.processes.system import handling, kernel, machine
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, address_of, from_environment, listen
 from orchestra.transports.native import Native
-from orchestra.transports.sockets import connect_mesh
+from orchestra.transports.shared_memory import host_key
+from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
@@ -105,9 +106,16 @@ class Watched(Interceptor):
 
     def signs(self) -> Signs:
         """How many operations were completed, and what the main flow waits for."""
-        waiting = self._main.waiting
-        while waiting is not None and waiting.flow is not None:
-            waiting = waiting.flow.waiting
+        flow = self._main
+        while flow.waiting is not None and flow.waiting.flow is not None:
+            flow = flow.waiting.flow
+        waiting, memory = flow.waiting, None
+        if flow is not self._main or waiting is not None:
+            assert isinstance(flow.transport, SocketTransport)
+            memory = flow.transport.memory
+        if memory is not None:  # else it is about to begin, or at its end
+            awaited = memory.awaited
+            return self._completed, () if awaited is None else (awaited,), "in a collective"
         if waiting is None:
             return self._completed, (), ""
         peers = self.others if waiting.peer is None else (waiting.peer,)
@@ -144,6 +152,7 @@ def run_rank(
             kernel=kernel(),
             cores=usable_cores(),
             address=address_of(listener),
+            memory=host_key() if spec.shared_memory else "",
         )
         try:
             result = _run(spec, control, listener, load, make_store, resources)
@@ -164,11 +173,11 @@ def _run(
     resources: contextlib.ExitStack,
 ) -> Any:
     program, argument = load()
-    addresses, share = control.roster()
-    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or share)
+    roster = control.roster()
+    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
     transport = connect_mesh(
         spec.rank,
-        addresses,
+        roster.addresses,
         listener,
         spec.token.encode(),
         tls=spec.tls,
@@ -178,6 +187,7 @@ def _run(
         on_wait=control.connecting,
     )
     resources.callback(transport.close)
+    transport.share_memory(roster.neighbours)
     watched = Watched(spec.rank, spec.ranks)
     compute = TimedCompute()
     native = Native(
@@ -363,6 +373,7 @@ def _spec(
     return RankSpec(
         launched.rank, launched.ranks, launched.local_rank, watcher, host, token, limits,
         local=False, supervised=launched.supervised, tls=tls, threads=threads,
+        shared_memory=memory_is_shared(os.environ),
     )  # fmt: skip
 
 

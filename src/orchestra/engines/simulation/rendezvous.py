@@ -22,8 +22,9 @@ from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Events, Kernel, Processor, Timer
 from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
-from orchestra.engines.simulation.plan import Plan, add_up
+from orchestra.engines.simulation.plan import Plan
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
+from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
 MAX_KNOWN = 100_000

@@ -27,7 +27,6 @@ from orchestra.transports.protocol import (
     Transport,
 )
 from orchestra.transports.tags import Tag
-from orchestra.worker.interception import InterceptedTransport
 
 T = TypeVar("T")
 
@@ -166,9 +165,10 @@ class SimulatedTransport(CollectiveMixin):
             kernel.park()
         current.waits = None
         member.count(port)
-        traffic.add(member.traffic())
-        if isinstance(over, InterceptedTransport):
-            over.executed(call, start, start + traffic.seconds_waiting - waited)
+        moved = member.traffic()
+        traffic.add(moved)
+        moving = start + traffic.seconds_waiting - waited
+        (over or self).executed(call, start, moving, moved.bytes_sent)
         return member.buffer_bytes
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
