@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_within
+from orchestra.exchange.compression import CompressionState
 from orchestra.optimizers.state import capture, install_moments, restore
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
@@ -54,12 +56,13 @@ def make_server(
     queue_shares: tuple[float, ...] | None = None,
     replicas: bool = False,
     elastic: bool = False,
+    decode: Callable[[Slice, Push, Tensor], Tensor] | None = None,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
     With `replicas` it holds the slice before its own, too. Where workers take batches from a queue,
     by their `queue_shares` of a step, the server of the first slice hands them out. Where it is
-    `elastic` its slice is a centre.
+    `elastic` its slice is a centre. `decode` reads a push that was compressed.
     """
     lost = worker.transport.lost()
     live = frozenset(workers) - lost
@@ -98,6 +101,7 @@ def make_server(
             compensation=compensate(values, workers) if compensate is not None else None,
             on_update=offer if updates or elastic else None,
             elastic=elastic,
+            decode=None if decode is None else functools.partial(decode, part),
         )
 
     own = hold(slices[place])
@@ -179,9 +183,20 @@ def _clip_together(
     return clip
 
 
-def push_and_pull(worker: Worker, client: Client, into: Tensor, *, synchronous: bool) -> None:
+def push_and_pull(
+    worker: Worker,
+    client: Client,
+    into: Tensor,
+    *,
+    synchronous: bool,
+    compression: CompressionState | None = None,
+) -> None:
     """Push this step's gradient; pull flat `into`; note what the servers say of the step."""
     step, gradients = worker.step, worker.gradients
+    if compression is not None and step.samples and not compression.used.is_meta:
+        flags = compression.used.new_tensor(gradients.used)
+        compression.note_used(flags)
+        gradients.used = [flag > 0 for flag in flags.tolist()]
     push = Push(
         worker.rank, client.clock + 1, step.samples, step.total_samples, step.loss, step.stop,
         step.rates, tuple(gradients.used), step.position, step.report,

@@ -42,8 +42,10 @@ class Client:
         slices: Sequence[Slice],
         queue: WorkQueue | None = None,
         parameters: Tensor | None = None,
+        encode: Callable[[Push, Tensor], Sequence[Tensor]] | None = None,
     ) -> None:
         self.slices = slices
+        self.encode = encode
         self.clock = 0  # the step that this worker has behind it
         self.work = None if queue is None else WorkInHand(queue, transport.rank)
         self._waits = 0  # answers that held no work
@@ -87,11 +89,13 @@ class Client:
         `push` tells of the whole gradient; its `used` has one entry for each tensor of the model.
         """
         waits = []
+        payloads = None if self.encode is None else self.encode(push, gradient)
         for place, part in enumerate(self.slices):
             own = replace(push, used=tuple(map(push.used.__getitem__, part.tensors)))
             there = slice(part.first, part.end)
             request = self._request(Kind.PUSH, own)
-            waits.append(self._ask(place, request, gradient[there], into[there]))
+            values = gradient[there] if payloads is None else payloads[place]
+            waits.append(self._ask(place, request, values, into[there]))
         answers = [decode_answer(push.worker, wait()) for wait in waits]
         self.clock = answers[0].clock
         if self.work is not None:

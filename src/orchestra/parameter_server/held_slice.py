@@ -15,7 +15,7 @@ from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import restore
 from orchestra.parameter_server.requests import Reply, RequestLog
-from orchestra.parameter_server.state import Answer, ServerState, Update
+from orchestra.parameter_server.state import Answer, Push, ServerState, Update
 from orchestra.parameter_server.wire import Kind, Request, encode_reply
 from orchestra.transports.protocol import Handle, Transport
 from orchestra.transports.tags import Tag
@@ -88,8 +88,9 @@ class HeldSlice:
     computation; `clip` clips an averaged gradient together with the other servers; `rate_divisor`
     gives, for the staleness of an update, what its learning rates are divided by; `compensation`
     corrects a push before it is applied; `on_update` is called with the samples consumed and the
-    new values. An `elastic` slice is a centre c: a push holds x of a worker and, as its rate,
-    alpha; c <- c + alpha (x - c), and the answer is alpha (x - c).
+    new values; `decode` makes the gradient of a push from what has arrived. An `elastic` slice is a
+    centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and the
+    answer is alpha (x - c).
     """
 
     state: ServerState
@@ -102,6 +103,7 @@ class HeldSlice:
     rate_divisor: Callable[[int], int] = lambda staleness: 1
     compensation: DelayCompensation | None = None
     on_update: Callable[[int, Tensor], None] | None = None
+    decode: Callable[[Push, Tensor], Tensor] | None = None
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -133,7 +135,7 @@ class HeldSlice:
     def take(self, transport: Transport, request: Request, gradient: Tensor | None) -> None:
         """Let a new request count, in the values too."""
         if gradient is not None:
-            self._buffers[request.worker] = gradient.to(self.values.device)
+            self._buffers[request.worker] = self._gradient_in(request, gradient)
         elif request.kind is Kind.LOST:
             self._buffers.pop(request.worker, None)
         decision = self.log.take(request)
@@ -146,6 +148,13 @@ class HeldSlice:
         if decision.quiet and self.state.live and self.log.gives_values:
             self._agreed = self.values.clone()
             self.all_have_read()
+
+    def _gradient_in(self, request: Request, arrived: Tensor) -> Tensor:
+        arrived = arrived.to(self.values.device)
+        if self.decode is None:
+            return arrived
+        assert request.push is not None
+        return self.decode(request.push, arrived)
 
     def send(self, transport: Transport, replies: Collection[Reply]) -> None:
         """Reply to the workers; at a quiet point to the one on this rank last: then all that was

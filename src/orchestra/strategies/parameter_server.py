@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
+from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
@@ -15,6 +16,7 @@ from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.exchange import CompressedPushes, CompressionState
     from orchestra.exchange.servers import Compensate
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.parameter_server import Client, Consistency, Pause, Server
@@ -50,6 +52,7 @@ class ParameterServerState:
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
     missed: Missed = field(default_factory=Missed)
+    compression: CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,6 +85,8 @@ class ParameterServer(Strategy[ParameterServerState]):
     and serves the slice from then on. A server then sends and updates twice as much, and a push
     waits for two servers. Another death ends the run where it takes the last replica of a slice.
     The first worker (beside: the first one without a server) evaluates, and cannot be lost.
+
+    With `compression` pushes travel compressed, and values as they are.
     """
 
     use = "for a server with memory or links to spare; asynchronous for workers of unlike speed"
@@ -156,6 +161,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         0, "further copies of each slice, on the next server: the run survives a server", low=0,
         high=1,
     )  # fmt: skip
+    compression: Compressor | None = setting(
+        None, "what pushes are compressed by, as TopK(0.01); none: not at all"
+    )
 
     def check(self) -> None:
         """Refuse settings that contradict each other."""
@@ -219,6 +227,16 @@ class ParameterServer(Strategy[ParameterServerState]):
                 "backup needs servers=1 and returns='parameters': several servers would not drop "
                 "the same gradients, and a late worker would miss updates",
             ),
+            (
+                self.compression is not None and not self.compression.decodable_alone,
+                f"a server cannot read a payload of {self.compression!r} without those of all "
+                "workers: take AllReduce, or another compressor (SignSGD with vote=False)",
+            ),
+            (
+                self.backup > 0 and self.compression is not None,
+                "backup does not go with compression: what waits for a later step would count on "
+                "gradients that are dropped",
+            ),
         ]
         for contradicts, message in refused:
             if contradicts:
@@ -263,7 +281,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         roles, updates = roles_of(self, ranks), self.returns == "parameters"
         whole = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
         if rank in roles.workers:
-            whole = replace(super().footprint(rank, ranks), optimizer=0.0 if updates else 1.0)
+            kept = 0.0 if self.compression is None else self.compression.footprint
+            optimizer = 0.0 if updates else 1.0
+            whole = replace(super().footprint(rank, ranks), optimizer=optimizer, copies=kept)
         if rank not in roles.servers:
             return whole
         part = (1 + self.replicas) / self.servers
@@ -289,13 +309,18 @@ class ParameterServer(Strategy[ParameterServerState]):
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
         is_server = worker.rank in roles.servers
         state = ParameterServerState(exchange.slices_of(worker, roles.servers, updates=updates))
+        pushes = self._compressed(worker, state.slices)
         if is_server:
-            state.server = self._make_server(worker, roles, state.slices)
+            state.server = self._make_server(worker, roles, state.slices, pushes)
         if worker.rank in roles.workers:
             parameters = worker.parameters if self.replicas else None
             queue = worker.make_queue(roles.shares) if self.self_paced else None
+            encode = None
+            if pushes is not None and self.compression is not None:
+                state.compression = exchange.CompressionState.of(worker, self.compression)
+                encode = functools.partial(pushes.encode, state.compression)
             state.client = parameter_server.Client(
-                worker.transport, state.slices, queue, parameters
+                worker.transport, state.slices, queue, parameters, encode
             )
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
@@ -304,7 +329,15 @@ class ParameterServer(Strategy[ParameterServerState]):
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
 
-    def _make_server(self, worker: Worker, roles: Roles, slices: list[Slice]) -> Server:
+    def _compressed(self, worker: Worker, slices: list[Slice]) -> CompressedPushes | None:
+        if self.compression is None:
+            return None
+        assert isinstance(self.compression, Encoder)
+        return exchange.CompressedPushes(worker, self.compression, slices)
+
+    def _make_server(
+        self, worker: Worker, roles: Roles, slices: list[Slice], pushes: CompressedPushes | None
+    ) -> Server:
         updates, workers = self.returns == "parameters", len(roles.workers)
         by_staleness = self.learning_rate == "by_staleness"
         divisor = workers if self.learning_rate == "divided" else 1
@@ -319,6 +352,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             compensate=self._compensate(),
             queue_shares=roles.shares if self.self_paced else None,
             replicas=bool(self.replicas),
+            decode=None if pushes is None else pushes.decode,
         )
 
     def _consistency(self, workers: int) -> Consistency:
@@ -359,7 +393,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.returns == "gradients":
             assert state.client is not None
             vector = worker.gradients.vector
-            exchange.push_and_pull(worker, state.client, vector, synchronous=True)
+            exchange.push_and_pull(
+                worker, state.client, vector, synchronous=True, compression=state.compression
+            )
         worker.gradients.forget_unused()
 
     def update(self, worker: Worker, state: ParameterServerState) -> None:
@@ -376,7 +412,10 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.backup and not worker.step.samples:
             return
         client, before = state.client, state.client.clock
-        exchange.push_and_pull(worker, client, worker.parameters, synchronous=self.synchronous)
+        exchange.push_and_pull(
+            worker, client, worker.parameters,
+            synchronous=self.synchronous, compression=state.compression,
+        )  # fmt: skip
         passed_over = client.clock - before - 1
         state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
 

@@ -278,8 +278,8 @@ class Rendezvous:
         Ranks begin the same ones again and again: these are known by the identity of what is given,
         since to compare it takes time over a thousand ranks.
         """
-        asked = net, call.schedule, call.group.ranks, call.vector, call.edges
-        identity = tuple(map(id, asked))
+        asked = net, call.schedule, call.group.ranks, call.edges
+        identity = *map(id, asked), call.vector.numel(), call.vector.itemsize
         if identity not in self._asked:
             if len(self._asked) > MAX_KNOWN:
                 self._asked.clear()
