@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import SharedWork
-    from orchestra.transports.protocol import Handle
+    from orchestra.transports.protocol import Handle, Task, Transport
     from orchestra.worker.worker import Worker
 else:
     torch = LazyModule("torch")  # settings load without it
@@ -26,9 +27,11 @@ else:
 
 @dataclass
 class GossipState(ReplicaState):
-    """`step` counts the steps done."""
+    """`step` counts the steps done; `mixing` makes, in `mixed`, the parameters of the next one."""
 
     step: int = 0
+    mixed: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
+    mixing: Task[Tensor] | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,9 +42,11 @@ class Gossip(Replicas[GossipState]):
 
         x_i <- sum_j W_ij x_j - gamma g_i
 
-    with g_i, the gradient of its own samples, taken at x_i before the mixing. W is doubly
-    stochastic, so mixing keeps the mean of the replicas. The optimizer acts on the mixed
-    parameters; its moments stay with the worker. The final parameters are the exact mean.
+    with g_i, the gradient of its own samples, taken at x_i before the mixing. So both go on at the
+    same time, as in the paper: a background flow mixes while the gradient is computed (in a loop of
+    your own the mixing follows it). W is doubly stochastic, so mixing keeps the mean of the
+    replicas. The optimizer acts on the mixed parameters; its moments stay with the worker. The
+    final parameters are the exact mean.
     """
 
     depends_on_speed = False  # everyone waits for the same neighbours at the same step
@@ -65,21 +70,41 @@ class Gossip(Replicas[GossipState]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """And what arrives from all neighbours of a step."""
+        """And what arrives from all neighbours of a step, and what it is mixed in."""
         steps = range(self.topology.period(ranks))
         arriving = max(len(sources_of(self.topology.graph(ranks, step))[rank]) for step in steps)
-        return replace(super().footprint(rank, ranks), copies=float(arriving))
+        return replace(super().footprint(rank, ranks), copies=float(arriving + 1))
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> GossipState:
         return GossipState(worker.local_optimizer())
 
+    def before_forward(self, worker: Worker, state: GossipState) -> None:
+        """The parameters are mixed while the gradient at them is computed."""
+        if len(worker.workers) > 1 and not worker.own_loop:
+            state.mixing = worker.transport.in_background(self._mix(worker, state))
+
+    def _mix(self, worker: Worker, state: GossipState) -> Callable[[Transport], Tensor]:
+        if state.mixed is None:
+            state.mixed = torch.empty_like(worker.parameters)
+        mixed, step = state.mixed, state.step
+        return lambda transport: exchange.mix_with_neighbours(
+            worker, transport, mixed, self.topology, step
+        )
+
     def update(self, worker: Worker, state: GossipState) -> None:
         """x_i <- sum_j W_ij x_j, then the optimizer's step."""
         worker.clip()
-        exchange.mix_with_neighbours(worker, self.topology, state.step)
+        if state.mixing is not None:
+            state.mixed = worker.move_parameters(state.mixing.wait())
+            state.mixing = None
+        elif len(worker.workers) > 1:
+            worker.parameters.copy_(self._mix(worker, state)(worker.transport))
         worker.update_locally(state.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
         state.step += 1
+
+    def settle(self, worker: Worker, state: GossipState) -> None:
+        worker.transport.end_background()
 
 
 CLOSED = 2**63 - 1

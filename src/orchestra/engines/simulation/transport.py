@@ -114,7 +114,7 @@ class SimulatedTransport(CollectiveMixin):
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
-        no_flow = self._background is None and not self._rendezvous.faults
+        no_flow = not self._background and not self._rendezvous.faults
         at_once = no_flow and not call.message_by_message
         if call.background and call.schedule is not None and at_once:
             given = self._rendezvous.contribution(self._port.net, call)
