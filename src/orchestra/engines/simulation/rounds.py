@@ -23,6 +23,13 @@ from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.plan import HEADER, Plan
 from orchestra.schedules import REDUCE
+from orchestra.transports.collective import StepKind
+
+# Attributes of an Enum are slow to look up.
+SEND, TAKE, FREE, ADD = StepKind.SEND, StepKind.TAKE, StepKind.FREE, StepKind.ADD
+ChargedStep = tuple[StepKind, int, int, int, float, float]
+"""A `Step`: kind, number, peer, bytes of the message with its header, seconds of computation; of
+SEND until the first byte leaves, and then until the last one has."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -36,6 +43,9 @@ SAME = 16
 
 MAX_KEPT = 64
 """Results that are kept for equal arrivals: more than a step has buckets, usually."""
+
+MAX_STEPS_KEPT = 1 << 16
+"""The steps of all ranks are kept for schedules with so many messages at most."""
 
 NOBODY = -1
 
@@ -144,6 +154,7 @@ class PlacedPlan:
         self.contention_free = plan.sends_one_at_a_time and all(
             ends != (NOBODY, NOBODY) for ends in self.links.values()
         )
+        self._steps: dict[int, Sequence[ChargedStep]] = {}
         self._follows: dict[PlacedPlan, bool] = {}
         self._rates: tuple[float, ...] = ()
         self._rounds: list[list[Segment]] = []
@@ -160,6 +171,32 @@ class PlacedPlan:
                 if link in before.links
             )
         return self._follows[before]
+
+    def steps(self, index: int) -> Sequence[ChargedStep]:
+        """What the rank at place `index` does, message by message, and what it computes for it."""
+        steps = self._steps.get(index)
+        if steps is None:
+            steps = tuple(self._charged(index))
+            if sum(self.plan.messages_sent) <= MAX_STEPS_KEPT:
+                self._steps[index] = steps
+        return steps
+
+    def _charged(self, index: int) -> Iterator[ChargedStep]:
+        plan, overhead = self.plan, self.net.overhead
+        for kind, number, peer, first, end, _ in plan.steps(index):
+            frame_bytes = plan.frame_bytes(end - first)
+            if kind is SEND:
+                cost = self.net.message(frame_bytes)
+                yield kind, number, peer, frame_bytes, cost.send_setup, cost.send_rest
+            elif kind is TAKE:
+                receiving = self.net.message(frame_bytes).receiving
+                yield kind, number, peer, frame_bytes, receiving, 0.0
+            elif kind is ADD:
+                yield kind, number, peer, 0, overhead.add * (end - first) * plan.itemsize, 0.0
+            elif kind is FREE and frame_bytes > overhead.buffer:
+                yield kind, number, peer, 0, 0.0, 0.0
+        if plan.added_slots_bytes:
+            yield ADD, -1, -1, 0, overhead.add * plan.added_slots_bytes, 0.0
 
     def ends(
         self, arrivals: Sequence[float], rates: tuple[float, ...], before: Usage | None = None
@@ -237,7 +274,7 @@ class PlacedPlan:
         arriving = np.argsort(target)
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
         distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
-        charges = [overhead.message(int(frame)) for frame in distinct]
+        charges = [self.net.message(int(frame)) for frame in distinct]
         first, rest, receiving, on_wire = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
