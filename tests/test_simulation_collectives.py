@@ -317,9 +317,9 @@ def test_rounds_of_a_ring_have_the_bits_of_any_other_rounds(
         assert trial.run(at_once=True) == as_ring
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("ring", 94), ("hierarchical", 46)])
+@pytest.mark.parametrize(("name", "least"), [("ring", 50), ("hierarchical", 4)])
 @pytest.mark.parametrize("buffer", [700, 1 << 20])
-def test_rounds_of_a_ring_that_go_on_alike_are_skipped(name: str, rounds: int, buffer: int) -> None:
+def test_rounds_of_a_ring_that_go_on_alike_are_skipped(name: str, least: int, buffer: int) -> None:
     """Pieces of unequal length catch up with others, and some ranks come late."""
     delays = [[1e-6 + 2e-4 * (rank // 2 == 9) + 1e-6 * (rank // 2 % 5) for rank in range(48)]] * 2
     trial = Trial(
@@ -328,7 +328,7 @@ def test_rounds_of_a_ring_that_go_on_alike_are_skipped(name: str, rounds: int, b
     skipped: list[int] = []
     with mock.patch.object(Ring, "_skip", noting(Ring._skip, skipped)):
         check(trial)
-    assert sum(skipped) > rounds / 2
+    assert sum(skipped) >= least
 
 
 def test_ranks_that_come_as_before_are_not_computed_anew() -> None:
