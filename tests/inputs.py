@@ -19,6 +19,7 @@ from orchestra.cluster.faults import FAULTS
 from orchestra.cluster.nodes import Jitter, Link, Node
 from orchestra.cluster.presets import CLUSTERS, Preset
 from orchestra.cluster.units import Unit
+from orchestra.compression.base import Compressor
 from orchestra.data.sharding import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment, Tune
 from orchestra.optimizers.settings import SCHEDULES, Schedule
@@ -38,6 +39,7 @@ KINDS: Mapping[type, Registry] = {
     Rule: STRATEGIES,
     Topology: STRATEGIES,
     Outer: STRATEGIES,
+    Compressor: STRATEGIES,
     Schedule: SCHEDULES,
     Sharding: SHARDINGS,
     Jitter: CLUSTERS,

@@ -25,6 +25,13 @@ from orchestra.transports.sockets import SocketTransport
 from orchestra.worker.interception import InterceptedTransport
 from orchestra.worker.runtime import Runtime
 
+
+@pytest.fixture(autouse=True)
+def over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at are messages."""
+    monkeypatch.setenv("ORCHESTRA_SHARED_MEMORY", "0")
+
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
 
 

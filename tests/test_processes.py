@@ -294,7 +294,7 @@ def test_only_the_token_opens_a_seat() -> None:
     watcher = Watcher(1, Limits(), host="127.0.0.1", token="secret", children=False)
     watcher.start()
     about = {"kind": "hello", "pid": os.getpid(), "address": ["127.0.0.1", 1]}
-    about |= {"host": "here", "machine": "", "kernel": "", "cores": [0]}
+    about |= {"host": "here", "machine": "", "kernel": "", "memory": "", "cores": [0]}
     result = pack({"kind": "result"}, b"payload")
     nested = b"[" * 60_000  # more than a parser of JSON bears
     strangers = [

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
+from orchestra.compression.base import Compressor
 from orchestra.data.sharding import SHARDINGS, Sharding
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load, to_yaml
@@ -39,6 +40,7 @@ HOLDERS: dict[type, tuple[str, str]] = {
     Rule: ("Switch(AllReduce, ParameterServer, when={})", "when"),
     Topology: ("Gossip({})", "topology"),
     Outer: ("LocalSGD(outer={})", "outer"),
+    Compressor: ("AllReduce(compression={})", "compression"),
 }
 
 #: Settings that make no sense beside the defaults of the others.
@@ -58,6 +60,7 @@ BESIDE: dict[str, str] = {
 #: Values for settings that do not take any of their type.
 VALUES: dict[str, object] = {
     "AllReduce.order": (1, 0, 3, 2),
+    "PowerSGD.min_rate": 8.0,
     "Pipeline.cuts": ("4",),
     "SlowMo.every": 16,
     "Straggler.ratio": 2.375,

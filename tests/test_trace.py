@@ -36,6 +36,12 @@ REQUIRED = {
 CATEGORIES = {"compute", "send", "receive", "wait", "native", "step"}
 
 
+@pytest.fixture(autouse=True)
+def over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at are messages."""
+    monkeypatch.setenv("ORCHESTRA_SHARED_MEMORY", "0")
+
+
 @dataclass(frozen=True)
 class Trace:
     """A trace as its file has it."""

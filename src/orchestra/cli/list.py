@@ -15,6 +15,7 @@ from orchestra.cli.arguments import Parser
 from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.nodes import ASSUMED
+from orchestra.compression.base import Compressor
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
@@ -49,6 +50,7 @@ HEADINGS: dict[str, tuple[Registry, type | None]] = {
     "strategies": (STRATEGIES, None),
     "rules, for Switch(..., when=RULE)": (STRATEGIES, Rule),
     "outer optimizers, for LocalSGD(outer=OUTER)": (STRATEGIES, Outer),
+    "compressors, for AllReduce(compression=COMPRESSOR)": (STRATEGIES, Compressor),
     "topologies, for Gossip(TOPOLOGY) and its kin": (STRATEGIES, Topology),
     "tasks": (TASKS, None),
     "schedules of the learning rate": (SCHEDULES, None),

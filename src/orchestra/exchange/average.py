@@ -64,6 +64,14 @@ Begin = Callable[[Bucket, bool], Sequence[Task[int]]]
 Gives the collectives that it takes, in their order; each gives the bytes of its buffer.
 """
 
+BeginSum = Callable[[Tensor, bool], Task[int]]
+"""begin_sum(vector, background): begins the sum of a vector over the workers, in its place."""
+
+
+def each_bucket(begin_sum: BeginSum) -> Begin:
+    """Sum each bucket by one collective."""
+    return lambda bucket, background: [begin_sum(bucket.values, background)]
+
 
 class GradientAverage:
     """Replaces the gradient on every worker by its sample-weighted mean over `worker.workers`.
@@ -149,12 +157,13 @@ class ScheduledGroup:
         call = CollectiveCall(self.schedule, vector, self.group, tag, edges, background)
         return transport.collective(call)
 
+    def sums(self, transport: Transport) -> BeginSum:
+        """Sum vectors by this collective."""
+        return lambda vector, background: self.begin(transport, vector, background=background)
+
     def of_buckets(self, worker: Worker) -> Begin:
         """Sum each bucket by this collective."""
-        transport = worker.transport
-        return lambda bucket, background: [
-            self.begin(transport, bucket.values, background=background)
-        ]
+        return each_bucket(self.sums(worker.transport))
 
 
 def make_collective(
@@ -209,18 +218,18 @@ class NativeSum:
         return self.work.done()
 
 
-def native_sum(worker: Worker) -> Begin:
-    """Collective: sum each bucket by torch.distributed's own all-reduce."""
+def native_sum(worker: Worker) -> BeginSum:
+    """Collective: sum vectors by torch.distributed's own all-reduce."""
 
     def all_reduce(vector: Tensor) -> Task[int]:
         return worker.transport.collective(
             CollectiveCall(None, vector, worker.everyone, Tag.NATIVE)
         )
 
-    def begin(bucket: Bucket, background: bool) -> Sequence[Task[int]]:
+    def begin(vector: Tensor, background: bool) -> Task[int]:
         ranks = len(worker.workers)
-        worker.measures.native_bytes += 2 * (ranks - 1) * bucket.values.nbytes // ranks
-        return [NativeSum(worker, all_reduce(bucket.values))]
+        worker.measures.native_bytes += 2 * (ranks - 1) * vector.nbytes // ranks
+        return NativeSum(worker, all_reduce(vector))
 
     # The process group is made now, not inside the first step.
     all_reduce(torch.zeros(1, device=worker.parameters.device)).wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_within
+from orchestra.exchange.compression import CompressionState
 from orchestra.exchange.parts import PartsClient
 from orchestra.optimizers.state import capture, install_moments, restore
 from orchestra.parameter_server.client import Client
@@ -57,13 +59,14 @@ def make_server(
     parts: Sequence[Part] = (),
     early: bool = False,
     elastic: bool = False,
+    decode: Callable[[Slice, Push, Tensor], Tensor] | None = None,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
     With `replicas` it holds the slice before its own, too. Where workers take batches from a queue,
     by their `queue_shares` of a step, the server of the first slice hands them out. Pushes come in
     `parts`, if there are any, and with `early` each is applied once all have pushed it. Where it
-    is `elastic` its slice is a centre.
+    is `elastic` its slice is a centre. `decode` reads a push that was compressed.
     """
     lost = worker.transport.lost()
     live = frozenset(workers) - lost
@@ -104,6 +107,7 @@ def make_server(
             parts=[each for each in parts if slices[each.place] == part],
             early=early,
             elastic=elastic,
+            decode=None if decode is None else functools.partial(decode, part),
         )
 
     own = hold(slices[place])
@@ -192,12 +196,17 @@ def push_and_pull(
     *,
     synchronous: bool,
     parts: PartsClient | None = None,
+    compression: CompressionState | None = None,
 ) -> None:
     """Push this step's gradient; pull flat `into`; note what the servers say of the step.
 
     With `parts` it knows where to pull to.
     """
     step, gradients = worker.step, worker.gradients
+    if compression is not None and step.samples and not compression.used.is_meta:
+        flags = compression.used.new_tensor(gradients.used)
+        compression.note_used(flags)
+        gradients.used = [flag > 0 for flag in flags.tolist()]
     push = Push(
         worker.rank, client.clock + 1, step.samples, step.total_samples, step.loss, step.stop,
         step.rates, tuple(gradients.used), step.position, step.report,

@@ -42,8 +42,10 @@ class Client:
         slices: Sequence[Slice],
         queue: WorkQueue | None = None,
         parameters: Tensor | None = None,
+        encode: Callable[[Push, Tensor], Sequence[Tensor]] | None = None,
     ) -> None:
         self.slices = slices
+        self.encode = encode
         self.clock = 0  # the step that this worker has behind it
         self.work = None if queue is None else WorkInHand(queue, transport.rank)
         self._waits = 0  # answers that held no work
@@ -90,10 +92,15 @@ class Client:
         Without tensors the gradient has been pushed in parts, and somebody else pulls.
         """
         waits = []
+        payloads = None
+        if self.encode is not None and gradient is not None:
+            payloads = self.encode(push, gradient)
         for place, part in enumerate(self.slices):
             own = replace(push, used=tuple(map(push.used.__getitem__, part.tensors)))
             request = self._request(Kind.PUSH, own)
-            vectors = (v if v is None else v[part.first : part.end] for v in (gradient, into))
+            vectors = [v if v is None else v[part.first : part.end] for v in (gradient, into)]
+            if payloads is not None:
+                vectors[0] = payloads[place]
             waits.append(self._ask(place, request, *vectors))
         answers = [decode_answer(push.worker, wait()) for wait in waits]
         self.clock = answers[0].clock

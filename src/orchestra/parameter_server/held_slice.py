@@ -89,10 +89,10 @@ class HeldSlice:
     computation; `clip` clips an averaged gradient together with the other servers; `rate_divisor`
     gives, for the staleness of an update, what its learning rates are divided by; `compensation`
     corrects a push before it is applied; `on_update` is called with the samples consumed and the
-    new values. Pushes come in `parts`, unless there are none; with `early` they are weighted, and a
-    part is added up, applied and answered as soon as all workers have pushed it. An `elastic` slice
-    is a centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and
-    the answer is alpha (x - c).
+    new values; `decode` makes the gradient of a push from what has arrived. Pushes come in `parts`,
+    unless there are none; with `early` they are weighted, and a part is added up, applied and
+    answered as soon as all workers have pushed it. An `elastic` slice is a centre c: a push holds x
+    of a worker and, as its rate, alpha; c <- c + alpha (x - c), and the answer is alpha (x - c).
     """
 
     state: ServerState
@@ -105,6 +105,7 @@ class HeldSlice:
     rate_divisor: Callable[[int], int] = lambda staleness: 1
     compensation: DelayCompensation | None = None
     on_update: Callable[[int, Tensor], None] | None = None
+    decode: Callable[[Push, Tensor], Tensor] | None = None
     parts: Sequence[Part] = ()
     early: bool = False
     elastic: bool = False
@@ -142,7 +143,7 @@ class HeldSlice:
     def take(self, transport: Transport, request: Request, gradient: Tensor | None) -> None:
         """Let a new request count, in the values too."""
         if gradient is not None:
-            self._buffers[request.worker] = gradient.to(self.values.device)
+            self._buffers[request.worker] = self._gradient_in(request, gradient)
         elif request.kind is Kind.LOST:
             self._buffers.pop(request.worker, None)
         decision = self.log.take(request)
@@ -155,6 +156,13 @@ class HeldSlice:
         if decision.quiet and self.state.live and self.log.gives_values:
             self._agreed = self.values.clone()
             self.all_have_read()
+
+    def _gradient_in(self, request: Request, arrived: Tensor) -> Tensor:
+        arrived = arrived.to(self.values.device)
+        if self.decode is None:
+            return arrived
+        assert request.push is not None
+        return self.decode(request.push, arrived)
 
     def take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
         """Let a part of a push count, which is the next one of its worker."""

@@ -54,7 +54,8 @@ class Schedule:
 
     With `all_reduce` true every rank ends with the sum over the ranks, bit for bit the same. In
     an all-reduce no rank can finish before every rank has begun. `synchronizing` says that this
-    also holds for another schedule, provided that no piece is empty.
+    also holds for another schedule, provided that no piece is empty. `result` gives the one piece
+    that counts of a rank, where the others are left with sums of some ranks only.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Schedule:
     slots: bool = False
     all_reduce: bool = False
     synchronizing: bool = False
+    result: Callable[[int], int] | None = None
 
     def edges(self, length: int) -> tuple[int, ...]:
         """Where each piece of a vector (or buffer of slots) of `length` begins, and the end."""
@@ -89,8 +91,11 @@ def ring_reduce_scatter(ranks: int) -> Schedule:
     In round k, rank i passes piece (i - k) mod N on to rank i + 1, which adds it.
     """
 
+    def result(rank: int) -> int:
+        return (rank + 1) % ranks
+
     rounds = functools.partial(_passed_on, ranks, 0, REDUCE)
-    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, synchronizing=True)
+    return Schedule("ring_reduce_scatter", ranks, ranks, rounds, synchronizing=True, result=result)
 
 
 @functools.cache

@@ -334,8 +334,9 @@ def describe(cls: type[Settings]) -> list[Described]:
 
 
 def settings_of(cls: type[Settings]) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields that the constructor of `cls` takes."""
-    return tuple(field for field in dataclasses.fields(cls) if field.init)
+    """The fields that the constructor of `cls` takes, in its order: keyword-only ones last."""
+    taken = (field for field in dataclasses.fields(cls) if field.init)
+    return tuple(sorted(taken, key=lambda field: bool(field.kw_only)))
 
 
 def type_hints(cls: type) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
+from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy
@@ -13,8 +14,15 @@ from orchestra.strategies.base import Footprint, Roles, Strategy
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.exchange import GradientAverage, PartialAverage, Shards
+    from orchestra.exchange import (
+        BeginSum,
+        CompressionState,
+        GradientAverage,
+        PartialAverage,
+        Shards,
+    )
     from orchestra.optimizers.state import OptimizerPart
+    from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
 
@@ -26,6 +34,7 @@ class AllReduceState:
     optimizer: Optimizer
     average: GradientAverage | PartialAverage = field(metadata=optimizers.TRANSIENT)
     shards: Shards | None = field(default=None, metadata=optimizers.TRANSIENT)
+    compression: CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,6 +57,8 @@ class AllReduce(Strategy[AllReduceState]):
     orchestra.schedules finds the best one. `shard` is for optimizers whose state is too large for
     every worker to hold (Adam's is twice the model), at no more bytes. `backup` is for workers of
     which now this one and now that one is slow: its gradient is dropped, and nobody waits for it.
+    `compression` is for slow networks. What adds (FP16, BF16, PowerSGD, RandomK) is summed by any
+    algorithm; other payloads are gathered around the ring, (N-1) of them sent by each rank.
     """
 
     use = "for workers of equal speed, and what one process would have learnt"
@@ -72,6 +83,11 @@ class AllReduce(Strategy[AllReduceState]):
             "for an optimizer whose state is too large for each",
         ),
         ('AllReduce("ring", backup=1)', "for workers that are slow by turns"),
+        ('AllReduce("ring", compression=BF16())', "for slow networks: half the bytes"),
+        (
+            'AllReduce("ring", compression=PowerSGD(4))',
+            "for very slow networks, and models of large matrices",
+        ),
     )
 
     algorithm: Literal[
@@ -95,7 +111,12 @@ class AllReduce(Strategy[AllReduceState]):
         0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
     )
 
+    compression: Compressor | None = setting(
+        None, "what gradients are compressed by, as PowerSGD(4); none: not at all"
+    )
+
     def check(self) -> None:
+        self._check_compression()
         if self.order is not None and sorted(self.order) != list(range(len(self.order))):
             raise InputError(
                 f"AllReduce.order: {self.order!r} does not hold each of the ranks 0 to "
@@ -110,6 +131,20 @@ class AllReduce(Strategy[AllReduceState]):
         if self.algorithm == "native" and (self.order is not None or self.backup):
             raise InputError(
                 "AllReduce: order and backup do not go with algorithm='native': name a schedule"
+            )
+
+    def _check_compression(self) -> None:
+        if self.compression is None:
+            return
+        if not self.compression.adds and self.algorithm != "ring":
+            raise InputError(
+                f"AllReduce: payloads of {self.compression!r} do not add, so that they can only be "
+                f"gathered: set algorithm='ring' in place of {self.algorithm!r}"
+            )
+        if self.shard == "optimizer" or self.backup:
+            raise InputError(
+                "AllReduce: compression does not go with shard='optimizer' or backup: leave these "
+                "out"
             )
 
     @property
@@ -130,9 +165,10 @@ class AllReduce(Strategy[AllReduceState]):
         return super().roles(ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """A part of the optimizer's state, where that is sharded."""
+        """A part of the optimizer's state, where that is sharded; and what compression keeps."""
         part = 1.0 if self.shard == "nothing" else 1 / ranks
-        return replace(super().footprint(rank, ranks), optimizer=part)
+        kept = 0.0 if self.compression is None else self.compression.footprint
+        return replace(super().footprint(rank, ranks), optimizer=part, copies=kept)
 
     @property
     def depends_on_speed(self) -> bool:
@@ -153,9 +189,8 @@ class AllReduce(Strategy[AllReduceState]):
             )
         exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
-        if self.algorithm == "native":
-            average = exchange.GradientAverage(worker, exchange.native_sum(worker))
-            return AllReduceState(worker.local_optimizer(), average)
+        if self.native:
+            return self._averaging(worker, exchange.native_sum(worker), worker.workers)
         collective = exchange.make_collective(
             worker, self.algorithm, self.order, self.ranks_per_node
         )
@@ -163,13 +198,23 @@ class AllReduce(Strategy[AllReduceState]):
             needed = len(worker.workers) - self.backup
             partial = exchange.PartialAverage(worker, collective, needed)
             return AllReduceState(worker.local_optimizer(), partial)
+        begin_sum = collective.sums(worker.transport)
         if self.shard == "nothing":
-            average = exchange.GradientAverage(worker, collective.of_buckets(worker))
-            return AllReduceState(worker.local_optimizer(), average)
+            return self._averaging(worker, begin_sum, collective.group)
         shards = exchange.Shards(worker, collective.group)
         # A loop of the user's own may read the gradient, to clip it: it gets the whole of it.
         begin = collective.of_buckets(worker) if worker.own_loop else shards.sum
         return AllReduceState(shards.optimizer, exchange.GradientAverage(worker, begin), shards)
+
+    def _averaging(self, worker: Worker, begin_sum: BeginSum, ring: Group) -> AllReduceState:
+        """Whole optimizers, and averages by `begin_sum`, compressed if that is set."""
+        if self.compression is None:
+            average = exchange.GradientAverage(worker, exchange.each_bucket(begin_sum))
+            return AllReduceState(worker.local_optimizer(), average)
+        kept = exchange.CompressionState.of(worker, self.compression)
+        begin = exchange.compressed(worker, self.compression, kept, begin_sum, ring)
+        average = exchange.GradientAverage(worker, begin)
+        return AllReduceState(worker.local_optimizer(), average, compression=kept)
 
     def before_forward(self, worker: Worker, state: AllReduceState) -> None:
         """Everyone takes the first worker's buffers; but nobody waits for it under `backup`."""

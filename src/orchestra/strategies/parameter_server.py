@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
+from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
@@ -15,6 +16,7 @@ from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from orchestra.exchange import CompressedPushes, CompressionState
     from orchestra.exchange.parts import PartsClient
     from orchestra.exchange.servers import Compensate
     from orchestra.optimizers.state import OptimizerPart
@@ -52,6 +54,7 @@ class ParameterServerState:
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
     missed: Missed = field(default_factory=Missed)
+    compression: CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,6 +87,8 @@ class ParameterServer(Strategy[ParameterServerState]):
     and serves the slice from then on. A server then sends and updates twice as much, and a push
     waits for two servers. Another death ends the run where it takes the last replica of a slice.
     The first worker (beside: the first one without a server) evaluates, and cannot be lost.
+
+    With `compression` pushes travel compressed, and values as they are.
     """
 
     use = "for a server with memory or links to spare; asynchronous for workers of unlike speed"
@@ -158,6 +163,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         0, "further copies of each slice, on the next server: the run survives a server", low=0,
         high=1,
     )  # fmt: skip
+    compression: Compressor | None = setting(
+        None, "what pushes are compressed by, as TopK(0.01); none: not at all"
+    )
 
     def check(self) -> None:
         """Refuse settings that contradict each other."""
@@ -221,6 +229,16 @@ class ParameterServer(Strategy[ParameterServerState]):
                 "backup needs servers=1 and returns='parameters': several servers would not drop "
                 "the same gradients, and a late worker would miss updates",
             ),
+            (
+                self.compression is not None and not self.compression.decodable_alone,
+                f"a server cannot read a payload of {self.compression!r} without those of all "
+                "workers: take AllReduce, or another compressor (SignSGD with vote=False)",
+            ),
+            (
+                self.backup > 0 and self.compression is not None,
+                "backup does not go with compression: what waits for a later step would count on "
+                "gradients that are dropped",
+            ),
         ]
         for contradicts, message in refused:
             if contradicts:
@@ -268,7 +286,9 @@ class ParameterServer(Strategy[ParameterServerState]):
         if rank in roles.workers:
             own = super().footprint(rank, ranks)
             arriving = 1.0 if updates and not self.replicas else 0.0
-            whole = replace(own, optimizer=0.0 if updates else 1.0, copies=arriving)
+            kept = 0.0 if self.compression is None else self.compression.footprint
+            copies = arriving if self.compression is None else kept
+            whole = replace(own, optimizer=0.0 if updates else 1.0, copies=copies)
         if rank not in roles.servers:
             return whole
         part = (1 + self.replicas) / self.servers
@@ -294,15 +314,23 @@ class ParameterServer(Strategy[ParameterServerState]):
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
         is_server = worker.rank in roles.servers
         state = ParameterServerState(exchange.slices_of(worker, roles.servers, updates=updates))
-        parts = [] if self.replicas else exchange.parts_of(worker, state.slices)
+        pushes = self._compressed(worker, state.slices)
+        apart = self.replicas or pushes is not None  # what is compressed goes slice by slice
+        parts = [] if apart else exchange.parts_of(worker, state.slices)
         early = self.synchronous and (worker.optimizer.elementwise or not updates) and bool(parts)
         if is_server:
-            state.server = self._make_server(worker, roles, state.slices, parts, early=early)
+            state.server = self._make_server(
+                worker, roles, state.slices, pushes, parts, early=early
+            )
         if worker.rank in roles.workers:
             parameters = worker.parameters if self.replicas else None
             queue = worker.make_queue(roles.shares) if self.self_paced else None
+            encode = None
+            if pushes is not None and self.compression is not None:
+                state.compression = exchange.CompressionState.of(worker, self.compression)
+                encode = functools.partial(pushes.encode, state.compression)
             state.client = parameter_server.Client(
-                worker.transport, state.slices, queue, parameters
+                worker.transport, state.slices, queue, parameters, encode
             )
             if parts:
                 state.parts = exchange.PartsClient(
@@ -315,8 +343,21 @@ class ParameterServer(Strategy[ParameterServerState]):
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
 
+    def _compressed(self, worker: Worker, slices: list[Slice]) -> CompressedPushes | None:
+        if self.compression is None:
+            return None
+        assert isinstance(self.compression, Encoder)
+        return exchange.CompressedPushes(worker, self.compression, slices)
+
     def _make_server(
-        self, worker: Worker, roles: Roles, slices: list[Slice], parts: list[Part], *, early: bool
+        self,
+        worker: Worker,
+        roles: Roles,
+        slices: list[Slice],
+        pushes: CompressedPushes | None,
+        parts: list[Part],
+        *,
+        early: bool,
     ) -> Server:
         updates, workers = self.returns == "parameters", len(roles.workers)
         by_staleness = self.learning_rate == "by_staleness"
@@ -332,6 +373,7 @@ class ParameterServer(Strategy[ParameterServerState]):
             compensate=self._compensate(),
             queue_shares=roles.shares if self.self_paced else None,
             replicas=bool(self.replicas),
+            decode=None if pushes is None else pushes.decode,
             parts=parts,
             early=early,
         )
@@ -375,8 +417,9 @@ class ParameterServer(Strategy[ParameterServerState]):
             assert state.client is not None
             vector = worker.gradients.vector
             exchange.push_and_pull(
-                worker, state.client, vector, synchronous=True, parts=state.parts
-            )
+                worker, state.client, vector, synchronous=True,
+                parts=state.parts, compression=state.compression,
+            )  # fmt: skip
         worker.gradients.forget_unused()
 
     def update(self, worker: Worker, state: ParameterServerState) -> None:
@@ -394,8 +437,9 @@ class ParameterServer(Strategy[ParameterServerState]):
             return
         client, before = state.client, state.client.clock
         exchange.push_and_pull(
-            worker, client, worker.parameters, synchronous=self.synchronous, parts=state.parts
-        )
+            worker, client, worker.parameters, synchronous=self.synchronous,
+            parts=state.parts, compression=state.compression,
+        )  # fmt: skip
         passed_over = client.clock - before - 1
         state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
 

@@ -161,13 +161,15 @@ class Trace(Interceptor):
         self._add(flow, "compute", name, start, self._now(), {"amount": work.amount})
         return result
 
-    def executed(self, flow: Flow, operation: Operation, start: float, moving: float) -> None:
+    def executed(
+        self, flow: Flow, operation: Operation, start: float, moving: float, sent: int
+    ) -> None:
         if not self.is_open:
             return
         about: dict[str, Any] = {"tag": tag_name(operation.tag)}
         self._add(flow, "wait", "wait for the others", start, moving, dict(about))
         name = f"all-reduce ({operation.label}), {size_text(operation.size)}"
-        about["payload_bytes"] = operation.size
+        about |= {"payload_bytes": operation.size, "bytes_sent": sent}
         self._add(flow, "native", name, moving, self._now(), about)
 
     def _begin_send(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,10 +40,10 @@ class RoundPart:
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(schedule: Schedule, index: int) -> tuple[RoundPart, ...]:
-    """The rounds of `schedule` as one rank sees them."""
+def _parts(schedule: Schedule, index: int, first: int, end: int | None) -> tuple[RoundPart, ...]:
+    """The rounds from `first` to before `end` as one rank sees them."""
     parts = []
-    for transfers in schedule.rounds():
+    for transfers in itertools.islice(schedule.rounds(), first, end):
         sends = transfers[transfers[:, 0] == index][:, [1, 2, 3]]
         receives = transfers[transfers[:, 1] == index][:, [0, 2, 3, 4]]
         if len(sends) or len(receives):
@@ -144,40 +144,52 @@ def _cut(first: int, end: int, segment: int) -> list[Span]:
 
 @functools.lru_cache(maxsize=256)
 def _steps_of(
-    schedule: Schedule, index: int, length: int, edges: Sequence[int] | None, segment: int
+    schedule: Schedule,
+    index: int,
+    length: int,
+    edges: Sequence[int] | None,
+    segment: int,
+    first: int,
+    end: int | None,
 ) -> tuple[Step, ...]:
-    """The steps of one rank, for a vector of `length` elements."""
+    """The steps of one rank in some rounds, for a vector of `length` elements."""
     edges = schedule.edges(length) if edges is None else edges
     assert edges[-1] == (schedule.pieces * length if schedule.slots else length)
-    return tuple(steps(_parts(schedule, index), edges, segment))
+    return tuple(steps(_parts(schedule, index, first, end), edges, segment))
+
+
+def steps_of(
+    call: CollectiveCall, rank: int, first: int = 0, end: int | None = None
+) -> tuple[Step, ...]:
+    """The steps of `rank` in a collective, in the rounds from `first` to before `end`."""
+    assert call.schedule is not None
+    assert call.vector.dim() == 1
+    assert call.vector.is_contiguous()
+    edges = None if call.edges is None else tuple(call.edges)
+    segment = SEGMENT_BYTES // call.vector.element_size()
+    index, length = call.group.index(rank), call.vector.numel()
+    return _steps_of(call.schedule, index, length, edges, segment, first, end)
 
 
 def execute(transport: Transport, call: CollectiveCall) -> int:
     """Take this rank's part in a collective over `transport`; the bytes of buffer used."""
     schedule, vector, group = call.schedule, call.vector, call.group
     assert schedule is not None
-    assert vector.dim() == 1
-    assert vector.is_contiguous()
+    order = steps_of(call, transport.rank)
+    if not schedule.slots or len(group) == 1:
+        return exchange(transport, call, order)
     index, length = group.index(transport.rank), vector.numel()
-    memory = vector
-    if schedule.slots and len(group) > 1:
-        memory = vector.new_empty(schedule.pieces * length)
-        memory[index * length : (index + 1) * length].copy_(vector)
-    edges = None if call.edges is None else tuple(call.edges)
-    order = _steps_of(schedule, index, length, edges, SEGMENT_BYTES // memory.element_size())
-    peak = _exchange(transport, memory, order, group.ranks, call.tag)
-    if memory is vector:
-        return peak
-    slots = memory.view(schedule.pieces, length)
+    slots = vector.new_empty(schedule.pieces, length)
+    slots[index].copy_(vector)
+    exchange(transport, replace(call, vector=slots.view(-1)), order)
     vector.copy_(slots[0])
     transport.add(vector, *slots[1:])
-    return memory.nbytes
+    return slots.nbytes
 
 
-def _exchange(
-    transport: Transport, memory: Tensor, order: Iterable[Step], ranks: Sequence[int], tag: int
-) -> int:
-    """Carry out all rounds on `memory`; the most bytes of scratch that one needed."""
+def exchange(transport: Transport, call: CollectiveCall, order: Iterable[Step]) -> int:
+    """Carry out steps on the vector of `call`; the most bytes of scratch that a round needed."""
+    memory, ranks, tag = call.vector, call.group.ranks, call.tag
     peak = 0
     sends: dict[int, Handle] = {}
     receives: dict[int, Handle] = {}
@@ -374,6 +386,9 @@ class CollectiveMixin:
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Carry out `call` now, message by message; see `Transport.execute`."""
         return execute(over or self, call)  # type: ignore[arg-type]
+
+    def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
+        """Do nothing: nobody looks; see `Transport.executed`."""
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Refuse: only some transports have a backend."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import Header, byte_view
 from orchestra.transports.protocol import Traffic
+from orchestra.transports.shared_memory import SharedMemory
 
 LEFT = "it has left"
 
@@ -39,12 +40,14 @@ class Flow:
 
     Attributes:
         reported: lost ranks that a receive from any source of this flow has already raised.
+        memory: in which it carries out a collective now.
     """
 
     rank: int
     progress: Progress
     traffic: Traffic = field(default_factory=Traffic)
     reported: set[int] = field(default_factory=set)
+    memory: SharedMemory | None = None
 
 
 @dataclass(eq=False, slots=True)

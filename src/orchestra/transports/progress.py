@@ -14,13 +14,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import Stream, StreamEnded, pack_farewell
 from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
+from orchestra.transports.shared_memory import SharedMemory
 
 TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 
@@ -32,6 +33,7 @@ class ProgressEngine:
         self.rank = rank
         self.size = len(connections) + 1
         self.flows: list[Flow] = []
+        self.memories: list[SharedMemory] = []  # whose barriers learn of lost ranks
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -111,6 +113,16 @@ class ProgressEngine:
             operation.flow.traffic.seconds_communicating += time.perf_counter() - started
         return operation.finished or self._failure is not None
 
+    def check(self, ranks: Collection[int] = ()) -> None:
+        """Raise what a flow that waits for one of `ranks` would raise; move what can be moved."""
+        with self._lock:
+            if ranks and not self._leading and not self._closed:
+                self._advance(0)
+                self._hand_over()
+            self._raise_failure()
+            for rank in self._mailbox.gone.keys() & set(ranks):
+                raise PeerLost(rank, self._mailbox.gone[rank])
+
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone without a farewell."""
         with self._lock:
@@ -147,6 +159,8 @@ class ProgressEngine:
                 self._advance(None)
             for stream in self._streams.values():
                 stream.close()
+            for memory in self.memories:
+                memory.close()
             self.release()
 
     def acknowledged_bytes(self) -> int:
@@ -187,6 +201,8 @@ class ProgressEngine:
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
+        for memory in self.memories:
+            memory.shut()
         self._mailbox.news = True
         self._announce()
 
@@ -268,6 +284,9 @@ class ProgressEngine:
         self._mailbox.depart(stream.rank, reason, stream.incoming, lost=lost)
         for send in stream.backlog:
             send.fail(PeerLost(stream.rank, reason))
+        if lost:
+            for memory in self.memories:
+                memory.shut(stream.rank)
         self._mailbox.news = True
 
 

@@ -28,7 +28,8 @@ class Traffic:
     the time inside the transport, blocked for the rest of a message that has begun to arrive
     included: what links take. `seconds_in_background` are those that collectives communicated on
     the background flow of this one. `bytes_sent` counts payload and our headers, when sent; a
-    message from a rank to itself costs no bytes.
+    message from a rank to itself costs no bytes. A collective in shared memory counts as the
+    messages of its schedule, and `bytes_in_memory` says how many of the bytes sent were such.
     """
 
     bytes_sent: int = 0
@@ -38,6 +39,7 @@ class Traffic:
     seconds_waiting: float = 0.0
     seconds_communicating: float = 0.0
     seconds_in_background: float = 0.0
+    bytes_in_memory: int = 0
 
     def add(self, more: Traffic) -> None:
         """Count `more`, too."""
@@ -100,7 +102,7 @@ class CollectiveCall:
         message_by_message: whether the engine has to send each message of the collective. Otherwise
             a simulation may compute the result and the times for all ranks at once, without sending
             any. Interceptors that record messages set it, by `Operation.message_by_message`;
-            strategies leave it false. Real processes send all messages anyway.
+            strategies leave it false. Real processes do not heed it.
     """
 
     schedule: Schedule | None
@@ -191,6 +193,14 @@ class Transport(Protocol):
         """Carry out `call` now: the bytes of buffer used. For those that implement `collective`.
 
         `over`: an interceptor of this transport, which takes its messages. None: this transport.
+        """
+        ...
+
+    def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
+        """For interceptors: a part of `call` was carried out without messages, until now.
+
+        It began at `start`, waited for other ranks until `moving`, and stands for messages of
+        `sent` bytes from this rank.
         """
         ...
 

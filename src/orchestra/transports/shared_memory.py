@@ -9,34 +9,40 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import mmap
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.unix_messages import UnixMessages
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 2 << 20
 """Of a rank's part of the memory: few enough for the caches, enough to hide the barriers."""
 SMALL_BYTES = 64 << 10
 """Up to here each rank adds up everything by itself, which takes one barrier in place of two."""
 
-Operation = Callable[[Tensor, Tensor], object]
-"""Combines the second tensor into the first, in place."""
+C = TypeVar("C")
+
+Operation = Callable[..., object]
+"""operation(one, other, out=out): combines two tensors into `out`, which may be one of them."""
 
 Window = Callable[..., Tensor]
 """Of a rank, the number of a row and its elements: the piece that is shown now."""
 
 _ALIGNMENT = 64
-_HELLO = struct.Struct("<i32s")
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<i{_TOKEN_BYTES}s")
 _ARRIVED = b"\0"
 
 
@@ -50,27 +56,44 @@ class SharedMemory:
         rank: this rank.
         peers: a connected Unix socket for each other rank.
         memory: file descriptor of `memory_bytes(size)` bytes, which all ranks map.
+        names: what `PeerLost` calls each rank; None: by its number here.
+
+    Attributes:
+        awaited: the name of the rank that a barrier waits for.
+        seconds_waiting: that barriers took.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, socket.socket], memory: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        peers: Mapping[int, socket.socket],
+        memory: int,
+        names: Sequence[int] | None = None,
+    ) -> None:
         self.rank, self.size = rank, len(peers) + 1
+        self.awaited: int | None = None
+        self.seconds_waiting = 0.0
+        self._names = tuple(names or range(self.size))
+        self._shut = False
         self._peers = dict(peers)
         self._doors = [(peer, connection.fileno()) for peer, connection in peers.items()]
         self._map = mmap.mmap(memory, memory_bytes(self.size))
         everything = torch.frombuffer(self._map, dtype=torch.uint8)
-        large = (self.size + 1) * CHUNK_BYTES
-        parts = everything[:large].view(self.size + 1, CHUNK_BYTES)
+        large = 2 * (self.size + 1) * CHUNK_BYTES
+        self._large = everything[:large].view(2, self.size + 1, CHUNK_BYTES)
         self._small = everything[large:].view(2, self.size, SMALL_BYTES)
-        self._parts, self._result = parts[:-1], parts[-1]
         self._turn = 0
+        _memories.add(self)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         peer = self.rank
+        started = time.perf_counter()
         try:
             for peer, door in self._doors:  # noqa: B007  (the handlers below name it)
                 os.write(door, _ARRIVED)
             for peer, door in self._doors:
+                self.awaited = self._names[peer]
                 news = os.read(door, 1)
                 if news != _ARRIVED:
                     self._lose(news[0] - 1 if news else peer)
@@ -78,16 +101,28 @@ class SharedMemory:
             raise TimeoutError(f"rank {peer} has not joined a collective in time") from error
         except (BrokenPipeError, ConnectionResetError):
             self._lose(peer)
+        finally:
+            self.awaited = None
+            self.seconds_waiting += time.perf_counter() - started
 
     def _lose(self, lost: int) -> NoReturn:
         """Tell the others which rank is gone, who would blame this one when it leaves."""
-        for _, door in self._doors:
-            with contextlib.suppress(OSError):
-                os.write(door, bytes([1 + lost]))
-        raise PeerLost(lost)
+        if not self._shut:
+            for _, door in self._doors:
+                with contextlib.suppress(OSError):
+                    os.write(door, bytes([1 + lost]))
+        raise PeerLost(self._names[lost])
+
+    def shut(self, name: int | None = None) -> None:
+        """Let barriers, in any thread, find the rank of that name gone; None: all of them."""
+        self._shut = self._shut or name is None
+        for peer, connection in self._peers.items():
+            if name in (None, self._names[peer]):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def all_reduce(
-        self, vector: Tensor, combine: Operation = Tensor.add_, root: int | None = None
+        self, vector: Tensor, combine: Operation = torch.add, root: int | None = None
     ) -> None:
         """Replace a contiguous `vector` by the combination of all ranks' in the order of ranks.
 
@@ -97,29 +132,59 @@ class SharedMemory:
         if flat.nbytes <= SMALL_BYTES:
             self._all_reduce_small(flat, combine, root)
             return
-        parts, result = self._typed(flat.dtype)
-        for chunk in flat.split(len(result)):
-            length = len(chunk)
-            parts[self.rank, :length].copy_(chunk)
-            self.barrier()
-            first, end = self.rank * length // self.size, (self.rank + 1) * length // self.size
-            own = result[first:end].copy_(parts[0, first:end])
-            for part in parts[1:]:
-                combine(own, part[first:end])
-            self.barrier()
+
+        def form(chunk: Tensor, parts: Tensor, result: Tensor) -> None:
+            first, end = (each * len(chunk) // self.size for each in (self.rank, self.rank + 1))
+            _combine(combine, parts[:, first:end], result[first:end])
+
+        def take(chunk: Tensor, result: Tensor) -> None:
             if root in (None, self.rank):
-                chunk.copy_(result[:length])
+                chunk.copy_(result[: len(chunk)])
+
+        self.pipeline(
+            flat.dtype,
+            flat.split(CHUNK_BYTES // flat.element_size()),
+            lambda chunk, part: part[: len(chunk)].copy_(chunk),
+            form,
+            take,
+        )
+
+    def pipeline(
+        self,
+        dtype: torch.dtype,
+        chunks: Iterable[C],
+        show: Callable[[C, Tensor], object],
+        form: Callable[[C, Tensor, Tensor], object],
+        take: Callable[[C, Tensor], object],
+    ) -> None:
+        """Carry out a collective chunk by chunk, with a barrier before each, and one at the end.
+
+        Args:
+            dtype: of the tensors that the functions are given.
+            show: copies this rank's chunk to its part, shape [elements].
+            form: this rank's share of the work on the parts of all ranks, shape [ranks, elements],
+                into the place for results, shape [elements].
+            take: copies the results, once all ranks have done their shares.
+        """
+        before: list[tuple[C, Tensor]] = []
+        for chunk in chunks:
+            parts, result = self._places(dtype)
+            show(chunk, parts[self.rank])
+            self.barrier()
+            for each in before:
+                take(*each)
+            form(chunk, parts, result)
+            before = [(chunk, result)]
+        self.barrier()
+        for each in before:
+            take(*each)
 
     def _all_reduce_small(self, flat: Tensor, combine: Operation, root: int | None) -> None:
-        # The others may still read what they were shown last, so two places take turns.
-        self._turn = 1 - self._turn
-        here = self._small[self._turn].view(flat.dtype)[:, : len(flat)]
+        here = self.small(flat.dtype)[:, : len(flat)]
         here[self.rank].copy_(flat)
         self.barrier()
         if root in (None, self.rank):
-            flat.copy_(here[0])
-            for part in here[1:]:
-                combine(flat, part)
+            _combine(combine, here, flat)
 
     def exchange(self, rows: Sequence[Tensor], length: int) -> Iterator[tuple[int, Window]]:
         """Show `rows` to all, a piece of each at a time.
@@ -133,20 +198,22 @@ class SharedMemory:
             The offset of the piece, and a function that gives the piece (elements from that offset
             on) of a row of any rank. It is valid until the next one is asked for.
         """
-        parts, _ = self._typed(rows[0].dtype)
-        width = parts.shape[1] // len(rows) // _ALIGNMENT * _ALIGNMENT
+        room = CHUNK_BYTES // rows[0].element_size()
+        width = room // len(rows) // _ALIGNMENT * _ALIGNMENT
         for offset in range(0, length, width):
+            parts, _ = self._places(rows[0].dtype)
             for number, row in enumerate(rows):
                 piece = row[offset : offset + width]
                 parts[self.rank, number * width : number * width + len(piece)].copy_(piece)
             self.barrier()
 
-            def window(source: int, number: int, elements: int, at: int = offset) -> Tensor:
+            def window(
+                source: int, number: int, elements: int, at: int = offset, parts: Tensor = parts
+            ) -> Tensor:
                 begin = number * width
                 return parts[source, begin : begin + max(0, min(width, elements - at))]
 
             yield offset, window
-            self.barrier()
 
     def copy_rows(
         self, rows: Sequence[Tensor], wanted: Sequence[tuple[int, int, Tensor]], length: int
@@ -165,100 +232,154 @@ class SharedMemory:
                 target[offset : offset + len(piece)].copy_(piece)
 
     def reduce_scatter(
-        self, rows: Sequence[Tensor], into: Tensor, combine: Operation = Tensor.add_
+        self, rows: Sequence[Tensor], into: Tensor, combine: Operation = torch.add
     ) -> None:
         """Combine row `rank` of all ranks into the contiguous vector `into`, in their order."""
         flat = into.view(-1)
         for offset, window in self.exchange([row.reshape(-1) for row in rows], len(flat)):
-            first = window(0, self.rank, len(flat))
-            piece = flat[offset : offset + len(first)].copy_(first)
-            for source in range(1, self.size):
-                combine(piece, window(source, self.rank, len(flat)))
+            pieces = [window(source, self.rank, len(flat)) for source in range(self.size)]
+            _combine(combine, pieces, flat[offset : offset + len(pieces[0])])
 
-    def _typed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._parts.view(dtype), self._result.view(dtype)
+    def _places(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The parts of all ranks, shape [ranks, elements], and a place for results, in turn.
+
+        The others may still read what they were shown last, and take the last results.
+        """
+        self._turn = 1 - self._turn
+        here = self._large[self._turn].view(dtype)
+        return here[:-1], here[-1]
+
+    def small(self, dtype: torch.dtype) -> Tensor:
+        """Parts of `SMALL_BYTES`, shape [ranks, elements], in turn: one barrier is enough."""
+        self._turn = 1 - self._turn
+        return self._small[self._turn].view(dtype)
 
     def close(self) -> None:
         """Disconnect; the others are told by the end of the sockets."""
         for connection in self._peers.values():
             connection.close()
-        self._parts = self._result = torch.empty(0)
+
+
+def _combine(combine: Operation, vectors: Sequence[Tensor] | Tensor, out: Tensor) -> None:
+    """Combine the vectors in their order."""
+    if len(vectors) == 1:
+        out.copy_(vectors[0])
+        return
+    combine(vectors[0], vectors[1], out=out)
+    for vector in vectors[2:]:
+        combine(out, vector, out=out)
 
 
 def memory_bytes(size: int) -> int:
-    """How much memory `size` ranks share: a part for each, one for results, and small ones."""
-    return (size + 1) * CHUNK_BYTES + 2 * size * SMALL_BYTES
+    """How much memory `size` ranks share: twice a part for each and one for results."""
+    return 2 * ((size + 1) * CHUNK_BYTES + size * SMALL_BYTES)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+_memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _close_after_fork() -> None:
+    """A data loader's worker would keep the sockets of its dead rank open."""
+    for memory in list(_memories):
+        memory.close()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
+
+
 # Connecting
 
 
-Publish = Callable[[str, bytes], object]
-Lookup = Callable[[str], bytes]
+POLL_SECONDS = 0.2
+"""Between two looks at whether a rank that has still to connect is gone."""
 
 
-def connect(
-    rank: int, size: int, publish: Publish, lookup: Lookup, timeout: float
-) -> tuple[SharedMemory, UnixMessages]:
-    """Connect the ranks of one host, for collectives and for messages; every rank calls it.
+def host_key() -> str:
+    """What tells hosts, and containers that cannot reach each other's sockets, apart.
 
-    Args:
-        rank, size: of this rank, and how many there are.
-        publish, lookup: write and read (waiting for it) a key that all ranks see.
-        timeout: seconds for a connection, and for another rank to join a collective.
-
-    Raises:
-        ValueError: a rank is on another host.
-        TimeoutError: a rank has not come in time.
+    It is empty where no memory can be shared.
     """
-    token = secrets.token_bytes(32)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("")  # an abstract address that the kernel chooses: no file to remove
-        listener.listen(size)
-        listener.settimeout(timeout)
-        publish(f"host/{rank}", _host())
-        publish(f"address/{rank}", token + listener.getsockname())
-        peers = {peer: _call(rank, peer, lookup, timeout) for peer in range(rank)}
-        while len(peers) < size - 1:
-            connection, _ = listener.accept()
-            connection.settimeout(timeout)
+    if not hasattr(os, "memfd_create"):
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return f"{boot.strip()} {Path('/proc/self/ns/net').readlink()}"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the ranks of one host find each other.
+
+    Attributes:
+        rank, size: of this rank, and how many there are.
+        publish: shows bytes to all other ranks.
+        lookup: what another rank has shown, waiting for it.
+        timeout: seconds for a connection.
+        check: called while it waits; may raise.
+    """
+
+    rank: int
+    size: int
+    publish: Callable[[bytes], object]
+    lookup: Callable[[int], bytes]
+    timeout: float
+    check: Callable[[], object] = lambda: None
+
+    def connect(self) -> dict[int, socket.socket]:
+        """Connect by a Unix socket for each pair; every rank calls it.
+
+        Raises:
+            ValueError: a rank is on another host.
+            TimeoutError: a rank has not come in time.
+        """
+        token, host = secrets.token_bytes(_TOKEN_BYTES), host_key()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # an abstract address that the kernel chooses: no file to remove
+            listener.listen(self.size)
+            address = listener.getsockname()
+            self.publish(json.dumps([host, token.hex(), address.hex()]).encode())
+            shown = {
+                peer: json.loads(self.lookup(peer))
+                for peer in range(self.size)
+                if peer != self.rank
+            }
+            for peer, (other, _, _) in shown.items():
+                if other != host:
+                    raise ValueError(
+                        f"rank {peer} is on another host than rank {self.rank}, and shared memory "
+                        "joins the ranks of one host: use the backend gloo between hosts"
+                    )
+            peers = {peer: self._call(*shown[peer][1:]) for peer in range(self.rank)}
+            self._accept(listener, token, peers)
+        return peers
+
+    def _call(self, token: str, address: str) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(self.timeout)
+        connection.connect(bytes.fromhex(address))
+        connection.sendall(_HELLO.pack(self.rank, bytes.fromhex(token)))
+        return connection
+
+    def _accept(
+        self, listener: socket.socket, token: bytes, peers: dict[int, socket.socket]
+    ) -> None:
+        deadline = time.monotonic() + self.timeout
+        listener.settimeout(POLL_SECONDS)
+        while len(peers) < self.size - 1:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            connection.settimeout(self.timeout)
             peer, shown = _HELLO.unpack(_read(connection, _HELLO.size))
             if hmac.compare_digest(shown, token):
                 peers[peer] = connection
-    memory = _share_memory(rank, size, peers)
-    messages = UnixMessages({peer: _second(rank, peer, end) for peer, end in peers.items()})
-    try:
-        for connection in peers.values():
-            connection.setblocking(True)
-            limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        return SharedMemory(rank, peers, memory), messages
-    finally:
-        os.close(memory)
-
-
-def _host() -> bytes:
-    """Return what tells hosts, and containers that cannot reach each other's sockets, apart."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    return boot.strip() + os.fsencode(Path("/proc/self/ns/net").readlink())
-
-
-def _call(rank: int, peer: int, lookup: Lookup, timeout: float) -> socket.socket:
-    if lookup(f"host/{peer}") != _host():
-        raise ValueError(
-            f"rank {peer} is on another host than rank {rank}, and shared memory joins the ranks "
-            "of one host: use the backend gloo between hosts"
-        )
-    told = lookup(f"address/{peer}")
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(timeout)
-    connection.connect(told[32:])
-    connection.sendall(_HELLO.pack(rank, told[:32]))
-    return connection
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
@@ -271,8 +392,55 @@ def _read(connection: socket.socket, length: int) -> bytes:
     return bytes(found)
 
 
+def make_memory(size: int) -> int:
+    """Make memory for `size` ranks: its file descriptor.
+
+    Raises OSError where the limits of the process (on the size of files, for one) do not allow it.
+    """
+    memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, memory_bytes(size))
+    except OSError:
+        os.close(memory)
+        raise
+    return memory
+
+
+def share(
+    rank: int,
+    peers: Mapping[int, socket.socket],
+    memory: int | None,
+    timeout: float | None,
+    names: Sequence[int] | None = None,
+) -> SharedMemory:
+    """Share memory over the sockets that `Meeting.connect` gave; see `SharedMemory`.
+
+    Args:
+        memory: on rank 0, what `make_memory` gave.
+        timeout: seconds for another rank to join a collective; None: no limit.
+    """
+    if memory is not None:
+        for connection in peers.values():
+            socket.send_fds(connection, [_ARRIVED], [memory])
+    else:
+        _, (memory,), _, _ = socket.recv_fds(peers[0], 1, 1)
+    for connection in peers.values():
+        connection.setblocking(True)
+        if timeout is not None:
+            limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    try:
+        return SharedMemory(rank, peers, memory, names)
+    finally:
+        os.close(memory)
+
+
+def second_connections(rank: int, peers: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+    """One more connection to each rank; the lower rank of the two makes it."""
+    return {peer: _second(rank, peer, connection) for peer, connection in peers.items()}
+
+
 def _second(rank: int, peer: int, connection: socket.socket) -> socket.socket:
-    """Return one more connection to the same rank; the lower rank of the two makes it."""
     if rank < peer:
         own, other = socket.socketpair()
         with other:
@@ -280,15 +448,3 @@ def _second(rank: int, peer: int, connection: socket.socket) -> socket.socket:
         return own
     _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
     return socket.socket(fileno=descriptor)
-
-
-def _share_memory(rank: int, size: int, peers: Mapping[int, socket.socket]) -> int:
-    """Rank 0 makes the memory, and sends its descriptor to the others."""
-    if rank == 0:
-        memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
-        os.ftruncate(memory, memory_bytes(size))
-        for connection in peers.values():
-            socket.send_fds(connection, [_ARRIVED], [memory])
-        return memory
-    _, (memory,), _, _ = socket.recv_fds(peers[0], 1, 1)
-    return memory

@@ -16,17 +16,24 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.futures import Future
 
-from orchestra.transports.shared_memory import Operation, connect
+from orchestra.transports.shared_memory import (
+    Meeting,
+    Operation,
+    make_memory,
+    second_connections,
+    share,
+)
+from orchestra.transports.unix_messages import UnixMessages
 
 _COMBINE: dict[Any, Operation] = {
-    dist.ReduceOp.SUM: Tensor.add_,
-    dist.ReduceOp.AVG: Tensor.add_,  # and divided at the end
-    dist.ReduceOp.PRODUCT: Tensor.mul_,
-    dist.ReduceOp.MIN: lambda own, other: torch.minimum(own, other, out=own),
-    dist.ReduceOp.MAX: lambda own, other: torch.maximum(own, other, out=own),
-    dist.ReduceOp.BAND: Tensor.bitwise_and_,
-    dist.ReduceOp.BOR: Tensor.bitwise_or_,
-    dist.ReduceOp.BXOR: Tensor.bitwise_xor_,
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,  # and divided at the end
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 
@@ -55,7 +62,17 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
-        self._memory, self._messages = connect(rank, size, store.set, store.get, seconds)
+        meeting = Meeting(
+            rank,
+            size,
+            lambda shown: store.set(str(rank), shown),
+            lambda peer: store.get(str(peer)),
+            seconds,
+        )
+        peers = meeting.connect()
+        self._messages = UnixMessages(second_connections(rank, peers))
+        memory = make_memory(size) if rank == 0 else None
+        self._memory = share(rank, peers, memory, seconds)
 
     def getBackendName(self) -> str:
         return "shm"

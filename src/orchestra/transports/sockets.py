@@ -10,7 +10,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -21,9 +21,10 @@ from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveMixin
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
+from orchestra.transports.host import Host
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import Task, Traffic, Transport
+from orchestra.transports.protocol import CollectiveCall, Task, Traffic, Transport
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class SocketTransport(Flow, CollectiveMixin):
 
     Attributes:
         native: begins the all-reduce of torch.distributed, where there is one.
+        host: the memory that ranks of this host share, where they do.
         traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
         lost, disconnect, abort, acknowledged_bytes: see `ProgressEngine`; from any thread.
     """
@@ -50,6 +52,7 @@ class SocketTransport(Flow, CollectiveMixin):
         super().__init__(engine.rank, engine)
         self.size = engine.size
         self.native: Callable[[Tensor], Task[int]] | None = None
+        self.host: Host | None = None
         self.lost, self.disconnect, self.abort = engine.lost, engine.disconnect, engine.abort
         self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
@@ -94,6 +97,16 @@ class SocketTransport(Flow, CollectiveMixin):
         self._engine.post(receive)
         return receive
 
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        """Carry out `call` now, in shared memory as far as it can be."""
+        if self.host is None:
+            return super().execute(call, over)
+        return self.host.execute(self, over or self, call)
+
+    def share_memory(self, neighbours: Collection[int]) -> None:
+        """From now on, carry out collectives with `neighbours` in memory that they share."""
+        self.host = Host(self._engine, frozenset(neighbours))
+
     def add(self, own: Tensor, *arrived: Tensor) -> None:
         """Add all that has arrived to what is there, in this order."""
         for each in arrived:
@@ -110,7 +123,7 @@ class SocketTransport(Flow, CollectiveMixin):
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
         """Run `function` in a daemon thread, with a flow of its own on the same streams."""
         child = SocketTransport(self._engine, self._on_flow_start)
-        child.native = self.native
+        child.native, child.host = self.native, self.host
 
         def run() -> T:
             self._on_flow_start()

@@ -60,7 +60,7 @@ class Operation:
         kind: "send", "receive", "collective" (or what else the background flow executes), "native"
             (a collective of torch.distributed) or "flow".
         peer: the rank at the other end; None: any rank. Interceptors may change it, and `tag`,
-            before a message begins.
+            before a message begins, and the `tag` of a collective.
         size: bytes that are sent, or those of a collective's vector.
         ranks: how many take part in a collective.
         message_by_message: whether the messages of a collective should be sent even where an engine
@@ -105,9 +105,11 @@ class Interceptor:
         """`flow` waits for `operation`; `proceed` returns what it gives."""
         return proceed()
 
-    def executed(self, flow: Flow, operation: Operation, start: float, moving: float) -> None:
-        """The engine has executed a collective on `flow` without messages: it began at `start`, and
-        waited for other ranks until `moving`. The operation is none that was begun."""
+    def executed(
+        self, flow: Flow, operation: Operation, start: float, moving: float, sent: int
+    ) -> None:
+        """The engine has executed a collective on `flow` without messages: see
+        `Transport.executed`. The operation is none that was begun."""
 
     def compute(self, flow: Flow, work: Work, proceed: Callable[[], T]) -> T:
         return proceed()
@@ -192,7 +194,10 @@ class InterceptedTransport(CollectiveMixin):
         )
         begin = super().collective
         return self._begun_behind(
-            operation, lambda: begin(replace(call, message_by_message=operation.message_by_message))
+            operation,
+            lambda: begin(
+                replace(call, tag=operation.tag, message_by_message=operation.message_by_message)
+            ),
         )
 
     def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
@@ -220,13 +225,13 @@ class InterceptedTransport(CollectiveMixin):
     def new_hand_over(self) -> HandOver:
         return self.inner.new_hand_over()
 
-    def executed(self, call: CollectiveCall, start: float, moving: float) -> None:
-        """From the engine: see `Interceptor.executed`."""
+    def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
+        """From the engine: see `Transport.executed`."""
         assert call.schedule is not None
         label = call.schedule.name
         operation = Operation("collective", tag=call.tag, size=call.vector.nbytes, label=label)
         for interceptor in self.chain.interceptors:
-            interceptor.executed(self.flow, operation, start, moving)
+            interceptor.executed(self.flow, operation, start, moving, sent)
 
     def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
         flow = self.flow.begin(function)

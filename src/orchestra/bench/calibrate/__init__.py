@@ -23,6 +23,7 @@ from orchestra.bench.calibrate.training import Workload, measure_task
 from orchestra.bench.turns import Progress, run_ranks
 from orchestra.cluster.calibration import Calibration, TaskCosts
 from orchestra.cluster.costs import Quality
+from orchestra.engines.processes.environment import over_sockets
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
 
@@ -37,6 +38,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({2**k for k in range(cores.bit_length()) if 2**k < cores} | {cores}))
 
 
+@over_sockets()
 def calibrate(
     subjects: Sequence[Workload],
     seconds: float = 0.5,

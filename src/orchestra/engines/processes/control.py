@@ -56,6 +56,7 @@ class RankSpec:
         supervised: this process leaves when its parent process is gone.
         threads: intra-op threads of its program; None: those of `OMP_NUM_THREADS`, or its share of
             the cores.
+        shared_memory: carry out collectives with ranks of this host in shared memory.
     """
 
     rank: int
@@ -69,6 +70,22 @@ class RankSpec:
     supervised: bool = True
     tls: TLS | None = None
     threads: int | None = None
+    shared_memory: bool = True
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All ranks of a run, from the view of one.
+
+    Attributes:
+        addresses: where each listens for data connections.
+        threads: this rank's share of the cores of its host.
+        neighbours: the ranks with which this one can share memory, itself included.
+    """
+
+    addresses: list[tuple[str, int]]
+    threads: int
+    neighbours: list[int]
 
 
 class BadFrame(Exception):
@@ -164,17 +181,18 @@ class Control:
         self._send({"kind": "hello", **about})
         self._thread.start()
 
-    def roster(self) -> tuple[list[tuple[str, int]], int]:
-        """Block until all ranks have joined; the data addresses of all, by rank, and how many
-        threads are this rank's share of the cores of its host.
-
-        Raises `RunAborted` if the run ends before.
-        """
+    def roster(self) -> Roster:
+        """Block until all ranks have joined; raises `RunAborted` if the run ends before."""
         self._wait_for(lambda: self._roster is not None)
         if self._roster is None:
             raise RunAborted(self._cause)
-        addresses = [(host, port) for host, port in self._roster["addresses"]]
-        return addresses, self._roster["threads"][self._spec.rank]
+        hosts = self._roster["memory"]
+        own = hosts[self._spec.rank]
+        return Roster(
+            [(host, port) for host, port in self._roster["addresses"]],
+            self._roster["threads"][self._spec.rank],
+            [rank for rank, host in enumerate(hosts) if own and host == own],
+        )
 
     def attach(self, transport: SocketTransport, probe: Callable[[], Signs]) -> None:
         """This rank is connected: from now on orders reach its transport."""

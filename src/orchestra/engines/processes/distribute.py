@@ -126,7 +126,8 @@ class Channel(Interceptor):
     number: int
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
-        if operation.kind in ("send", "receive"):  # of which collectives are made
+        # The messages of a collective have its tag already.
+        if operation.kind in ("send", "receive", "collective") and operation.tag < TAGS:
             operation.tag += self.number * TAGS
         return proceed()
 

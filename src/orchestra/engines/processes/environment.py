@@ -7,13 +7,40 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from orchestra.errors import InputError
 
 _FIRST_PORT = 15000  # below the ports that systems hand out by themselves
 _PORTS = 15000
+
+_SHARED_MEMORY = "ORCHESTRA_SHARED_MEMORY"
+
+
+def memory_is_shared(environ: Mapping[str, str]) -> bool:
+    """False if `ORCHESTRA_SHARED_MEMORY` is 0: then ranks of one host use sockets as others do.
+
+    Raises `InputError` where it is something else than 0 or 1.
+    """
+    wanted = environ.get(_SHARED_MEMORY, "1")
+    if wanted not in ("0", "1"):
+        raise InputError(f"{_SHARED_MEMORY} is {wanted!r}: set it to 1, or to 0 for sockets")
+    return wanted == "1"
+
+
+@contextmanager
+def over_sockets() -> Iterator[None]:
+    """While inside, the ranks that are launched share no memory: what simulations predict."""
+    before = os.environ.get(_SHARED_MEMORY)
+    os.environ[_SHARED_MEMORY] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_SHARED_MEMORY]
+        if before is not None:
+            os.environ[_SHARED_MEMORY] = before
 
 
 @dataclass(frozen=True)

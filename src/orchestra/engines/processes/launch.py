@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
+from orchestra.engines.processes.environment import memory_is_shared
 from orchestra.engines.processes.system import die_with_parent, handling, keep_one_arena
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
@@ -146,7 +147,7 @@ def launch(
             for rank in range(ranks):
                 spec = RankSpec(
                     rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
-                    tls=tls, threads=threads,
+                    tls=tls, threads=threads, shared_memory=memory_is_shared(os.environ),
                 )  # fmt: skip
                 _start(watcher, spec, job)
             watcher.join()

@@ -17,6 +17,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,14 +31,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
-from orchestra.engines.processes.environment import Launched, numeric, towards
+from orchestra.engines.processes.environment import Launched, memory_is_shared, numeric, towards
 from orchestra.engines.processes.system import handling, kernel, machine
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, address_of, from_environment, listen
 from orchestra.transports.native import Native
-from orchestra.transports.sockets import connect_mesh
+from orchestra.transports.shared_memory import host_key
+from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
@@ -59,9 +61,14 @@ class TimedCompute:
 
     seconds: float = 0.0
     calls: int = 0
+    _in_gradient: int | None = None  # the thread that computes one
     _waited: float = 0.0  # inside computations that have not ended
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
+        if self._in_gradient == threading.get_ident():  # a bucket is encoded: its time counts there
+            return function()
+        if work.kind == "gradient":
+            self._in_gradient = threading.get_ident()
         started = time.perf_counter()
         try:
             return function()
@@ -69,6 +76,8 @@ class TimedCompute:
             self.seconds += time.perf_counter() - started - self._waited
             self._waited = 0.0
             self.calls += 1
+            if work.kind == "gradient":
+                self._in_gradient = None
 
     def reached(self, slot: int) -> None:
         """Do nothing: only a simulation charges a part of a backward pass."""
@@ -104,9 +113,16 @@ class Watched(Interceptor):
 
     def signs(self) -> Signs:
         """How many operations were completed, and what the main flow waits for."""
-        waiting = self._main.waiting
-        while waiting is not None and waiting.flow is not None:
-            waiting = waiting.flow.waiting
+        flow = self._main
+        while flow.waiting is not None and flow.waiting.flow is not None:
+            flow = flow.waiting.flow
+        waiting, memory = flow.waiting, None
+        if flow is not self._main or waiting is not None:
+            assert isinstance(flow.transport, SocketTransport)
+            memory = flow.transport.memory
+        if memory is not None:  # else it is about to begin, or at its end
+            awaited = memory.awaited
+            return self._completed, () if awaited is None else (awaited,), "in a collective"
         if waiting is None:
             return self._completed, (), ""
         peers = self.others if waiting.peer is None else (waiting.peer,)
@@ -143,6 +159,7 @@ def run_rank(
             kernel=kernel(),
             cores=usable_cores(),
             address=address_of(listener),
+            memory=host_key() if spec.shared_memory else "",
         )
         try:
             result = _run(spec, control, listener, load, make_store, resources)
@@ -163,11 +180,11 @@ def _run(
     resources: contextlib.ExitStack,
 ) -> Any:
     program, argument = load()
-    addresses, share = control.roster()
-    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or share)
+    roster = control.roster()
+    torch.set_num_threads(spec.threads or chosen_threads(os.environ) or roster.threads)
     transport = connect_mesh(
         spec.rank,
-        addresses,
+        roster.addresses,
         listener,
         spec.token.encode(),
         tls=spec.tls,
@@ -177,6 +194,7 @@ def _run(
         on_wait=control.connecting,
     )
     resources.callback(transport.close)
+    transport.share_memory(roster.neighbours)
     watched = Watched(spec.rank, spec.ranks)
     compute = TimedCompute()
     native = Native(
@@ -362,6 +380,7 @@ def _spec(
     return RankSpec(
         launched.rank, launched.ranks, launched.local_rank, watcher, host, token, limits,
         local=False, supervised=launched.supervised, tls=tls, threads=threads,
+        shared_memory=memory_is_shared(os.environ),
     )  # fmt: skip
 
 

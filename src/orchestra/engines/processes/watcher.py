@@ -64,6 +64,7 @@ class _Link:
     same_machine: bool = False
     cores: tuple[str, Sequence[int]] = ("", ())  # of which host it may use which
     address: tuple[str, int] = ("", 0)
+    memory: str = ""  # the same for ranks that can share memory
 
     def send(self, message: Message) -> None:
         # A rank that is gone or stuck is found out by its silence, not here.
@@ -379,6 +380,7 @@ class Watcher:
         link.joined, link.pid = True, message["pid"]
         link.address = tuple(message["address"])
         link.cores = message["kernel"] or message["host"], message["cores"]
+        link.memory = str(message["memory"])
         link.same_machine = bool(self._machine) and message["machine"] == self._machine
         self._links[rank] = link
         self._observe(events.Joined(rank, message["host"]))
@@ -388,6 +390,9 @@ class Watcher:
             addresses = [self._links[r].address for r in range(self._ranks)]
             self.setup["processes"] = self.age()
             threads = shares_of_cores([self._links[r].cores for r in range(self._ranks)])
-            self._broadcast({"kind": "roster", "addresses": addresses, "threads": threads})
+            memory = [self._links[r].memory for r in range(self._ranks)]
+            self._broadcast(
+                {"kind": "roster", "addresses": addresses, "threads": threads, "memory": memory}
+            )
             if self.detector.stopped:
                 self._broadcast({"kind": "stop"})

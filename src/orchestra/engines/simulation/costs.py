@@ -210,10 +210,11 @@ def _counted(run: Run, task: Task, module: nn.Module) -> float:
 
 @dataclass
 class _Gradient:
-    """The gradient under way: all of its seconds, and those that are left."""
+    """The gradient under way: all of its seconds, those that are left, and its flow."""
 
     whole: float
     left: float
+    flow: Flow | None = None
 
 
 class SimulatedCompute:
@@ -261,15 +262,15 @@ class SimulatedCompute:
         began = self._kernel.here()
         seconds *= self._jitter(flow)
         if work.kind == "gradient":
-            gradient = self._gradient = _Gradient(seconds, seconds)
+            gradient = self._gradient = _Gradient(seconds, seconds, flow)
             result = function()
-            seconds = gradient.left
+            seconds, gradient.flow = gradient.left, None
         else:
             result = function()
         flow.processor.compute(seconds)
         if work.kind == "step":
             self._on_step()
-        else:
+        elif self._gradient.flow is not flow:  # else a bucket is encoded: the gradient counts it
             self._seconds += self._kernel.here() - began
         return result
 

@@ -22,8 +22,9 @@ from orchestra.engines.simulation.fluid import Fluid, Resource
 from orchestra.engines.simulation.kernel import Events, Kernel, Processor, Timer
 from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
-from orchestra.engines.simulation.plan import Plan, add_up
+from orchestra.engines.simulation.plan import Plan
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
+from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
 MAX_KNOWN = 100_000
@@ -277,8 +278,8 @@ class Rendezvous:
         Ranks begin the same ones again and again: these are known by the identity of what is given,
         since to compare it takes time over a thousand ranks.
         """
-        asked = net, call.schedule, call.group.ranks, call.vector, call.edges
-        identity = tuple(map(id, asked))
+        asked = net, call.schedule, call.group.ranks, call.edges
+        identity = *map(id, asked), call.vector.numel(), call.vector.itemsize
         if identity not in self._asked:
             if len(self._asked) > MAX_KNOWN:
                 self._asked.clear()

@@ -27,7 +27,6 @@ from orchestra.transports.protocol import (
     Transport,
 )
 from orchestra.transports.tags import Tag
-from orchestra.worker.interception import InterceptedTransport
 
 T = TypeVar("T")
 
@@ -89,7 +88,7 @@ class SimulatedTransport(CollectiveMixin):
         message = Message(header, payload, sending, port.net.ports[to])
         stream = port.net.stream(self.rank, to)
         port.keep_order()
-        cost = overhead.message(size)
+        cost = port.net.message(size)
         port.spend(cost.send_setup + port.warm_up(), traffic)
         stream.send(message, self._kernel.here())
         port.spend(cost.send_rest, traffic)
@@ -166,9 +165,10 @@ class SimulatedTransport(CollectiveMixin):
             kernel.park()
         current.waits = None
         member.count(port)
-        traffic.add(member.traffic())
-        if isinstance(over, InterceptedTransport):
-            over.executed(call, start, start + traffic.seconds_waiting - waited)
+        moved = member.traffic()
+        traffic.add(moved)
+        moving = start + traffic.seconds_waiting - waited
+        (over or self).executed(call, start, moving, moved.bytes_sent)
         return member.buffer_bytes
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
@@ -239,7 +239,7 @@ class SimulatedTransport(CollectiveMixin):
         begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
         self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.message(receive.frame_bytes).receiving
+            seconds = self._port.net.message(receive.frame_bytes).receiving
             self._port.keep_order()
             self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
@@ -259,7 +259,7 @@ class SimulatedTransport(CollectiveMixin):
         begun = max(started, receive.began_at if receive.frame_bytes else kernel.here())
         traffic.seconds_waiting += begun - started
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.message(receive.frame_bytes).receiving
+            seconds = self._port.net.message(receive.frame_bytes).receiving
             flow.ahead = begun + seconds / flow.processor.rate
             receive.frame_bytes = 0
         traffic.seconds_communicating += kernel.here() - begun

@@ -1,0 +1,169 @@
+"""What every compressor states: whether its payloads add, their bytes, and how to make them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from orchestra.settings import Settings, setting
+from orchestra.settings.registry import LazyModule
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+else:
+    np, torch = LazyModule("numpy"), LazyModule("torch")  # settings load without them
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a compressor may know of the tensor at hand, beside its values.
+
+    Attributes:
+        shape: of the tensor, which itself is passed flat.
+        first: the element of the flat gradient at which it begins; it tells tensors apart.
+        step: of the phase, from 0; the same on all workers.
+        rank: of the worker whose values these are.
+        workers: how many values are added up, each weighted by its part of the samples.
+        memory: what `Compressor.memory` gave for the tensor on this worker.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    step: int
+    rank: int
+    workers: int
+    memory: Sequence[Tensor] = field(default=())
+
+    def random(self, *, shared: bool) -> np.random.Generator:
+        """Random numbers for this tensor and step; `shared`: the same on every worker.
+
+        They depend on nothing else, so that a checkpoint has no generator to keep.
+        """
+        key = self.step, self.first, 0 if shared else 1 + self.rank
+        return np.random.Generator(np.random.SFC64(key))  # the fastest there is
+
+
+@dataclass(frozen=True, repr=False)
+class Compressor(Settings, ABC):
+    """From tensors to payloads that take fewer bytes, and back; tensor by tensor.
+
+    All methods get values in the units of the sum: each worker's gradient is multiplied by its part
+    of the step's samples before. `error_feedback` (Seide et al., Interspeech 2014; Karimireddy et
+    al., ICML 2019) compresses p = g + e in place of g, and keeps the residual e = p - (what was
+    sent) for the next step.
+    """
+
+    adds: ClassVar[bool] = False
+    """The payloads of all workers may be summed before they are decoded: any all-reduce does.
+    Otherwise they are bytes, and everybody gets those of all workers."""
+
+    passes: ClassVar[tuple[float, float]] = (1.0, 1.0)
+    """What a simulation charges for encoding, and for decoding the payload of one worker: multiples
+    of one pass over the tensor; measured by `python -m benchmarks.compression`."""
+
+    copies: ClassVar[float] = 0.0
+    """Vectors of all parameters that `memory` takes, to a first approximation."""
+
+    brings_momentum: ClassVar[bool] = False
+    """The optimizer has to be SGD without momentum of its own."""
+
+    _: KW_ONLY
+    error_feedback: bool = setting(False, "send in later steps what was left out in this one")
+
+    @property
+    def decodable_alone(self) -> bool:
+        """Whether a payload means something without the others, to a parameter server: if so, it
+        is an `Encoder`."""
+        return False
+
+    @property
+    def footprint(self) -> float:
+        """Vectors of all parameters that it keeps between steps."""
+        return self.copies + self.error_feedback
+
+    def memory(self, tensor: Tensor, first: int) -> list[Tensor]:
+        """What is kept from step to step for `tensor` (in its shape), and in checkpoints."""
+        return []
+
+    @abstractmethod
+    def rounds(
+        self,
+        tensors: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        contexts: Sequence[Context],
+    ) -> Iterator[Tensor]:
+        """Where payloads add: gives flat vectors; each is their sum when the next is asked for.
+
+        In the end `tensors`, each flat and in its place, are the sums over the workers.
+        `residuals` (none without error feedback) become what this worker has left out.
+        """
+
+
+@dataclass(frozen=True, repr=False)
+class Encoder(Compressor):
+    """A compressor whose payloads travel once."""
+
+    sized: ClassVar[bool] = True
+    """The bytes of a payload depend on its shape and the step alone."""
+
+    whole: ClassVar[bool] = False
+    """Element by element: many tensors, one after the other, may pass as one."""
+
+    @property
+    def decodable_alone(self) -> bool:
+        return True
+
+    @abstractmethod
+    def size(self, elements: int, itemsize: int, step: int) -> int:
+        """The bytes of the payload of so many elements, each of `itemsize` bytes."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, context: Context) -> Tensor:
+        """The payload of flat `values`: flat; of uint8 if payloads do not add."""
+
+    @abstractmethod
+    def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
+        """out <- out + alpha (what `payload` stands for)."""
+
+    def combine(self, payloads: Sequence[Tensor], out: Tensor, context: Context) -> None:
+        """`out` becomes the sum over the workers, from their payloads in the order of the ranks;
+        where these add, from their sum."""
+        out.zero_()
+        for payload in payloads:
+            self.add(payload, out, context)
+
+    def encode_all(
+        self,
+        tensors: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        contexts: Sequence[Context],
+    ) -> list[Tensor]:
+        """The payloads of all tensors; `residuals`, if any, become what these leave out."""
+        payloads = [self.encode(each, c) for each, c in zip(tensors, contexts, strict=True)]
+        for number, residual in enumerate(residuals):
+            residual.copy_(tensors[number])
+            self.add(payloads[number], residual, contexts[number], alpha=-1.0)
+        return payloads
+
+    def rounds(
+        self,
+        tensors: Sequence[Tensor],
+        residuals: Sequence[Tensor],
+        contexts: Sequence[Context],
+    ) -> Iterator[Tensor]:
+        payloads = self.encode_all(tensors, residuals, contexts)
+        sizes = [payload.numel() for payload in payloads]
+        flat = torch.cat(payloads) if len(payloads) > 1 else payloads[0]
+        yield flat
+        for values, payload, each in zip(tensors, flat.split(sizes), contexts, strict=True):
+            self.combine([payload], values, each)
+
+
+def kept(elements: int, part: float) -> int:
+    """How many elements of a tensor `part` of them is: at least one."""
+    return max(1, math.floor(elements * part + 0.5))

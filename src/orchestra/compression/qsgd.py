@@ -1,0 +1,73 @@
+"""QSGD (Alistarh et al., NeurIPS 2017): stochastic quantization to s levels, and TernGrad."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from orchestra.compression.base import Context, Encoder
+from orchestra.settings import setting
+from orchestra.settings.registry import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from orchestra.compression import packing
+else:
+    torch = LazyModule("torch")  # settings load without it
+    packing = LazyModule("orchestra.compression.packing")
+
+
+@dataclass(frozen=True, repr=False)
+class QSGD(Encoder):
+    """Each element at random one of two neighbouring levels, so that it is itself in expectation.
+
+    In each run of d elements ("bucket" in the paper), with the norm |v| of the run and s levels,
+
+        Q(v_i) = |v| sgn(v_i) xi_i / s,   xi_i = l + 1 with probability s |v_i| / |v| - l, else l,
+
+    where l <= s |v_i| / |v| < l + 1. A payload is a float32 norm for each run and, for each
+    element, one of 2s + 1 digits, as many of which share a byte as fit: 2 with 2 to 7 levels.
+    levels=1, norm="max" is TernGrad (Wen et al., NeurIPS 2017), with 5 digits a byte. The more
+    elements a run has, the larger is the variance; the maximum instead of the Euclidean norm makes
+    it smaller.
+    """
+
+    passes = (14.0, 4.0)
+
+    levels: int = setting(7, "s: levels of magnitude beside 0", low=1, high=127)
+    _: KW_ONLY
+    norm: Literal["l2", "max"] = setting("l2", "of a run: Euclidean, or its largest magnitude")
+    run: int = setting(512, "d: elements that share a norm", low=1, high=2**31)
+
+    def size(self, elements: int, itemsize: int, step: int) -> int:
+        digits = packing.digits_in_a_byte(2 * self.levels + 1)
+        return 4 * -(-elements // self.run) + -(-elements // digits)
+
+    def encode(self, values: Tensor, context: Context) -> Tensor:
+        rows = self._in_runs(values)
+        norms = rows.abs().amax(1) if self.norm == "max" else rows.norm(dim=1)
+        norms = norms.float()
+        scale = torch.where(norms > 0, self.levels / norms, 0.0).to(rows.dtype)
+        random = context.random(shared=False).random(rows.shape, "float32")
+        xi = torch.from_numpy(random).to(rows)
+        xi.addcmul_(rows.abs(), scale[:, None]).floor_().clamp_(max=self.levels)
+        digits = xi.copysign_(rows).add_(self.levels).to(torch.uint8).view(-1)[: len(values)]
+        packed = packing.pack_digits(digits, 2 * self.levels + 1)
+        return torch.cat([packing.to_bytes(norms), packed])
+
+    def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
+        count = -(-len(out) // self.run)
+        norms = packing.from_bytes(payload[: 4 * count], torch.float32).to(out.dtype)
+        digits = packing.unpack_digits(payload[4 * count :], 2 * self.levels + 1, len(out))
+        levels = self._in_runs(digits.to(out.dtype).sub_(self.levels))
+        levels.mul_((norms / self.levels)[:, None])
+        out.add_(levels.view(-1)[: len(out)], alpha=alpha)
+
+    def _in_runs(self, values: Tensor) -> Tensor:
+        """Return `values` as rows of `run` elements, the last one filled up with zeros."""
+        run = min(self.run, len(values))
+        if missing := -len(values) % run:
+            values = torch.nn.functional.pad(values, (0, missing))
+        return values.view(-1, run)

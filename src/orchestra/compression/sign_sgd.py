@@ -1,0 +1,71 @@
+"""signSGD with majority vote (Bernstein et al., ICML 2018), and EF-signSGD (Karimireddy et al.)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
+
+from orchestra.compression.base import Context, Encoder
+from orchestra.settings import setting
+from orchestra.settings.registry import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from orchestra.compression import packing
+else:
+    torch = LazyModule("torch")  # settings load without it
+    packing = LazyModule("orchestra.compression.packing")
+
+
+@dataclass(frozen=True, repr=False)
+class SignSGD(Encoder):
+    """One bit an element: its sign; and for each tensor the mean magnitude |p|_1 / d.
+
+    With `vote` each worker has one vote on the sign of each element, and the majority decides
+    (a tie gives 0); the magnitude is the sum over the workers, so that learning rates mean what
+    they mean without compression. Without it each worker counts with its own magnitude: the sum of
+    (|p|_1 / d) sign(p), EF-signSGD (Karimireddy et al., ICML 2019). A sign of 0 counts as +.
+    """
+
+    passes = (3.0, 4.0)
+
+    vote: bool = setting(True, "the majority decides on each sign; else magnitudes add")
+    _: KW_ONLY
+    error_feedback: bool = setting(True, "send in later steps what was left out in this one")
+
+    @property
+    def decodable_alone(self) -> bool:
+        return not self.vote
+
+    def size(self, elements: int, itemsize: int, step: int) -> int:
+        return 4 + packing.packed_bytes(elements, 1)
+
+    def encode(self, values: Tensor, context: Context) -> Tensor:
+        magnitude = values.abs().mean().float().reshape(1)
+        return torch.cat([packing.to_bytes(magnitude), packing.pack_bits(values >= 0)])
+
+    def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
+        magnitude, signs = self._decoded(payload, out)
+        out.add_(signs, alpha=alpha * magnitude)
+
+    def combine(self, payloads: Sequence[Tensor], out: Tensor, context: Context) -> None:
+        if not self.vote:
+            super().combine(payloads, out, context)
+            return
+        out.zero_()
+        total = 0.0
+        for payload in payloads:
+            magnitude, signs = self._decoded(payload, out)
+            if magnitude != 0:  # a worker without samples has no vote
+                out.add_(signs)
+                total += magnitude
+        out.sign_().mul_(total)
+
+    def _decoded(self, payload: Tensor, out: Tensor) -> tuple[float, Tensor]:
+        """Return the mean magnitude, and signs of 1 and -1."""
+        magnitude = float(packing.from_bytes(payload[:4], torch.float32))
+        signs = packing.unpack_bits(payload[4:], len(out)).to(out.dtype).mul_(2).sub_(1)
+        return magnitude, signs

@@ -1,0 +1,343 @@
+"""Compressed gradients: a `Begin` of `GradientAverage`, pushes to servers, and what is kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from orchestra.compression.base import Compressor, Context, Encoder
+from orchestra.errors import InputError
+from orchestra.exchange.average import Begin, BeginSum, Bucket, ScheduledGroup
+from orchestra.parameter_server.placement import Piece, Slice
+from orchestra.parameter_server.state import Push
+from orchestra.schedules import ring_all_gather
+from orchestra.transports.protocol import Group, Task
+from orchestra.worker.runtime import Work
+from orchestra.worker.worker import Worker
+
+
+@dataclass
+class CompressionState:
+    """What compression keeps between steps on one worker.
+
+    Attributes:
+        steps: begun so far.
+        residual: what error feedback has not sent yet; flat, shape [layout.size].
+        memory: of each tensor, in the layout's order, what the compressor keeps for it.
+        used: of each tensor 1 if this worker has had a gradient of it, so that some may wait here.
+    """
+
+    steps: int
+    residual: Tensor | None
+    memory: list[list[Tensor]]
+    used: Tensor
+
+    @staticmethod
+    def of(worker: Worker, compressor: Compressor) -> CompressionState:
+        """The state before the first step."""
+        _check(worker, compressor)
+        slots, views = worker.layout.slots, worker.layout.views(worker.gradients.vector)
+        memory = [
+            compressor.memory(view, slot.offset) for view, slot in zip(views, slots, strict=True)
+        ]
+        residual = torch.zeros_like(worker.parameters) if compressor.error_feedback else None
+        return CompressionState(0, residual, memory, worker.parameters.new_zeros(len(slots)))
+
+    def note_used(self, flags: Tensor) -> None:
+        """What waits here of a tensor has to arrive, even if nobody uses the tensor in this step:
+        `flags`, 1 for each tensor that this worker uses now, become those that it has ever used."""
+        if not flags.is_meta and (self.residual is not None or any(self.memory)):
+            flags.copy_(torch.maximum(self.used, flags, out=self.used))
+
+
+def _check(worker: Worker, compressor: Compressor) -> None:
+    """Refuse what this run cannot do."""
+    if worker.parameters.is_meta and isinstance(compressor, Encoder) and not compressor.sized:
+        raise InputError(
+            f"tensors: shapes: how many bytes {compressor!r} sends depends on values, which a run "
+            "of shapes does not have: set tensors to real"
+        )
+    spec = worker.optimizer
+    momenta = [{**spec.arguments, **group}.get("momentum", 0.0) for _, group in spec.groups]
+    if compressor.brings_momentum and (spec.cls is not torch.optim.SGD or any(momenta)):
+        raise InputError(
+            f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
+        )
+
+
+def _charge(worker: Worker, kind: str, elements: float, function: Callable[[], object]) -> None:
+    worker.compute.run(Work(kind, max(1, round(elements))), function)
+
+
+class CompressedSum:
+    """Sums the gradient in each bucket by compressed payloads; the tail travels as it is.
+
+    `begin_sum` sums payloads that add, and tails. Other payloads are gathered around `ring`, and
+    decoded in the order of its ranks, so that everybody has the same bits.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        compressor: Compressor,
+        state: CompressionState,
+        begin_sum: BeginSum,
+        ring: Group,
+    ) -> None:
+        self._worker = worker
+        self._compressor = compressor
+        self._state = state
+        self._begin_sum = begin_sum
+        self._gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
+
+    def begin(self, bucket: Bucket, background: bool) -> Sequence[Task[int]]:
+        """Encode the bucket and begin its first round, and the sum of the tail behind it."""
+        if bucket.first == 0:
+            self._state.steps += 1
+        size = min(bucket.values.numel(), self._worker.layout.size - bucket.first)
+        gradient, tail = bucket.values[:size], bucket.values[size:]
+        rounds = self._added if self._compressor.adds else self._gathered
+        begun: list[Task[int]] = [_Rounds(rounds(bucket, gradient, background))]
+        if tail.numel():
+            self._state.note_used(tail[-len(self._state.used) :])
+            begun.append(self._begin_sum(tail, background))
+        return begun
+
+    def _contexts(self, bucket: Bucket) -> list[Context]:
+        worker, numbers = self._worker, range(bucket.first_slot, bucket.end_slot)
+        return [
+            Context(
+                tuple(worker.layout.slots[number].shape),
+                worker.layout.slots[number].offset,
+                self._state.steps - 1,
+                worker.rank,
+                len(worker.workers),
+                self._state.memory[number],
+            )
+            for number in numbers
+        ]
+
+    def _cut(self, bucket: Bucket, vector: Tensor) -> list[Tensor]:
+        """Return the tensors of `bucket` in its part `vector` of a flat vector, each flat."""
+        if isinstance(self._compressor, Encoder) and self._compressor.whole:
+            return [vector]
+        slots = self._worker.layout.slots[bucket.first_slot : bucket.end_slot]
+        starts = [slot.offset - bucket.first for slot in slots]
+        return [
+            vector[start : start + slot.size] for start, slot in zip(starts, slots, strict=True)
+        ]
+
+    def _with_residual(self, bucket: Bucket, gradient: Tensor) -> list[Tensor]:
+        """p <- g + e, in place; return the residuals, cut as the gradient is."""
+        if self._state.residual is None:
+            return []
+        residual = self._state.residual[bucket.first : bucket.first + gradient.numel()]
+        gradient.add_(residual)
+        return self._cut(bucket, residual)
+
+    def _added(self, bucket: Bucket, gradient: Tensor, background: bool) -> Iterator[Task[int]]:
+        """One round after the other, each a sum by the strategy's own collective."""
+        tensors = self._cut(bucket, gradient)
+        contexts = self._contexts(bucket)[: len(tensors)]
+        rounds: Iterator[Tensor] | None = None
+        vector: Tensor | None = None
+
+        def advance() -> None:
+            nonlocal rounds, vector
+            if rounds is None:
+                residuals = self._with_residual(bucket, gradient)
+                rounds = self._compressor.rounds(tensors, residuals, contexts)
+            vector = next(rounds, None)
+
+        encoding, decoding = self._compressor.passes
+        _charge(self._worker, "encode", encoding * gradient.numel(), advance)
+        while vector is not None:
+            yield self._begin_sum(vector, background)
+            _charge(self._worker, "decode", decoding * gradient.numel(), advance)
+
+    def _gathered(self, bucket: Bucket, gradient: Tensor, background: bool) -> Iterator[Task[int]]:
+        """Everybody's payloads, encoded at once and decoded one after the other."""
+        compressor = self._compressor
+        assert isinstance(compressor, Encoder)
+        tensors, contexts = self._cut(bucket, gradient), self._contexts(bucket)
+        ranks, own = len(self._gather.group), self._gather.group.index(self._worker.rank)
+        payload = gradient.new_empty(0, dtype=torch.uint8)
+        sizes = [
+            compressor.size(len(each), gradient.element_size(), context.step)
+            for each, context in zip(tensors, contexts, strict=True)
+        ]
+
+        def encode() -> None:
+            nonlocal payload, sizes
+            residuals = self._with_residual(bucket, gradient)
+            if gradient.is_meta:
+                payload = payload.new_empty(sum(sizes))
+                return
+            payloads = compressor.encode_all(tensors, residuals, contexts)
+            payload = torch.cat(payloads)
+            if compressor.sized:
+                assert [len(each) for each in payloads] == sizes, compressor
+            sizes = [len(each) for each in payloads]
+
+        encoding, decoding = compressor.passes
+        _charge(self._worker, "encode", encoding * gradient.numel(), encode)
+        table = [sizes] * ranks  # of each worker's payloads
+        if not compressor.sized:
+            lengths = torch.zeros(ranks, len(sizes), dtype=torch.int64)
+            lengths[own] = torch.tensor(sizes)
+            vector, edges = _in_places(lengths[own], [len(sizes)] * ranks, own)
+            yield self._gather.begin(
+                self._worker.transport, vector, edges=edges, background=background
+            )
+            table = [each.tolist() for each in _of_ranks(vector, edges)]
+        vector, edges = _in_places(payload, [sum(each) for each in table], own)
+        yield self._gather.begin(self._worker.transport, vector, edges=edges, background=background)
+
+        def decode() -> None:
+            if gradient.is_meta:
+                return
+            arrived = [
+                each.split(sizes)
+                for each, sizes in zip(_of_ranks(vector, edges), table, strict=True)
+            ]
+            for number, (values, context) in enumerate(zip(tensors, contexts, strict=True)):
+                compressor.combine([each[number] for each in arrived], values, context)
+
+        _charge(self._worker, "decode", decoding * ranks * gradient.numel(), decode)
+
+
+@functools.lru_cache(maxsize=1024)
+def _edges_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the pieces of an all-gather around a ring begin, and the end: the piece (i + 1)
+    mod N is that of the i-th rank, which has `sizes[i]` elements."""
+    return tuple(accumulate([sizes[-1], *sizes[:-1]], initial=0))
+
+
+def _in_places(own_piece: Tensor, sizes: Sequence[int], own: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the vector of an all-gather with this rank's piece in its place, and its edges."""
+    edges = _edges_of(tuple(sizes))
+    vector = own_piece.new_empty(edges[-1])
+    place = (own + 1) % len(sizes)
+    vector[edges[place] : edges[place + 1]] = own_piece
+    return vector, edges
+
+
+def _of_ranks(vector: Tensor, edges: Sequence[int]) -> list[Tensor]:
+    """Return the pieces of a gathered vector in the order of the ranks."""
+    pieces = [vector[first:end] for first, end in pairwise(edges)]
+    return [*pieces[1:], pieces[0]]
+
+
+class _Rounds:
+    """Collectives one after the other, the first of them begun at once, as one task."""
+
+    def __init__(self, rounds: Iterator[Task[int]]) -> None:
+        self._rounds = rounds
+        self._under_way = next(rounds, None)
+
+    def wait(self) -> int:
+        buffer = 0
+        while self._under_way is not None:
+            buffer = max(buffer, self._under_way.wait())
+            self._under_way = next(self._rounds, None)
+        return buffer
+
+    def done(self) -> bool:
+        return self._under_way is None
+
+
+def compressed(
+    worker: Worker,
+    compressor: Compressor,
+    state: CompressionState,
+    begin_sum: BeginSum,
+    ring: Group,
+) -> Begin:
+    """Sum each bucket by payloads of `compressor`; see `CompressedSum`."""
+    return CompressedSum(worker, compressor, state, begin_sum, ring).begin
+
+
+class CompressedPushes:
+    """What a worker pushes to the servers of `slices`, and how these read it.
+
+    The parts of tensors in a slice are compressed one by one. A push without samples is empty:
+    nothing is encoded, since servers would not apply it.
+    """
+
+    def __init__(self, worker: Worker, compressor: Encoder, slices: Sequence[Slice]) -> None:
+        self._worker = worker
+        self._compressor = compressor
+        self._slices = slices
+
+    def encode(self, state: CompressionState, push: Push, gradient: Tensor) -> list[Tensor]:
+        """The payload for each server; what is left out stays in `state`."""
+        if not push.samples:
+            return [gradient[:0] for _ in self._slices]
+        compressor, residual = self._compressor, state.residual
+        payloads: list[Tensor] = []
+
+        def encode() -> None:
+            if gradient.is_meta:
+                sizes = [self._sizes(part, push) for part in self._slices]
+                payloads.extend(gradient.new_empty(sum(each), dtype=torch.uint8) for each in sizes)
+                return
+            values = gradient if residual is None else gradient + residual
+            for part in self._slices:
+                contexts = [
+                    self._context(push, piece, self._memory(state, piece)) for piece in part.pieces
+                ]
+                tensors = [values[piece.first : piece.end] for piece in part.pieces]
+                residuals = [residual[p.first : p.end] for p in part.pieces if residual is not None]
+                own = compressor.encode_all(tensors, residuals, contexts)
+                if not compressor.sized:
+                    lengths = torch.tensor([len(each) for each in own], dtype=torch.int32)
+                    own.insert(0, lengths.view(torch.uint8).to(gradient.device))
+                payloads.append(torch.cat(own) if own else gradient[:0])  # a server may own nothing
+
+        _charge(self._worker, "encode", compressor.passes[0] * gradient.numel(), encode)
+        return payloads
+
+    def decode(self, part: Slice, push: Push, payload: Tensor) -> Tensor:
+        """On a server: the gradient of its slice `part`, flat, that `payload` stands for."""
+        values = self._worker.parameters.new_zeros(part.end - part.first)
+
+        def decode() -> None:
+            if values.is_meta:
+                return
+            for piece, own in zip(part.pieces, self._split(part, push, payload), strict=True):
+                there = values[piece.first - part.first : piece.end - part.first]
+                self._compressor.combine([own], there, self._context(push, piece))
+
+        if push.samples:
+            _charge(self._worker, "decode", self._compressor.passes[1] * values.numel(), decode)
+        return values
+
+    def _split(self, part: Slice, push: Push, payload: Tensor) -> list[Tensor]:
+        if self._compressor.sized:
+            lengths = [size // payload.element_size() for size in self._sizes(part, push)]
+        else:
+            head = 4 * len(part.pieces)
+            lengths, payload = payload[:head].clone().view(torch.int32).tolist(), payload[head:]
+        return list(payload.split(lengths))
+
+    def _sizes(self, part: Slice, push: Push) -> list[int]:
+        itemsize = self._worker.layout.dtype.itemsize
+        elements = (piece.end - piece.first for piece in part.pieces)
+        return [self._compressor.size(each, itemsize, push.clock) for each in elements]
+
+    def _context(self, push: Push, piece: Piece, memory: Sequence[Tensor] = ()) -> Context:
+        shape = (piece.end - piece.first,)
+        return Context(
+            shape, piece.first, push.clock, push.worker, len(self._worker.workers), memory
+        )
+
+    def _memory(self, state: CompressionState, piece: Piece) -> list[Tensor]:
+        start = piece.first - self._worker.layout.slots[piece.tensor].offset
+        return [
+            each[start : start + piece.end - piece.first] for each in state.memory[piece.tensor]
+        ]

@@ -1,0 +1,363 @@
+"""Which sums a schedule forms, and in which order it adds: what decides their bits.
+
+Both are found by running the schedule on names in place of numbers. a + b has the bits of b + a,
+so a sum is known by its tree of pairs. Where the tree is a chain, as in a ring, pieces that begin
+at different ranks are added up together: rank after rank, each is added to all pieces whose turn it
+is, which lie side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from orchestra.schedules import COPY, REDUCE, Round, Schedule
+
+T = TypeVar("T")
+
+Tree = int | tuple["Tree", "Tree"]
+"""A rank, or the sum of two trees."""
+
+
+class PieceRun(NamedTuple):
+    """Pieces side by side whose sum is formed alike."""
+
+    first: int
+    end: int
+    tree: Tree
+
+
+class Chained(NamedTuple):
+    """Pieces to which the vector of `rank` is added: to `other`'s, or to the sum so far (None)."""
+
+    first: int
+    end: int
+    rank: int
+    other: int | None
+
+
+class Sums:
+    """How the sums of some pieces are formed: in chains, as far as they are chains."""
+
+    def __init__(self, runs: Iterable[PieceRun]) -> None:
+        runs = list(runs)
+        self.copied = [(*run[:2], run.tree) for run in runs if isinstance(run.tree, int)]
+        self.others = []
+        chains = []
+        for run in runs:
+            chain = _chain(run.tree)
+            if chain is None:
+                self.others.append(run)
+            elif len(chain) > 1:
+                chains.append((run.first, run.end, chain))
+        self.chained = _interleaved(chains)
+
+    def __bool__(self) -> bool:
+        return bool(self.copied or self.chained or self.others)
+
+    def form(
+        self,
+        vectors: Sequence[Tensor] | Mapping[int, Tensor],
+        out: Tensor,
+        cuts: Sequence[int],
+        first: int,
+        end: int,
+    ) -> None:
+        """Write the elements [first, end) of the sums to `out`, which is none of `vectors`.
+
+        Args:
+            vectors: these elements of each rank's vector, by rank.
+            out: these elements of the result; those of other pieces are left alone.
+            cuts: where each piece of the whole vector begins, and its end.
+        """
+
+        def part(begin: int, stop: int) -> slice:
+            start = max(cuts[begin], first) - first
+            return slice(start, max(min(cuts[stop], end) - first, start))
+
+        for begin, stop, rank in self.copied:
+            here = part(begin, stop)
+            if here.start < here.stop:
+                out[here].copy_(vectors[rank][here])
+        for begin, stop, rank, other in self.chained:
+            here = part(begin, stop)
+            if here.start < here.stop:
+                before = out[here] if other is None else vectors[other][here]
+                torch.add(before, vectors[rank][here], out=out[here])
+        for begin, stop, tree in self.others:
+            here = part(begin, stop)
+            if here.start < here.stop:
+                out[here] = _value(tree, vectors, here)
+
+
+def _value(tree: Tree, vectors: Sequence[Tensor] | Mapping[int, Tensor], here: slice) -> Tensor:
+    if isinstance(tree, int):
+        return vectors[tree][here]
+    return _value(tree[0], vectors, here) + _value(tree[1], vectors, here)
+
+
+def _chain(tree: Tree) -> list[int] | None:
+    """The ranks in the order in which one after the other is added; None for other trees."""
+    chain: list[int] = []
+    while not isinstance(tree, int):
+        a, b = tree
+        if isinstance(b, int):
+            chain.append(b)
+            tree = a
+        elif isinstance(a, int):
+            chain.append(a)
+            tree = b
+        else:
+            return None
+    return [tree, *reversed(chain)]
+
+
+def _interleaved(chains: list[tuple[int, int, list[int]]]) -> list[Chained]:
+    """Rank after rank, round and round; side by side means in one go."""
+    done = [1] * len(chains)
+    left = sum(len(chain) - 1 for _, _, chain in chains)
+    ranks = 1 + max((max(chain) for _, _, chain in chains), default=0)
+    order: list[Chained] = []
+    while left:
+        for rank in range(ranks):
+            for place, (first, end, chain) in enumerate(chains):
+                if done[place] < len(chain) and chain[done[place]] == rank:
+                    other = chain[0] if done[place] == 1 else None
+                    last = order[-1] if order else None
+                    if last and last[1:] == (first, rank, other):
+                        order[-1] = last._replace(end=end)
+                    else:
+                        order.append(Chained(first, end, rank, other))
+                    done[place] += 1
+                    left -= 1
+    return order
+
+
+class _Names:
+    """Runs rounds on names: of each rank and piece the tree that it holds."""
+
+    def __init__(self, ranks: int, pieces: int) -> None:
+        self.trees: list[Tree] = list(range(ranks))
+        self.held = [[rank] * pieces for rank in range(ranks)]
+        self._pairs: dict[tuple[int, int], int] = {}
+
+    def run(self, rounds: Iterable[Round]) -> None:
+        held = self.held
+        for transfers in rounds:
+            arriving = [
+                (target, piece, operation, held[source][piece])
+                for source, target, first, end, operation in transfers.tolist()
+                for piece in range(first, end)
+            ]
+            for target, piece, operation, name in arriving:
+                held[target][piece] = (
+                    self._sum(held[target][piece], name) if operation == REDUCE else name
+                )
+
+    def _sum(self, own: int, other: int) -> int:
+        pair = (min(own, other), max(own, other))
+        if pair not in self._pairs:
+            self._pairs[pair] = len(self.trees)
+            self.trees.append((self.trees[pair[0]], self.trees[pair[1]]))
+        return self._pairs[pair]
+
+
+def _runs(values: Iterable[T]) -> Iterator[tuple[int, int, T]]:
+    """Runs of equal values: the first place, the one after the last, and the value."""
+    first = 0
+    for value, group in groupby(values):
+        end = first + len(list(group))
+        yield first, end, value
+        first = end
+
+
+def _tree_runs(trees: Iterable[Tree | None]) -> list[PieceRun]:
+    """Runs of pieces of one tree; None stands for pieces that are left alone."""
+    return [PieceRun(first, end, tree) for first, end, tree in _runs(trees) if tree is not None]
+
+
+@functools.lru_cache(maxsize=64)
+def sums_of(schedule: Schedule) -> Sums:
+    """The sums that every rank ends with after an all-reduce; with slots of one piece."""
+    if schedule.slots:
+        return Sums([PieceRun(0, 1, _in_order(schedule.ranks))])
+    names = _Names(schedule.ranks, schedule.pieces)
+    names.run(schedule.rounds())
+    same = all(pieces == names.held[0] for pieces in names.held)
+    assert same, f"{schedule.name} is no all-reduce"
+    return Sums(
+        PieceRun(first, end, names.trees[name]) for first, end, name in _runs(names.held[0])
+    )
+
+
+def _in_order(ranks: int) -> Tree:
+    tree: Tree = 0
+    for rank in range(1, ranks):
+        tree = (tree, rank)
+    return tree
+
+
+def add_up(schedule: Schedule, vectors: Sequence[Tensor], edges: Sequence[int] | None) -> None:
+    """Replace each of `vectors`, in the order of the ranks, by the sums of an all-reduce."""
+    if vectors[0].is_meta:
+        return  # shapes only
+    length = vectors[0].numel()
+    cuts = schedule.edges(length) if edges is None else edges
+    if schedule.slots:
+        cuts = (0, length)
+    with torch.no_grad():
+        if len(vectors) > 1:
+            total = torch.empty_like(vectors[0])
+            sums_of(schedule).form(vectors, total, cuts, 0, length)
+            for vector in vectors:
+                vector.copy_(total)
+
+
+# What some of the ranks do among themselves
+
+
+Pieces = Sequence[tuple[int, int]]
+"""Runs of pieces, from the first to before the end."""
+
+Rounds = tuple[int, int]
+"""The numbers of the first round, and of the one after the last."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive rounds that `ranks` carry out among themselves, as sums of what each holds.
+
+    Attributes:
+        shared: sums that several ranks end with.
+        taken: the pieces of them that a rank ends with, by rank.
+        alone: what only one rank ends with, by rank.
+        whole: `shared` and `alone` together, by rank.
+        shown: the pieces of a rank that these sums are formed of.
+    """
+
+    ranks: tuple[int, ...]
+    rounds: Rounds
+    shared: Sums
+    taken: Mapping[int, Pieces]
+    alone: Mapping[int, Sums]
+    whole: Mapping[int, Sums]
+    shown: Mapping[int, Pieces]
+
+
+@functools.lru_cache(maxsize=256)
+def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[Stage | Rounds, ...]:
+    """Divide the rounds into those that the ranks `local` carry out among themselves, and others.
+
+    A stage gives these ranks what later rounds, and the result, depend on; other pieces may keep
+    other values than after its rounds.
+    """
+    count = sum(1 for _ in schedule.rounds())
+    if schedule.slots:
+        if len(local) < schedule.ranks:
+            return ((0, count),)
+        tree = _in_order(schedule.ranks)
+        ends: dict[int, list[Tree | None]] = {rank: [tree] for rank in range(schedule.ranks)}
+        return (_stage(ends, (0, count)),)
+    rounds = [_of_ranks(transfers, local) for transfers in schedule.rounds()]
+    inside = [local.issuperset(transfers[:, :2].flat) for transfers in rounds]
+    live = _live(schedule)
+    found: list[Stage | Rounds] = []
+    first = 0
+    for is_inside, group in groupby(inside):
+        end = first + len(list(group))
+        if is_inside:
+            found.append(_local(schedule, rounds, (first, end), live[end]))
+        else:
+            found.append((first, end))
+        first = end
+    return tuple(found)
+
+
+def _of_ranks(transfers: Round, ranks: Collection[int]) -> Round:
+    """The transfers from or to `ranks`."""
+    return transfers[np.isin(transfers[:, :2], list(ranks)).any(axis=1)]
+
+
+def _live(schedule: Schedule) -> list[NDArray[np.bool_]]:
+    """What the result depends on before each round, and at the end; shape [ranks, pieces]."""
+    live = np.ones((schedule.ranks, schedule.pieces), dtype=bool)
+    if schedule.result is not None:
+        for rank in range(schedule.ranks):
+            live[rank] = np.arange(schedule.pieces) == schedule.result(rank)
+    found = [live]
+    for transfers in reversed(list(schedule.rounds())):
+        before = live.copy()
+        rows = transfers.tolist()
+        for _, target, first, end, operation in rows:
+            if operation == COPY:
+                before[target, first:end] = False
+        for source, target, first, end, _ in rows:
+            before[source, first:end] |= live[target, first:end]
+        live = before
+        found.append(live)
+    return found[::-1]
+
+
+def _local(
+    schedule: Schedule, rounds: Sequence[Round], span: Rounds, live: NDArray[np.bool_]
+) -> Stage | Rounds:
+    """The rounds of `span` as a stage, where it can be one."""
+    within = rounds[span[0] : span[1]]
+    names = _Names(schedule.ranks, schedule.pieces)
+    names.run(within)
+    ranks = sorted({rank for transfers in within for rank in transfers[:, :2].flat})
+    ends: dict[int, list[Tree | None]] = {
+        int(rank): [
+            names.trees[name] if live[rank, piece] and name != rank else None
+            for piece, name in enumerate(names.held[rank])
+        ]
+        for rank in ranks
+    }
+    return _stage(ends, span) if ends else span
+
+
+def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
+    """The stage that gives each rank the trees `ends`, one a piece; None: it keeps its piece.
+
+    Of the sums of one piece that several ranks end with, the first is formed by all together.
+    """
+    ranks = tuple(ends)
+    shared: list[Tree | None] = []
+    for column in zip(*ends.values(), strict=True):
+        sums = Counter(tree for tree in column if isinstance(tree, tuple))
+        shared.append(next((tree for tree, count in sums.items() if count > 1), None))
+    taken, alone, whole, shown = {}, {}, {}, {}
+    leaves: dict[int, set[int]] = {rank: set() for rank in ranks}
+    for rank, trees in ends.items():
+        takes = [
+            tree is not None and tree == common for tree, common in zip(trees, shared, strict=True)
+        ]
+        taken[rank] = [(first, end) for first, end, value in _runs(takes) if value]
+        alone[rank] = Sums(
+            _tree_runs([None if t else tree for t, tree in zip(takes, trees, strict=True)])
+        )
+        whole[rank] = Sums(_tree_runs(trees))
+        for piece, tree in enumerate(trees):
+            for leaf in _leaves(tree):
+                leaves[leaf].add(piece)
+    for rank in ranks:
+        pieces = [piece in leaves[rank] for piece in range(len(shared))]
+        shown[rank] = [(first, end) for first, end, value in _runs(pieces) if value]
+    return Stage(ranks, rounds, Sums(_tree_runs(shared)), taken, alone, whole, shown)
+
+
+def _leaves(tree: Tree | None) -> Iterator[int]:
+    if isinstance(tree, int):
+        yield tree
+    elif tree is not None:
+        for part in tree:
+            yield from _leaves(part)

@@ -1,0 +1,276 @@
+"""Collectives in the memory that the ranks of one host share, as far as they stay on it.
+
+The rounds of a schedule that ranks of this host have with each other alone are not carried out
+message by message. Each rank shows its elements, forms a share of the sums, in the order in which
+the schedule would have added, and takes the others' shares. Results have the bits of the schedule,
+and the traffic counts as its messages.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from orchestra.schedules.sums import Pieces, Stage, local_stages
+from orchestra.transports.collective import StepKind, exchange, execute, steps_of
+from orchestra.transports.framing import byte_view, header_bytes, pack_header
+from orchestra.transports.matching import Flow, Receive, Send
+from orchestra.transports.progress import ProgressEngine
+from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
+from orchestra.transports.shared_memory import (
+    CHUNK_BYTES,
+    SMALL_BYTES,
+    Meeting,
+    SharedMemory,
+    make_memory,
+    share,
+)
+
+MAX_MEMORIES = 16
+"""Of a rank, which then refuses another one: each takes sockets, and some megabytes."""
+CONNECT_SECONDS = 60.0
+
+
+class Host:
+    """What the flows of a rank share with the other ranks of its host.
+
+    Every group of ranks has memory of its own for each tag, since flows with different tags may be
+    under way together. It is made for the first collective.
+
+    Args:
+        engine: moves the messages by which ranks find each other.
+        neighbours: the ranks of this host, this one included.
+    """
+
+    def __init__(self, engine: ProgressEngine, neighbours: frozenset[int]) -> None:
+        self._engine = engine
+        self._neighbours = neighbours
+        self._memories: dict[tuple[tuple[int, ...], int], SharedMemory | None] = {}
+        self._local: dict[tuple[int, ...], frozenset[int]] = {}
+
+    def execute(self, flow: Flow, transport: Transport, call: CollectiveCall) -> int:
+        """Carry out `call` now: the bytes of buffer used.
+
+        Args:
+            flow: whose traffic it is.
+            transport: that of the flow, or an interceptor of it, for what goes by messages.
+        """
+        ranks, schedule = call.group.ranks, call.schedule
+        assert schedule is not None
+        local = self._local.get(ranks)
+        if local is None:
+            places = (place for place, rank in enumerate(ranks) if rank in self._neighbours)
+            local = self._local[ranks] = frozenset(places)
+        if len(local) < 2 or not call.vector.numel():
+            return execute(transport, call)
+        peak, place = 0, ranks.index(flow.rank)
+        for stage in local_stages(schedule, local):
+            memory = None
+            if isinstance(stage, Stage) and place in stage.ranks:
+                memory = self._memory(tuple(ranks[each] for each in stage.ranks), call)
+            if memory is not None:
+                assert isinstance(stage, Stage)
+                used = self._carry_out(stage, memory, flow, transport, call)
+            elif schedule.slots:
+                used = execute(transport, call)
+            else:
+                rounds = stage.rounds if isinstance(stage, Stage) else stage
+                used = exchange(transport, call, steps_of(call, flow.rank, *rounds))
+            peak = max(peak, used)
+        return peak
+
+    def _carry_out(
+        self,
+        stage: Stage,
+        memory: SharedMemory,
+        flow: Flow,
+        transport: Transport,
+        call: CollectiveCall,
+    ) -> int:
+        started, waited = time.perf_counter(), memory.seconds_waiting
+        flow.memory = memory
+        try:
+            with torch.no_grad():
+                used = _form(stage, call.group.ranks.index(flow.rank), memory, call)
+        finally:
+            self._engine.check()
+            flow.memory = None
+            waited = memory.seconds_waiting - waited
+            flow.traffic.seconds_waiting += waited
+            flow.traffic.seconds_communicating += time.perf_counter() - started - waited
+        moved = _traffic(call, flow.rank, stage)
+        flow.traffic.add(moved)
+        transport.executed(call, started, started + waited, moved.bytes_sent)
+        return used
+
+    def _memory(self, ranks: tuple[int, ...], call: CollectiveCall) -> SharedMemory | None:
+        """What `ranks` share for the tag of `call`; None if one of them does not want to."""
+        key = ranks, call.tag
+        if key not in self._memories:
+            made = sum(memory is not None for memory in self._memories.values())
+            wanted = made < MAX_MEMORIES and not call.vector.is_cuda
+            memory = self._memories[key] = _Finding(self._engine, ranks, call.tag).share(wanted)
+            if memory is not None:
+                self._engine.memories.append(memory)
+        return self._memories[key]
+
+
+class _Finding:
+    """How `ranks` find each other: by messages of a collective's tag, which are not counted."""
+
+    def __init__(self, engine: ProgressEngine, ranks: tuple[int, ...], tag: int) -> None:
+        self._engine, self._ranks, self._tag = engine, ranks, tag
+        self._flow = Flow(engine.rank, engine)
+
+    def share(self, wanted: bool) -> SharedMemory | None:
+        """Share memory, if all want to, and the first can make it."""
+        place, memory = self._ranks.index(self._engine.rank), None
+        if wanted and place == 0:
+            try:
+                memory = make_memory(len(self._ranks))
+            except OSError:  # messages need none
+                wanted = False
+        self._tell(bytes([wanted]))
+        answers = [self._hear(other) for other in range(len(self._ranks)) if other != place]
+        if not (wanted and all(answer == b"\1" for answer in answers)):
+            if memory is not None:
+                os.close(memory)
+            return None
+        meeting = Meeting(
+            place,
+            len(self._ranks),
+            self._tell,
+            self._hear,
+            CONNECT_SECONDS,
+            lambda: self._engine.check(self._ranks),
+        )
+        return share(place, meeting.connect(), memory, None, self._ranks)
+
+    def _tell(self, shown: bytes) -> None:
+        for rank in self._ranks:
+            if rank != self._engine.rank:
+                message = torch.frombuffer(bytearray(shown), dtype=torch.uint8)
+                header = pack_header(message, self._tag)
+                self._engine.send(Send(self._flow, rank, message, header, byte_view(message)))
+
+    def _hear(self, place: int) -> bytes:
+        receive = Receive(self._flow, self._ranks[place], self._tag, None)
+        self._engine.post(receive)
+        return receive.wait().numpy().tobytes()
+
+
+def _traffic(call: CollectiveCall, rank: int, stage: Stage) -> Traffic:
+    """What the messages of a stage would have counted."""
+    traffic = Traffic()
+    size, header = call.vector.element_size(), header_bytes(1)
+    for kind, _, _, first, end, _ in steps_of(call, rank, *stage.rounds):
+        if kind is StepKind.SEND:
+            traffic.messages_sent += 1
+            traffic.bytes_sent += (end - first) * size + header
+        elif kind is StepKind.POST:
+            traffic.messages_received += 1
+            traffic.bytes_received += (end - first) * size + header
+    traffic.bytes_in_memory = traffic.bytes_sent
+    return traffic
+
+
+class Span(NamedTuple):
+    """Elements [first, end) of a vector, which are shown from `place` on."""
+
+    first: int
+    end: int
+    place: int
+
+
+def _share(span: Span, rank: int, ranks: int) -> Span:
+    """The elements of `span` that one of the ranks adds up for all."""
+    low, high = (each * (span.end - span.first) // ranks for each in (rank, rank + 1))
+    return Span(span.first + low, span.first + high, span.place + low)
+
+
+def _form(stage: Stage, index: int, memory: SharedMemory, call: CollectiveCall) -> int:
+    """Replace the vector by what `stage` gives the rank at `index`; the bytes of buffer used."""
+    schedule, vector = call.schedule, call.vector
+    assert schedule is not None
+    length = vector.numel()
+    cuts = schedule.edges(length) if call.edges is None else call.edges
+    if schedule.slots:
+        cuts = (0, length)  # every rank shows its vector, and nobody needs slots
+    own, ranks = memory.rank, stage.ranks
+    if vector.nbytes <= SMALL_BYTES:
+        parts = memory.small(vector.dtype)[:, :length]
+        _show(vector, parts[own], Span(0, length, 0), stage.shown[index], cuts)
+        memory.barrier()
+        vectors = dict(zip(ranks, parts, strict=True))
+        stage.whole[index].form(vectors, vector, cuts, 0, length)
+        return vector.nbytes
+
+    def show(spans: list[Span], part: Tensor) -> None:
+        for span in spans:
+            _show(vector, part, span, stage.shown[index], cuts)
+
+    def form(spans: list[Span], parts: Tensor, results: Tensor) -> None:
+        for span in spans:
+            share = _share(span, own, len(ranks))
+            here = results[share.place : share.place + share.end - share.first]
+            for sums, part, out in (
+                (stage.shared, share, here),
+                (stage.alone[index], span, vector[span.first : span.end]),
+            ):
+                shown = parts[:, part.place : part.place + part.end - part.first]
+                vectors = dict(zip(ranks, shown, strict=True))
+                sums.form(vectors, out, cuts, part.first, part.end)
+
+    def take(spans: list[Span], results: Tensor) -> None:
+        for span in spans:
+            for low, high in _clipped(stage.taken[index], span, cuts):
+                begin = span.place + low - span.first
+                vector[low:high].copy_(results[begin : begin + high - low])
+
+    room = CHUNK_BYTES // vector.element_size()
+    memory.pipeline(vector.dtype, _spans(stage, cuts, room), show, form, take)
+    return 4 * min(vector.nbytes, CHUNK_BYTES)
+
+
+def _spans(stage: Stage, cuts: Sequence[int], room: int) -> Iterator[list[Span]]:
+    """Cut a vector into what there is room for at a time.
+
+    Where ranks share the work on each sum, that is a run of elements. Otherwise it is a slice of
+    each piece, so that every rank has something to do.
+    """
+    if stage.shared:
+        for first in range(cuts[0], cuts[-1], room):
+            yield [Span(first, min(first + room, cuts[-1]), 0)]
+        return
+    pieces = len(cuts) - 1
+    longest, width = max(end - first for first, end in pairwise(cuts)), room // pieces
+    for start in range(0, longest, width):
+        yield [
+            Span(
+                cuts[piece] + start,
+                min(cuts[piece] + start + width, cuts[piece + 1]),
+                piece * width,
+            )
+            for piece in range(pieces)
+            if cuts[piece] + start < cuts[piece + 1]
+        ]
+
+
+def _show(vector: Tensor, part: Tensor, span: Span, shown: Pieces, cuts: Sequence[int]) -> None:
+    for low, high in _clipped(shown, span, cuts):
+        begin = span.place + low - span.first
+        part[begin : begin + high - low].copy_(vector[low:high])
+
+
+def _clipped(pieces: Pieces, span: Span, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The elements of `pieces` that lie in `span`."""
+    for first, end in pieces:
+        low, high = max(cuts[first], span.first), min(cuts[end], span.end)
+        if low < high:
+            yield low, high

@@ -1,0 +1,262 @@
+"""Trainings with compressed gradients: engines alike bit for bit, exact bytes, resumed, refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.quadratic import SIZE, final, mean_samples, start
+from tests.simulated import simulated
+from tests.test_resume import assert_same, kill_launcher, training
+from tests.test_simulation_shapes import COSTLY, in_shapes, told
+from tests.training import equal, settings, train_processes, train_threads
+from torch import Tensor
+
+from orchestra.compression.base import Context
+from orchestra.compression.top_k import TopK
+from orchestra.errors import InputError
+from orchestra.settings import parse
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.tasks import load_task
+from orchestra.trainer.settings import Run
+from orchestra.worker.layout import Layout
+
+DGC = "DGC(0.05, warm_up=4, clip_norm=1.0)"
+ADDING = ["FP16()", "BF16()", "PowerSGD(2)", "RandomK(0.1)", "RandomK(0.1, error_feedback=True)"]
+GATHERING = [
+    "TopK(0.05)",
+    "QSGD(7)",
+    "QSGD(1, norm='max')",
+    "SignSGD()",
+    "SignSGD(False)",
+    "Threshold(0.05)",
+    "DGC(0.05, warm_up=4, clip_norm=1.0)",
+]
+BUCKETS: dict[str, Any] = {"bucket_megabytes": 0.001, "optimizer": "SGD(lr=0.05, momentum=0.9)"}
+
+
+def run_of(text: str, ranks: int = 3, **training: Any) -> Run:
+    """A few steps of a small network in several buckets, which leave while backward goes on."""
+    built = parse(text, STRATEGIES, where="test")
+    if "DGC" in text:
+        training.setdefault("optimizer", "SGD(lr=0.05)")
+    return settings(built, ranks, "images(samples=96, model='cnn')", **{**BUCKETS, **training})
+
+
+def ring(compressor: str) -> str:
+    return f"AllReduce(compression={compressor})"
+
+
+# One source, every engine
+
+
+@pytest.mark.parametrize("compressor", ["PowerSGD(2)", "TopK(0.05)"])
+def test_processes_and_simulation_agree_on_every_bit_and_byte(
+    compressor: str, tmp_path: Path
+) -> None:
+    """Of a method whose payloads add, in two rounds, and of one whose payloads are gathered."""
+    run = run_of(ring(compressor), accumulation=2)
+    real, virtual = train_processes(run, tmp_path / "real"), simulated(run, tmp_path / "virtual")
+    assert real.parameters_sha256 == virtual.parameters_sha256
+    assert real.bytes_sent == virtual.bytes_sent
+    plain = simulated(run_of("AllReduce()", accumulation=2), tmp_path / "plain")
+    assert virtual.bytes_sent < 0.4 * plain.bytes_sent
+
+
+@pytest.mark.parametrize("compressor", [*ADDING, *GATHERING])
+def test_every_rank_ends_with_the_same_bits(compressor: str, tmp_path: Path) -> None:
+    optimizer = "SGD(lr=0.05)" if compressor == DGC else BUCKETS["optimizer"]
+    trained = train_threads(
+        parse(ring(compressor), STRATEGIES, where="test"), 3, tmp_path,
+        "images(samples=96, model='cnn')", **{**BUCKETS, "optimizer": optimizer},
+    )  # fmt: skip
+    for replica in trained.replicas:
+        assert equal(replica, trained.final)
+
+
+@pytest.mark.parametrize("compressor", [*ADDING, "TopK(0.05)", "QSGD(7)", "SignSGD()", DGC])
+def test_a_run_of_shapes_tells_the_times_and_bytes_of_one_with_values(
+    compressor: str, tmp_path: Path
+) -> None:
+    same_times_without_values(run_of(ring(compressor), 4, steps=6, trace_steps=0), tmp_path)
+
+
+def same_times_without_values(run: Run, folder: Path) -> None:
+    reports = [
+        told(each, folder, "stragglers(nodes=4)", COSTLY).reports for each in (run, in_shapes(run))
+    ]
+    for real, shapes in zip(*reports, strict=True):
+        assert shapes.bytes_sent == real.bytes_sent
+        assert shapes.seconds == pytest.approx(real.seconds, rel=1e-9)
+
+
+# Servers
+
+SERVERS = [
+    "ParameterServer(compression=FP16())",
+    "ParameterServer(servers=2, compression=TopK(0.05))",
+    "ParameterServer(servers=2, compression=DGC(0.05, warm_up=4))",
+    "ParameterServer(servers=2, replicas=1, compression=QSGD(7))",
+    "ParameterServer(placement='beside', returns='gradients', compression=RandomK(0.1))",
+]
+
+
+@pytest.mark.parametrize("text", [*SERVERS, "ParameterServer(compression=Threshold(0.05))"])
+def test_compressed_pushes_on_real_and_simulated_connections(text: str, tmp_path: Path) -> None:
+    run = run_of(text, 4, steps=8)
+    virtual = simulated(run, tmp_path / "virtual")
+    training = {"steps": 8, "optimizer": run.training.optimizer}
+    real = train_threads(
+        run.strategy, 4, tmp_path / "real", "images(samples=96, model='cnn')", **training
+    )
+    assert equal(real.final, load_file(tmp_path / "virtual" / "parameters.safetensors"))
+    assert virtual.bytes_sent == sum(report.bytes_sent for report in real.reports)
+    plain = parse(re.sub(r",? ?compression=\w+\([^)]*\)", "", text), STRATEGIES, where="test")
+    assert virtual.bytes_sent < 0.85 * simulated(replace(run, strategy=plain), tmp_path).bytes_sent
+
+
+@pytest.mark.parametrize("text", SERVERS)
+def test_servers_without_values(text: str, tmp_path: Path) -> None:
+    same_times_without_values(run_of(text, 4, steps=6, trace_steps=0), tmp_path)
+
+
+def test_pushes_of_top_k_are_the_equation(tmp_path: Path) -> None:
+    """p_w <- g_w + e_w;  x <- x - eta sum_w (s_w / S) top(p_w);  e_w <- p_w - top(p_w)."""
+    trained = train_threads(
+        parse("ParameterServer(servers=2, compression=TopK(0.34))", STRATEGIES, where="test"), 4,
+        tmp_path, "tests.quadratic:quadratic()", batch_size=4, optimizer="SGD(lr=0.1)",
+    )  # fmt: skip
+    x, left = start(), np.zeros((2, SIZE))
+    for parts in mean_samples(2, 4):
+        total = sum(count for _, count in parts)
+        sent = np.zeros_like(left)
+        for worker, (mean, _) in enumerate(parts):
+            left[worker] += x - mean
+            for tensor in (slice(0, 3), slice(3, 5)):
+                largest = np.abs(left[worker, tensor]).argmax() + tensor.start
+                sent[worker, largest] = left[worker, largest]
+        left -= sent
+        x = x - 0.1 * sum(c / total * s for (_, c), s in zip(parts, sent, strict=True))
+    np.testing.assert_allclose(final(trained.final), x, rtol=1e-12)
+
+
+# Against NumPy, and nothing gets lost
+
+
+def test_top_k_with_error_feedback_is_the_equation(tmp_path: Path) -> None:
+    """p_w <- (s_w / S) g_w + e_w;  x <- x - eta sum_w top(p_w);  e_w <- p_w - top(p_w), a tensor at
+    a time, where workers have unequal parts of the samples and the last step is not for all."""
+    shares, samples, rate = (1.0, 2.0, 0.5), 59, 0.1
+    trained = train_threads(
+        parse(ring("TopK(0.34)"), STRATEGIES, where="test"), 3, tmp_path,
+        f"tests.quadratic:quadratic({samples})", batch_size=4, shares=shares,
+        optimizer=f"SGD(lr={rate})", bucket_megabytes=1e-5,
+    )  # fmt: skip
+    x, left = start(), np.zeros((3, SIZE))
+    for parts in mean_samples(3, 4, samples, shares):
+        total = sum(count for _, count in parts)
+        for worker, (mean, count) in enumerate(parts):
+            left[worker] += count / total * (x - mean) if count else 0.0
+        sent = np.zeros_like(left)
+        for tensor, kept in ((slice(0, 3), 1), (slice(3, 5), 1)):
+            for worker in range(3):
+                largest = np.argsort(-np.abs(left[worker, tensor]))[:kept] + tensor.start
+                sent[worker, largest] = left[worker, largest]
+        left -= sent
+        x = x - rate * sent.sum(0)
+    for state in (trained.final, *trained.replicas):
+        np.testing.assert_allclose(final(state), x, rtol=1e-12)
+
+
+SENT: dict[int, Tensor] = {}
+
+
+@dataclass(frozen=True, repr=False)
+class Noting(TopK):
+    """What arrives on the first worker of each tensor, by its place."""
+
+    def combine(self, payloads: Sequence[Tensor], out: Tensor, context: Context) -> None:
+        super().combine(payloads, out, context)
+        if context.rank == 0:
+            SENT[context.first] = SENT.get(context.first, torch.zeros_like(out)) + out
+
+
+def test_what_waits_of_a_tensor_arrives_though_nobody_uses_the_tensor(tmp_path: Path) -> None:
+    """`rarely` is used in some steps; what is left of it then arrives in the others."""
+    SENT.clear()
+    trained = train_threads(
+        AllReduce(compression=Noting(0.01)), 2, tmp_path, "images(samples=480, model='partial')",
+        optimizer="SGD(lr=1.0)", batch_size=4,
+    )  # fmt: skip
+    before = load_task("tests.tasks_for_tests:images(samples=480, model='partial')").model()
+    layout = Layout.of_module(before)
+    began = before.state_dict()
+    for slot in layout.slots:
+        moved = (began[slot.name] - trained.final[slot.name]).reshape(-1)
+        torch.testing.assert_close(moved, SENT[slot.offset], rtol=1e-4, atol=1e-5)
+    assert SENT[layout.slots[1].offset].any()
+
+
+# What a checkpoint holds
+
+
+def test_killed_twice_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """In a phase with two vectors of memory, and in one with factors and residuals."""
+    strategy = (
+        f"Switch({ring('DGC(0.05, warm_up=20)')}, {ring('PowerSGD(2)')}, when=AfterSteps(20))"
+    )
+    changes = {"optimizer": "SGD(lr=0.05)", "epochs": 2, "checkpoint_every": 5}
+    whole = training(strategy, tmp_path / "whole", **changes).record()
+    out = tmp_path / "out"
+    kill_launcher(strategy, out, at=2, **changes)
+    kill_launcher(strategy, out, at=7, **changes)
+    record = training(strategy, out, **changes).record()
+    assert_same(out, record, tmp_path / "whole", whole)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("AllReduce('tree', compression=TopK())", "do not add.*set algorithm='ring'"),
+        ("AllReduce(shard='optimizer', compression=BF16())", "leave these out"),
+        ("AllReduce(backup=1, compression=BF16())", "leave these out"),
+        ("ParameterServer(compression=PowerSGD())", "cannot read a payload of PowerSGD"),
+        ("ParameterServer(compression=SignSGD())", "SignSGD with vote=False"),
+        ("ParameterServer(backup=1, compression=TopK())", "backup does not go with compression"),
+        ("AllReduce(compression=TopK(0))", "keep: 0.0 is not above 0"),
+        ("AllReduce(compression='TopK')", "expected Compressor"),
+        ("AllReduce(compression=Ring())", "expected Compressor"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        parse(text, STRATEGIES, where="here")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "training", "words"),
+    [
+        ("DGC()", {"optimizer": "SGD(lr=0.1, momentum=0.9)"}, "set optimizer to SGD, without mom"),
+        ("DGC()", {"optimizer": "Adam(lr=0.1)"}, "set optimizer to SGD, without momentum"),
+        ("Threshold()", {"shapes": True}, "depends on values.*set tensors to real"),
+    ],
+)
+def test_what_a_run_cannot_do_is_refused(
+    compressor: str, training: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    shapes = training.pop("shapes", False)
+    run = run_of(ring(compressor), 2, steps=2, trace_steps=0, **training)
+    with pytest.raises(InputError, match=words):
+        simulated(in_shapes(run) if shapes else run, tmp_path)

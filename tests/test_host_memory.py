@@ -1,0 +1,158 @@
+"""Collectives in shared memory: the bits and the traffic of their messages, and who is gone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from orchestra.engines.processes import launch
+from orchestra.errors import PeerLost, RunFailed
+from orchestra.schedules import (
+    ALL_REDUCE,
+    Schedule,
+    hierarchical,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from orchestra.transports.host import MAX_MEMORIES, Host
+from orchestra.transports.protocol import CollectiveCall, Group, Transport
+from orchestra.transports.sockets import SocketTransport
+from orchestra.worker.interception import InterceptedTransport
+from orchestra.worker.runtime import Runtime
+
+LENGTHS = (1, 7, 20_000, 1_100_000)
+"""Elements: fewer than pieces, small, large, and more than there is room for at once."""
+COUNTED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
+
+
+def sockets_of(transport: Transport) -> SocketTransport:
+    assert isinstance(transport, InterceptedTransport)
+    assert isinstance(transport.inner, SocketTransport)
+    return transport.inner
+
+
+def reduced(
+    runtime: Runtime, host: Host | None, schedules: Sequence[Schedule], length: int
+) -> tuple[torch.Tensor, list[int]]:
+    """What this rank ends with after `schedules`, and what it has counted."""
+    sockets = sockets_of(runtime.transport)
+    sockets.host = host
+    random = torch.Generator().manual_seed(1000 * runtime.rank + length)
+    vector = torch.randn(length, generator=random)
+    before = [getattr(sockets.traffic, name) for name in COUNTED]
+    for schedule in schedules:
+        call = CollectiveCall(schedule, vector, Group(tuple(range(runtime.ranks))), tag=50)
+        runtime.transport.collective(call).wait()
+    counted = [getattr(sockets.traffic, name) for name in COUNTED]
+    return vector, [after - each for after, each in zip(counted, before, strict=True)]
+
+
+def compared(runtime: Runtime, nodes: Sequence[int]) -> tuple[list[str], int]:
+    """Every schedule in memory that is shared inside the nodes, and over sockets: what differs."""
+    sockets = sockets_of(runtime.transport)
+    starts = [sum(nodes[:place]) for place in range(len(nodes) + 1)]
+    neighbours = next(range(*ends) for ends in pairwise(starts) if runtime.rank < ends[1])
+    sockets.share_memory(neighbours)
+    host, ranks = sockets.host, runtime.ranks
+    each = [[make(ranks)] for make in ALL_REDUCE.values()] + [[hierarchical(nodes)]]
+    each.append([ring_reduce_scatter(ranks), ring_all_gather(ranks)])
+    differ = []
+    for schedules in each:
+        for length in LENGTHS:
+            shared, counted = reduced(runtime, host, schedules, length)
+            plain, expected = reduced(runtime, None, schedules, length)
+            if not torch.equal(shared, plain) or counted != expected:
+                differ.append(f"{schedules[0].name} of {length}")
+    return differ, sockets.traffic.bytes_in_memory
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        (2,),
+        (4,),
+        (2, 2),
+        (1, 3),
+        *(pytest.param(n, marks=pytest.mark.matrix) for n in ((3,), (5,), (3, 2))),
+    ],
+)
+def test_the_bits_and_the_traffic_are_those_of_messages(nodes: tuple[int, ...]) -> None:
+    for rank, (differ, in_memory) in enumerate(launch(compared, nodes, sum(nodes)).results):
+        assert differ == []
+        assert (in_memory > 0) == (not (nodes == (1, 3) and rank == 0))
+
+
+def refused(runtime: Runtime, _: None) -> list[float]:
+    """More memories than a rank takes, of which rank 1 has one already."""
+    if runtime.rank:
+        host = sockets_of(runtime.transport).host
+        assert host is not None
+        host._memories[(1,), 0] = torch  # type: ignore[assignment]
+    found = []
+    for tag in range(MAX_MEMORIES + 1):
+        vector = torch.ones(3)
+        call = CollectiveCall(ALL_REDUCE["ring"](2), vector, Group((0, 1)), 50 + tag)
+        runtime.transport.collective(call).wait()
+        found.append(float(vector.sum()))
+    return found
+
+
+def test_who_has_enough_memories_refuses_and_messages_do() -> None:
+    assert launch(refused, None, 2).results == ([6.0] * (MAX_MEMORIES + 1),) * 2
+
+
+def reduce(runtime: Runtime, length: int, *, background: bool = False) -> None:
+    group = Group(tuple(range(runtime.ranks)))
+    ring = ALL_REDUCE["ring"](runtime.ranks)
+    call = CollectiveCall(ring, torch.ones(length), group, 50, background=background)
+    runtime.transport.collective(call).wait()
+
+
+def killed(runtime: Runtime, assignment: tuple[int, Path]) -> None:
+    """One rank is killed at a random moment of collectives without end."""
+    seed, folder = assignment
+    random = Random(seed)
+    victim, delay = random.randrange(runtime.ranks), random.uniform(0, 0.05)
+    if runtime.rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        for length in itertools.cycle((10, 30_000, 1_000_000)):
+            reduce(runtime, length, background=random.random() < 0.5)
+    except PeerLost as lost:
+        (folder / f"{seed} {runtime.rank}").write_text(str(lost.rank))
+        raise
+
+
+@pytest.mark.parametrize("runs", [4, pytest.param(500, marks=pytest.mark.matrix)])
+@pytest.mark.timeout(1800)
+def test_a_rank_that_is_killed_at_any_moment_is_named(runs: int, tmp_path: Path) -> None:
+    """By the run, and by each rank that notices before it is told to leave."""
+    for seed in range(runs):
+        victim = Random(seed).randrange(3)
+        with pytest.raises(RunFailed, match=rf"^rank {victim} on \S+ was killed by SIGKILL$"):
+            launch(killed, (seed, tmp_path), 3)
+        assert {found.read_text() for found in tmp_path.glob(f"{seed} *")} <= {str(victim)}
+
+
+def stuck(runtime: Runtime, background: bool) -> None:
+    """Rank 0 waits for a message of rank 1, which waits for rank 0 in a collective."""
+    reduce(runtime, 9)
+    if runtime.rank == 0:
+        runtime.transport.receive(1, tag=60).wait()
+    reduce(runtime, 9, background=background)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_ranks_that_wait_for_each_other_are_found(background: bool) -> None:
+    waits = r"rank 0 waits for rank 1 \(to receive, tag 60\), rank 1 waits for rank 0 \(in a coll"
+    with pytest.raises(RunFailed, match=waits):
+        launch(stuck, background, 2, patience=1.0)
