@@ -25,8 +25,8 @@ from orchestra.trainer.settings import NONE, Run, Training
 from orchestra.worker.arriving import AwaitParameters
 from orchestra.worker.worker import Worker
 
-IN_PARTS = {"bucket_megabytes": 0.001, "overlap": True}
-WHOLE = {"overlap": False}
+IN_PARTS: dict[str, Any] = {"bucket_megabytes": 0.001}
+WHOLE: dict[str, Any] = {"overlap": False}
 TASK = "images(samples=84, model='normalised')"  # the last step leaves a worker without samples
 SYNCHRONOUS = [
     "ParameterServer(servers=2)",
@@ -89,7 +89,7 @@ def seconds(strategy: str, folder: Path, gradient: float = 1.0, ranks: int = 8) 
         )  # fmt: skip
         task = TENSORS % (FLOPS * gradient / 32)
         outcome = simulated_here(Run("test", task, chosen(strategy), 0, training), folder)
-        return max(report.train_seconds for report in outcome.results)
+        return float(max(report.train_seconds for report in outcome.results))
 
     folder.mkdir()
     return (run(2 * STEPS) - run(STEPS)) / STEPS

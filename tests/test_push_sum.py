@@ -82,7 +82,7 @@ class Patient:
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Any:
         return self.handle(source, self._transport.receive(source, tag, into))
 
-    def in_background(self, function: Callable[[Any], Tensor], lane: int) -> Any:
+    def in_background(self, function: Callable[[Any], Any], lane: int = 0) -> Any:
         task = self._transport.in_background(function, lane)
         if lane != RECEIVING:
             return task
