@@ -24,7 +24,16 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.schedules import REDUCE, Schedule
-from orchestra.transports.protocol import CollectiveCall, Handle, HandOver, Task, Traffic, Transport
+from orchestra.transports.protocol import (
+    CollectiveCall,
+    Group,
+    Handle,
+    HandOver,
+    SharedTensor,
+    Task,
+    Traffic,
+    Transport,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -389,6 +398,10 @@ class CollectiveMixin:
 
     def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
         """Do nothing: nobody looks; see `Transport.executed`."""
+
+    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
+        """Refuse: only some transports have memory to share."""
+        raise InputError("this engine has no memory that ranks share")
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Refuse: only some transports have a backend."""
