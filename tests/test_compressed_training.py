@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.quadratic import SIZE, Vector, final, mean_samples, start
 from tests.simulated import simulated
+from tests.test_all_reduce import gradient_bytes
 from tests.test_resume import assert_same, kill_launcher, training
 from tests.test_simulation_shapes import COSTLY, in_shapes, told
 from tests.training import equal, settings, train_processes, train_threads
@@ -96,6 +97,21 @@ def same_times_without_values(run: Run, folder: Path) -> None:
     for real, shapes in zip(*reports, strict=True):
         assert shapes.bytes_sent == real.bytes_sent
         assert shapes.seconds == pytest.approx(real.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("compressor", ["BF16()", "TopK(0.05)", "QSGD(7)", "RandomK(0.1)"])
+def test_the_bytes_on_the_wire_are_those_of_the_payloads(compressor: str, tmp_path: Path) -> None:
+    """Of two ranks each sends the other one its payload, and the tail, which is not compressed."""
+    strategy = parse(ring(compressor), STRATEGIES, where="test")
+    layout = Layout.of_module(load_task("tests.tasks_for_tests:images(samples=8)").model())
+    encoder = strategy.compression
+    sizes = [layout.size] if encoder.whole else [slot.size for slot in layout.slots]
+    payload = sum(encoder.size(size, layout.dtype.itemsize, 0) for size in sizes)
+    plain = gradient_bytes(AllReduce(), 2, tmp_path / "plain")
+    sent = gradient_bytes(strategy, 2, tmp_path / "compressed")
+    assert set(sent) == {(0, 1), (1, 0)}
+    for pair, size in sent.items():
+        assert plain[pair] - size == layout.bytes - payload
 
 
 # Servers
