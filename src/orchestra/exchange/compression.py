@@ -100,6 +100,7 @@ class CompressedSum:
         self._state = state
         self._begin_sum = begin_sum
         self._gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
+        self._own = ring.index(worker.rank)
 
     def begin(self, bucket: Bucket, background: bool) -> Sequence[Task[int]]:
         """Encode the bucket of this step and begin its first round, and the sum of the tail."""
@@ -118,23 +119,23 @@ class CompressedSum:
             begun.append(self._begin_sum(tail, background))
         return begun
 
+    @property
+    def _whole(self) -> bool:
+        return isinstance(self._compressor, Encoder) and self._compressor.whole
+
     def _contexts(self, bucket: Bucket, step: int) -> list[Context]:
-        worker, numbers = self._worker, range(bucket.first_slot, bucket.end_slot)
+        worker = self._worker
+        about = step, worker.rank, len(worker.workers)
+        if self._whole:
+            return [Context((len(bucket.values),), bucket.first, *about)]
         return [
-            Context(
-                tuple(worker.layout.slots[number].shape),
-                worker.layout.slots[number].offset,
-                step,
-                worker.rank,
-                len(worker.workers),
-                self._state.memory[number],
-            )
-            for number in numbers
-        ]
+            Context(tuple(slot.shape), slot.offset, *about, memory)
+            for slot, memory in zip(worker.layout.slots, self._state.memory, strict=True)
+        ][bucket.first_slot : bucket.end_slot]
 
     def _cut(self, bucket: Bucket, vector: Tensor) -> list[Tensor]:
         """Return the tensors of `bucket` in its part `vector` of a flat vector, each flat."""
-        if isinstance(self._compressor, Encoder) and self._compressor.whole:
+        if self._whole:
             return [vector]
         slots = self._worker.layout.slots[bucket.first_slot : bucket.end_slot]
         starts = [slot.offset - bucket.first for slot in slots]
@@ -155,7 +156,7 @@ class CompressedSum:
     ) -> Iterator[Task[int]]:
         """One round after the other, each a sum by the strategy's own collective."""
         tensors = self._cut(bucket, gradient)
-        contexts = self._contexts(bucket, step)[: len(tensors)]
+        contexts = self._contexts(bucket, step)
         rounds: Iterator[Tensor] | None = None
         vector: Tensor | None = None
 
@@ -179,72 +180,69 @@ class CompressedSum:
         compressor = self._compressor
         assert isinstance(compressor, Encoder)
         tensors, contexts = self._cut(bucket, gradient), self._contexts(bucket, step)
-        ranks, own = len(self._gather.group), self._gather.group.index(self._worker.rank)
-        payload = gradient.new_empty(0, dtype=torch.uint8)
+        encoding, decoding = compressor.passes
         sizes = [
-            compressor.size(len(each), gradient.element_size(), context.step)
-            for each, context in zip(tensors, contexts, strict=True)
-        ]
+            compressor.size(len(each), gradient.element_size(), step) for each in tensors
+        ]  # of the payloads of each worker, where they are known
+        payload = gradient.new_empty(sum(sizes) if gradient.is_meta else 0, dtype=torch.uint8)
 
         def encode() -> None:
             nonlocal payload, sizes
             residuals = self._with_residual(bucket, gradient)
             if gradient.is_meta:
-                payload = payload.new_empty(sum(sizes))
                 return
             payloads = compressor.encode_all(tensors, residuals, contexts)
-            payload = torch.cat(payloads)
-            if compressor.sized:
-                assert [len(each) for each in payloads] == sizes, compressor
-            sizes = [len(each) for each in payloads]
+            payload, lengths = torch.cat(payloads), [len(each) for each in payloads]
+            assert lengths == sizes or not compressor.sized, compressor
+            sizes = lengths
 
-        encoding, decoding = compressor.passes
         _charge(self._worker, "encode", encoding * gradient.numel(), encode)
-        table = [sizes] * ranks  # of each worker's payloads
+        ranks = len(self._gather.group)
+        table = [sizes] * ranks
         if not compressor.sized:
-            lengths = torch.zeros(ranks, len(sizes), dtype=torch.int64)
-            lengths[own] = torch.tensor(sizes)
-            vector, edges = _in_places(lengths[own], [len(sizes)] * ranks, own)
-            yield self._gather.begin(
-                self._transport, vector, self._tag, edges, background=background
-            )
-            table = [each.tolist() for each in _of_ranks(vector, edges)]
-        vector, edges = _in_places(payload, [sum(each) for each in table], own)
-        yield self._gather.begin(self._transport, vector, self._tag, edges, background=background)
+            gather = _Gather(torch.tensor(sizes), [len(sizes)] * ranks, self._own)
+            yield self._begin_gather(gather, background)
+            table = [each.tolist() for each in gather.pieces()]
+        gather = _Gather(payload, [sum(each) for each in table], self._own)
+        yield self._begin_gather(gather, background)
 
         def decode() -> None:
             if gradient.is_meta:
                 return
-            arrived = [
-                each.split(sizes)
-                for each, sizes in zip(_of_ranks(vector, edges), table, strict=True)
-            ]
+            pieces = zip(gather.pieces(), table, strict=True)
+            arrived = [piece.split(lengths) for piece, lengths in pieces]
             for number, (values, context) in enumerate(zip(tensors, contexts, strict=True)):
                 compressor.combine([each[number] for each in arrived], values, context)
 
         _charge(self._worker, "decode", decoding * ranks * gradient.numel(), decode)
 
+    def _begin_gather(self, gather: _Gather, background: bool) -> Task[int]:
+        return self._gather.begin(
+            self._transport, gather.vector, self._tag, gather.edges, background=background
+        )
+
+
+class _Gather:
+    """The vector of an all-gather around a ring, with the piece of the rank `own` in its place: the
+    piece (i + 1) mod N is that of the i-th rank, which has `sizes[i]` elements."""
+
+    def __init__(self, piece: Tensor, sizes: Sequence[int], own: int) -> None:
+        self.edges = _edges((sizes[-1], *sizes[:-1]))
+        self.vector = piece.new_empty(self.edges[-1])
+        place = (own + 1) % len(sizes)
+        self.vector[self.edges[place] : self.edges[place + 1]] = piece
+
+    def pieces(self) -> list[Tensor]:
+        """In the order of the ranks."""
+        last, *others = [self.vector[first:end] for first, end in pairwise(self.edges)]
+        return [*others, last]
+
 
 @functools.lru_cache(maxsize=1024)
-def _edges_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where the pieces of an all-gather around a ring begin, and the end: the piece (i + 1)
-    mod N is that of the i-th rank, which has `sizes[i]` elements."""
-    return tuple(accumulate([sizes[-1], *sizes[:-1]], initial=0))
-
-
-def _in_places(own_piece: Tensor, sizes: Sequence[int], own: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the vector of an all-gather with this rank's piece in its place, and its edges."""
-    edges = _edges_of(tuple(sizes))
-    vector = own_piece.new_empty(edges[-1])
-    place = (own + 1) % len(sizes)
-    vector[edges[place] : edges[place + 1]] = own_piece
-    return vector, edges
-
-
-def _of_ranks(vector: Tensor, edges: Sequence[int]) -> list[Tensor]:
-    """Return the pieces of a gathered vector in the order of the ranks."""
-    pieces = [vector[first:end] for first, end in pairwise(edges)]
-    return [*pieces[1:], pieces[0]]
+def _edges(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where runs of these sizes begin, and the end; equal ones as the same object, by which
+    the simulation knows them."""
+    return tuple(accumulate(sizes, initial=0))
 
 
 class _Rounds:
