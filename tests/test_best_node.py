@@ -112,7 +112,7 @@ def test_what_has_no_room_is_refused_with_the_sum(write: Write, tmp_path: Path) 
         ('AllReduce(shard="optimizer")', 2.5, True),
         ("ParameterServer()", 7, False),  # the server: 4, and a push of each of 3 workers
         ("ParameterServer(servers=2)", 3, True),
-        ("Gossip()", 6, False),
+        ("Gossip()", 7, False),
     ],
 )
 def test_strategies_keep_their_own_multiples(

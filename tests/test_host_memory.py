@@ -141,7 +141,6 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(runs: int, tmp_path: Path)
         with pytest.raises(RunFailed, match=rf"^rank {victim} on \S+ was killed by SIGKILL$"):
             launch(killed, (seed, tmp_path), 3)
         assert {found.read_text() for found in tmp_path.glob(f"{seed} *")} <= {str(victim)}
-    assert any(tmp_path.iterdir())
 
 
 def stuck(runtime: Runtime, background: bool) -> None:

@@ -23,7 +23,8 @@ from orchestra.collectives import Group, execute
 from orchestra.engines.simulation import rounds
 from orchestra.engines.simulation.participant import Participant
 from orchestra.engines.simulation.rendezvous import Collective
-from orchestra.engines.simulation.rounds import PlacedPlan, State
+from orchestra.engines.simulation.ring_rounds import Ring
+from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
 from orchestra.transports import collective
@@ -178,6 +179,14 @@ def counted() -> Iterator[Counter[str]]:
         yield counts
 
 
+def noting(function: Callable[..., int], results: list[int]) -> Callable[..., int]:
+    def note(*arguments: Any) -> int:
+        results.append(function(*arguments))
+        return results[-1]
+
+    return note
+
+
 def staggered(ranks: int, rounds: int = 3) -> list[list[float]]:
     """No two ranks arrive together, and not in the same order each time."""
     return [
@@ -299,11 +308,27 @@ def test_rounds_of_a_ring_have_the_bits_of_any_other_rounds(
 ) -> None:
     """With pieces of unequal length, where processors, links or the senders' memory hold it up."""
     trial = Trial("ring", 7, length, staggered(7), on, replace(COSTLY, buffer=buffer))
-    with mock.patch.object(State, "pass_ring", autospec=True, side_effect=State.pass_ring) as ring:
+    one_by_one = mock.patch.object(Ring, "_skip", return_value=0)
+    evaluate = mock.patch.object(Ring, "_evaluate", autospec=True, side_effect=Ring._evaluate)
+    with one_by_one, evaluate as ring:
         as_ring = trial.run(at_once=True)
     assert ring.call_count
-    with mock.patch.object(rounds, "_is_ring", return_value=False):
+    with mock.patch.object(rounds, "_in_runs", lambda all_rounds: [(False, list(all_rounds))]):
         assert trial.run(at_once=True) == as_ring
+
+
+@pytest.mark.parametrize(("name", "least"), [("ring", 50), ("hierarchical", 4)])
+@pytest.mark.parametrize("buffer", [700, 1 << 20])
+def test_rounds_of_a_ring_that_go_on_alike_are_skipped(name: str, least: int, buffer: int) -> None:
+    """Pieces of unequal length catch up with others, and some ranks come late."""
+    delays = [[1e-6 + 2e-4 * (rank // 2 == 9) + 1e-6 * (rank // 2 % 5) for rank in range(48)]] * 2
+    trial = Trial(
+        name, 48, 1_000_011, delays, "lan_1gbit(nodes=48)", replace(COSTLY, buffer=buffer)
+    )
+    skipped: list[int] = []
+    with mock.patch.object(Ring, "_skip", noting(Ring._skip, skipped)):
+        check(trial)
+    assert sum(skipped) >= least
 
 
 def test_ranks_that_come_as_before_are_not_computed_anew() -> None:

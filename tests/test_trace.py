@@ -237,7 +237,7 @@ def test_a_switch_is_marked_and_opens_a_second_window(tmp_path: Path) -> None:
 
 def test_background_flows_have_threads_of_their_own(tmp_path: Path) -> None:
     trace = traced('AllReduce("ring")', 2, tmp_path / "buckets", bucket_megabytes=0.003)
-    assert trace.names("thread") == {"steps", "main", "sum in background"}
+    assert trace.names("thread") == {"steps", "main", "background"}
     names = {(flow(e), e["name"]) for e in trace.slices("send", "receive") if e["name"] != OTHERS}
     assert names
     assert STEPS + 1 not in {number for number, _ in names}

@@ -58,6 +58,9 @@ class FreeCompute:
     def run(self, work: Work, function: Callable[[], T]) -> T:
         return function()
 
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        wait()
+
     def reached(self, slot: int) -> None:
         """Time passes by itself."""
 

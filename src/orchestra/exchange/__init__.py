@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from orchestra.exchange.common_step import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
     from orchestra.exchange.partial import *  # noqa: F403
+    from orchestra.exchange.parts import *  # noqa: F403
     from orchestra.exchange.pipeline import *  # noqa: F403
     from orchestra.exchange.servers import *  # noqa: F403
     from orchestra.exchange.shared_work import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
-        __name__, "agreement", "average", "compression", "partial", "servers", "shared_work",
+        __name__, "agreement", "average", "compression", "partial", "parts", "servers",
+        "shared_work",
         "common_step", "pipeline", "choco",
     )  # fmt: skip

@@ -167,12 +167,17 @@ def keep_gradient(worker: Worker) -> None:
     worker.gradients.forget_unused()
 
 
-def mix_with_neighbours(worker: Worker, topology: Topology, step: int) -> None:
-    """x_i <- sum_j W_ij x_j over the neighbours in the graph of `step`; waits for them."""
+def mix_with_neighbours(
+    worker: Worker, transport: Transport, into: Tensor, topology: Topology, step: int
+) -> Tensor:
+    """`into` becomes sum_j W_ij x_j over the neighbours in the graph of `step`; waits for them.
+
+    `transport` is that of the flow which does it. Returns `into`.
+    """
     ranks, own = worker.workers.ranks, worker.workers.index(worker.rank)
     graph = topology.graph(len(ranks), step)
     weights = doubly_stochastic(graph)[own]
-    transport, x = worker.transport, worker.parameters
+    x = worker.parameters
     arriving = {
         peer: transport.receive(ranks[peer], Tag.MIX, torch.empty_like(x))
         for peer in sorted(weights)
@@ -184,12 +189,12 @@ def mix_with_neighbours(worker: Worker, topology: Topology, step: int) -> None:
         handle.wait()
 
     def mix() -> None:
-        if arrived:
-            x.mul_(weights[own])
+        torch.mul(x, weights[own] if arrived else 1.0, out=into)
         for peer, values in arrived.items():
-            x.add_(values, alpha=weights[peer])
+            into.add_(values, alpha=weights[peer])
 
     charge(worker, "mix", len(arrived) * worker.layout.size, mix)
+    return into
 
 
 def average_replicas(

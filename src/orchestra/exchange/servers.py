@@ -16,10 +16,11 @@ from orchestra.collectives import Group, all_reduce, receive_object, send_object
 from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_within
 from orchestra.exchange.compression import CompressionState
+from orchestra.exchange.parts import PartsClient
 from orchestra.optimizers.state import capture, install_moments, restore
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
-from orchestra.parameter_server.placement import Slice
+from orchestra.parameter_server.placement import Part, Slice
 from orchestra.parameter_server.placement import place as place_slices
 from orchestra.parameter_server.server import Server
 from orchestra.parameter_server.state import Consistency, Push, ServerState
@@ -55,14 +56,17 @@ def make_server(
     compensate: Compensate | None = None,
     queue_shares: tuple[float, ...] | None = None,
     replicas: bool = False,
+    parts: Sequence[Part] = (),
+    early: bool = False,
     elastic: bool = False,
     decode: Callable[[Slice, Push, Tensor], Tensor] | None = None,
 ) -> Server:
     """The server that lives on this rank, with the moments that `worker` inherited, if any.
 
     With `replicas` it holds the slice before its own, too. Where workers take batches from a queue,
-    by their `queue_shares` of a step, the server of the first slice hands them out. Where it is
-    `elastic` its slice is a centre. `decode` reads a push that was compressed.
+    by their `queue_shares` of a step, the server of the first slice hands them out. Pushes come in
+    `parts`, if there are any, and with `early` each is applied once all have pushed it. Where it
+    is `elastic` its slice is a centre. `decode` reads a push that was compressed.
     """
     lost = worker.transport.lost()
     live = frozenset(workers) - lost
@@ -100,6 +104,8 @@ def make_server(
             rate_divisor=rate_divisor,
             compensation=compensate(values, workers) if compensate is not None else None,
             on_update=offer if updates or elastic else None,
+            parts=[each for each in parts if slices[each.place] == part],
+            early=early,
             elastic=elastic,
             decode=None if decode is None else functools.partial(decode, part),
         )
@@ -189,9 +195,13 @@ def push_and_pull(
     into: Tensor,
     *,
     synchronous: bool,
+    parts: PartsClient | None = None,
     compression: CompressionState | None = None,
 ) -> None:
-    """Push this step's gradient; pull flat `into`; note what the servers say of the step."""
+    """Push this step's gradient; pull flat `into`; note what the servers say of the step.
+
+    With `parts` it knows where to pull to.
+    """
     step, gradients = worker.step, worker.gradients
     if compression is not None and step.samples and not compression.used.is_meta:
         flags = compression.used.new_tensor(gradients.used)
@@ -201,7 +211,7 @@ def push_and_pull(
         worker.rank, client.clock + 1, step.samples, step.total_samples, step.loss, step.stop,
         step.rates, tuple(gradients.used), step.position, step.report,
     )  # fmt: skip
-    answers = client.push(push, gradients.vector, into)
+    answers = parts.push(push) if parts else client.push(push, gradients.vector, into)
     if synchronous:
         step.loss, step.stop = answers[0].loss, any(answer.stop for answer in answers)
         step.agreed = True

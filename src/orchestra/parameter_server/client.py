@@ -83,19 +83,25 @@ class Client:
         nothing = Push(rank, self.clock + 1, 0, item.samples, 0.0, False, (), used, item.start)
         self.push(nothing, values, values)  # a server answers when it has read all of them
 
-    def push(self, push: Push, gradient: Tensor, into: Tensor) -> list[Answer]:
+    def push(
+        self, push: Push, gradient: Tensor | None = None, into: Tensor | None = None
+    ) -> list[Answer]:
         """Push flat `gradient`, pull flat `into`; the servers' answers, in their order.
 
         `push` tells of the whole gradient; its `used` has one entry for each tensor of the model.
+        Without tensors the gradient has been pushed in parts, and somebody else pulls.
         """
         waits = []
-        payloads = None if self.encode is None else self.encode(push, gradient)
+        payloads = None
+        if self.encode is not None and gradient is not None:
+            payloads = self.encode(push, gradient)
         for place, part in enumerate(self.slices):
             own = replace(push, used=tuple(map(push.used.__getitem__, part.tensors)))
-            there = slice(part.first, part.end)
             request = self._request(Kind.PUSH, own)
-            values = gradient[there] if payloads is None else payloads[place]
-            waits.append(self._ask(place, request, values, into[there]))
+            vectors = [v if v is None else v[part.first : part.end] for v in (gradient, into)]
+            if payloads is not None:
+                vectors[0] = payloads[place]
+            waits.append(self._ask(place, request, *vectors))
         answers = [decode_answer(push.worker, wait()) for wait in waits]
         self.clock = answers[0].clock
         if self.work is not None:

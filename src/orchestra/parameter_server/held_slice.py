@@ -14,6 +14,7 @@ from torch import Tensor
 from orchestra.errors import PeerLost
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import restore
+from orchestra.parameter_server.placement import Part
 from orchestra.parameter_server.requests import Reply, RequestLog
 from orchestra.parameter_server.state import Answer, Push, ServerState, Update
 from orchestra.parameter_server.wire import Kind, Request, encode_reply
@@ -88,9 +89,10 @@ class HeldSlice:
     computation; `clip` clips an averaged gradient together with the other servers; `rate_divisor`
     gives, for the staleness of an update, what its learning rates are divided by; `compensation`
     corrects a push before it is applied; `on_update` is called with the samples consumed and the
-    new values; `decode` makes the gradient of a push from what has arrived. An `elastic` slice is a
-    centre c: a push holds x of a worker and, as its rate, alpha; c <- c + alpha (x - c), and the
-    answer is alpha (x - c).
+    new values; `decode` makes the gradient of a push from what has arrived. Pushes come in `parts`,
+    unless there are none; with `early` they are weighted, and a part is added up, applied and
+    answered as soon as all workers have pushed it. An `elastic` slice is a centre c: a push holds x
+    of a worker and, as its rate, alpha; c <- c + alpha (x - c), and the answer is alpha (x - c).
     """
 
     state: ServerState
@@ -104,6 +106,8 @@ class HeldSlice:
     compensation: DelayCompensation | None = None
     on_update: Callable[[int, Tensor], None] | None = None
     decode: Callable[[Push, Tensor], Tensor] | None = None
+    parts: Sequence[Part] = ()
+    early: bool = False
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -111,14 +115,18 @@ class HeldSlice:
         self.place = 0
         self._tags = Tag.ANSWER, Tag.VALUES
         begin = int(self.values.storage_offset())
-        self._parts = [
+        self._tensors = [
             (each, int(each.storage_offset()) - begin) for each, _ in self.tensors.values()
         ]
         self._total = torch.zeros_like(self.values)
         self._buffers: dict[int, Tensor] = {}  # the gradient of each worker's last push
+        start = self.parts[0].first if self.parts else 0
+        spans = [(part.first - start, part.end - start) for part in reversed(self.parts)]
+        self._spans = spans or [(0, self.values.numel())]  # in which values are sent
         self._given: dict[int, Tensor] | None = None
         self._agreed: Tensor | None = None
         self._sending: dict[int, list[Handle]] = {}
+        self._here: dict[int, dict[int, tuple[Push, Tensor]]] = {}  # early parts, of each worker
 
     def replicate(self, place: int, *, backed: bool, is_mirror: bool) -> None:
         """Let another server hold the slice, too, which is at `place` among all.
@@ -156,6 +164,57 @@ class HeldSlice:
         assert request.push is not None
         return self.decode(request.push, arrived)
 
+    def take_part(self, transport: Transport, request: Request, gradient: Tensor) -> None:
+        """Let a part of a push count, which is the next one of its worker."""
+        assert request.push is not None
+        worker, part = request.worker, self.parts[request.step]
+        first, end = part.first - self.parts[0].first, part.end - self.parts[0].first
+        gradient = gradient.to(self.values.device)
+        if not self.early:
+            if part.number == 0:
+                self._buffers[worker] = torch.empty_like(self.values)
+            self._buffers[worker][first:end].copy_(gradient)
+            return
+        here = self._here.setdefault(part.number, {})
+        here[worker] = request.push, gradient
+        if self.state.live <= here.keys():
+            pushes = [here[worker] for worker in sorted(self._here.pop(part.number))]
+            self._apply_part(part, first, end, pushes)
+            values = self._source[first:end]
+            for worker in sorted(here):  # who goes on when all have them: nobody changes them
+                handle = transport.send(values, worker, Tag.VALUES)
+                self._sending.setdefault(worker, []).append(handle)
+
+    def _apply_part(
+        self, part: Part, first: int, end: int, pushes: Sequence[tuple[Push, Tensor]]
+    ) -> None:
+        average = self._total[first:end]
+        size, count = end - first, len(pushes)
+
+        def add_up() -> None:
+            average.zero_()
+            for _, gradient in pushes:
+                average.add_(gradient)
+
+        if count > 1:
+            self.charge("mix", count * size, add_up)
+
+        def apply() -> None:
+            if not any(push.samples for push, _ in pushes):
+                return
+            if count == 1:
+                average.copy_(pushes[0][1])
+            if self.optimizer is not None:
+                used = tuple(map(any, zip(*(push.used for push, _ in pushes), strict=True)))
+                self._step(average, first, slice(*part.pieces), used, pushes[0][0].rates)
+
+        self.charge("update", size, apply)
+
+    @property
+    def _source(self) -> Tensor:
+        """What workers are answered with."""
+        return self.values if self.optimizer is not None else self._total
+
     def send(self, transport: Transport, replies: Collection[Reply]) -> None:
         """Reply to the workers; at a quiet point to the one on this rank last: then all that was
         sent is counted."""
@@ -164,11 +223,11 @@ class HeldSlice:
             replies, key=lambda r: r.worker == own and not isinstance(r.content, Answer)
         ):
             worker, content, handles = reply.worker, reply.content, []
-            values = self._values_of(reply) if reply.values else None
+            values = self._values_of(reply) if reply.values and not self.early else None
             if content is not None:
                 handles.append(transport.send(encode_reply(content), worker, self._tags[0]))
-            if values is not None:
-                handles.append(transport.send(values, worker, self._tags[1]))
+            for first, end in self._spans if values is not None else ():
+                handles.append(transport.send(values[first:end], worker, self._tags[1]))
             self._sending[worker] = handles
 
     def finish_sending(self) -> None:
@@ -193,8 +252,7 @@ class HeldSlice:
         copy = self._buffers[worker]
         if self.elastic:
             return copy
-        values = self.values if self.optimizer is not None else self._total
-        self.charge("encode", values.numel(), lambda: copy.copy_(values))
+        self.charge("encode", copy.numel(), lambda: copy.copy_(self._source))
         if self.compensation is not None:
             self.compensation.give(worker, copy)  # its next gradient comes in a new buffer
         return copy
@@ -202,9 +260,10 @@ class HeldSlice:
     def _update(self, transport: Transport, update: Update) -> None:
         """Apply `update`, from the gradients of its pushes."""
         elements, count = self.values.numel(), len(update.pushes)
-        if count > 1:
-            self.charge("mix", 2 * count * elements, functools.partial(self._add_up, update))
-        self.charge("update", elements, functools.partial(self._apply, transport, update))
+        if not self.early:
+            if count > 1:
+                self.charge("mix", 2 * count * elements, functools.partial(self._add_up, update))
+            self.charge("update", elements, functools.partial(self._apply, transport, update))
         if self.on_update is not None:
             self.on_update(self.state.consumed, self.values)
 
@@ -230,12 +289,27 @@ class HeldSlice:
         if self.optimizer is None:
             self._total.copy_(gradient)
             return
-        set_rates(self.optimizer, self._allow_for_staleness(update, gradient))
-        used = map(any, zip(*(push.used for push in pushes), strict=True))
-        for (tensor, start), is_used in zip(self._parts, used, strict=True):
-            own = gradient[start : start + tensor.numel()]
+        used = tuple(map(any, zip(*(push.used for push in pushes), strict=True)))
+        self._step(gradient, 0, slice(None), used, self._allow_for_staleness(update, gradient))
+
+    def _step(
+        self,
+        gradient: Tensor,
+        first: int,
+        pieces: slice,
+        used: Sequence[bool],
+        rates: Sequence[float],
+    ) -> None:
+        """Let the optimizer update these pieces; `gradient` begins at element `first`."""
+        assert self.optimizer is not None
+        set_rates(self.optimizer, rates)
+        tensors = self._tensors[pieces]
+        for (tensor, start), is_used in zip(tensors, used, strict=True):
+            own = gradient[start - first : start - first + tensor.numel()]
             tensor.grad = own.view(tensor.shape) if is_used else None
         self.optimizer.step()
+        for tensor, _ in tensors:
+            tensor.grad = None
 
     def _allow_for_staleness(self, update: Update, gradient: Tensor) -> list[float]:
         """The rule for stale pushes: correct the `gradient` for what has changed since it was read;

@@ -46,6 +46,38 @@ class Slice:
         return tuple(piece.tensor for piece in self.pieces)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Elements [first, end) of the flat vector, which travel as one message.
+
+    It is number `number` of the slice at `place`, and has its `pieces` from the first to before
+    the end, which belong to the `tensors` in this range.
+    """
+
+    place: int
+    number: int
+    first: int
+    end: int
+    pieces: tuple[int, int]
+    tensors: range
+
+
+def cut_into_parts(slices: Sequence[Slice], limit: int) -> list[Part]:
+    """Cut `slices` into runs of whole pieces that have `limit` elements or little more."""
+    parts = []
+    for place, part in enumerate(slices):
+        edges = [(0, part.first)]
+        for index, piece in enumerate(part.pieces[1:], start=1):
+            if piece.first - edges[-1][1] >= limit:
+                edges.append((index, piece.first))
+        edges.append((len(part.pieces), part.end))
+        for number, ((index, first), (after, end)) in enumerate(pairwise(edges)):
+            if after > index:
+                tensors = range(part.pieces[index].tensor, part.pieces[after - 1].tensor + 1)
+                parts.append(Part(place, number, first, end, (index, after), tensors))
+    return parts
+
+
 def place(
     spans: Sequence[tuple[int, int]], size: int, servers: int, *, divisible: bool
 ) -> tuple[Slice, ...]:

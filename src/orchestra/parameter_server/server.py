@@ -106,9 +106,12 @@ class Server:
         if request.kind is Kind.DONE:
             self._done.add(source)
             return
+        if request.kind is Kind.PART:
+            own.take_part(transport, request, transport.receive(source, Tag.GRADIENT).wait())
+            return
         passed_on = place != own.place and source == self._before
         gradient = None
-        if request.kind is Kind.PUSH:  # its gradient came before it
+        if request.kind is Kind.PUSH and not own.parts:  # its gradient came before it
             tag = Tag.BACKUP_GRADIENT if passed_on else Tag.GRADIENT
             gradient = transport.receive(source, tag).wait()
         if place == own.place:

@@ -32,15 +32,17 @@ class Kind(enum.IntEnum):
     CONFIRMED = 4  # by the other replica: it has taken the next request
     DONE = 5  # the worker has all that it wanted of this server
     WAIT = 6  # for work, where there is none left
+    PART = 7  # of the gradient of a push that is to come
 
 
 @dataclass(frozen=True)
 class Request:
     """A request of `worker` to a slice, or the news that it is lost.
 
-    `push` comes with PUSH. A PAUSE comes after step `step`, from a worker that has `points` quiet
-    points behind it; with `values` it wants them as they are at this one. `step` numbers the WAITs
-    of a worker, from 1. `points` and `values` are for slices with replicas.
+    `push` comes with PUSH, and with PART, where it tells of the tensors of that part alone. A PAUSE
+    comes after step `step`, from a worker that has `points` quiet points behind it; with `values`
+    it wants them as they are at this one. `step` numbers the WAITs of a worker, from 1, and the
+    PARTs of a push, from 0. `points` and `values` are for slices with replicas.
     """
 
     worker: int
@@ -58,7 +60,8 @@ def encode_request(request: Request, place: int | None = None) -> Tensor:
         position = -1 if push.position is None else push.position
         head = (Kind.PUSH, push.clock, push.samples, push.step_samples, push.loss, push.stop)
         counts = (len(push.rates), len(push.report))
-        body = _vector((*head, position, *counts, *push.rates, *push.report), push.used)
+        part = (Kind.PART, request.step) if request.kind is Kind.PART else ()
+        body = _vector((*part, *head, position, *counts, *push.rates, *push.report), push.used)
     elif place is None:
         body = _vector((request.kind, request.step))
     else:
@@ -73,6 +76,9 @@ def decode_request(message: Tensor, worker: int, points: int = 0) -> Request:
     has `points`.
     """
     numbers = message.numpy()
+    if numbers[0] == Kind.PART:
+        push = decode_request(message[2:], worker).push
+        return Request(worker, Kind.PART, push, step=int(numbers[1]))
     if numbers[0] != Kind.PUSH:
         kind, step, *more = map(int, numbers.tolist())
         points, values = more or (points, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import PublicCopies, SharedWork
-    from orchestra.transports.protocol import Handle
+    from orchestra.transports.protocol import Handle, Task, Transport
     from orchestra.worker.worker import Worker
 else:
     torch = LazyModule("torch")  # settings load without it
@@ -27,10 +28,13 @@ else:
 
 @dataclass
 class GossipState(ReplicaState):
-    """`step` counts the steps done; `copies` are there with compression."""
+    """`step` counts the steps done; `mixing` makes, in `mixed`, the parameters of the next one;
+    `copies` are there with compression."""
 
     step: int = 0
     copies: PublicCopies | None = None
+    mixed: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
+    mixing: Task[Tensor] | None = field(default=None, metadata=optimizers.TRANSIENT)
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,9 +45,11 @@ class Gossip(Replicas[GossipState]):
 
         x_i <- sum_j W_ij x_j - gamma g_i
 
-    with g_i, the gradient of its own samples, taken at x_i before the mixing. W is doubly
-    stochastic, so mixing keeps the mean of the replicas. The optimizer acts on the mixed
-    parameters; its moments stay with the worker. The final parameters are the exact mean.
+    with g_i, the gradient of its own samples, taken at x_i before the mixing. So both go on at the
+    same time, as in the paper: a background flow mixes while the gradient is computed (in a loop of
+    your own the mixing follows it). W is doubly stochastic, so mixing keeps the mean of the
+    replicas. The optimizer acts on the mixed parameters; its moments stay with the worker. The
+    final parameters are the exact mean.
 
     With `compression` it is CHOCO-SGD (Koloskova et al., ICML 2019), Algorithm 2: after the
     optimizer's step, neighbours send each other compressed differences from the copies x^ that they
@@ -98,10 +104,10 @@ class Gossip(Replicas[GossipState]):
         return Roles((1.0,) * ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """And what arrives from all neighbours of a step."""
+        """And what arrives from all neighbours of a step, and what it is mixed in."""
         steps = range(self.topology.period(ranks))
         arriving = max(len(sources_of(self.topology.graph(ranks, step))[rank]) for step in steps)
-        copies = float(arriving) if self.compression is None else 3.0  # x^, s and a difference
+        copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
         return replace(super().footprint(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> GossipState:
@@ -116,19 +122,43 @@ class Gossip(Replicas[GossipState]):
         assert isinstance(self.compression, Encoder)
         return self.compression.with_setting("error_feedback", True)
 
+    def before_forward(self, worker: Worker, state: GossipState) -> None:
+        """The parameters are mixed while the gradient at them is computed."""
+        if len(worker.workers) > 1 and not worker.own_loop and state.copies is None:
+            state.mixing = worker.transport.in_background(self._mix(worker, state))
+
+    def _mix(self, worker: Worker, state: GossipState) -> Callable[[Transport], Tensor]:
+        if state.mixed is None:
+            state.mixed = torch.empty_like(worker.parameters)
+        mixed, step = state.mixed, state.step
+        return lambda transport: exchange.mix_with_neighbours(
+            worker, transport, mixed, self.topology, step
+        )
+
+    def _take_mixed(self, worker: Worker, state: GossipState) -> None:
+        """The parameters become the mixed ones."""
+        if state.mixing is not None:
+            state.mixed = worker.move_parameters(state.mixing.wait())
+            state.mixing = None
+        elif len(worker.workers) > 1:
+            worker.parameters.copy_(self._mix(worker, state)(worker.transport))
+
     def update(self, worker: Worker, state: GossipState) -> None:
         """x_i <- sum_j W_ij x_j, then the optimizer's step; with compression the step is first."""
         worker.clip()
-        if state.copies is None:
-            exchange.mix_with_neighbours(worker, self.topology, state.step)
-            worker.update_locally(state.optimizer)
-        else:
+        if state.copies is not None:
             worker.update_locally(state.optimizer)
             exchange.mix_differences(
                 worker, self.topology, state.step, self._contraction, state.copies, self.consensus
             )
+        else:
+            self._take_mixed(worker, state)
+            worker.update_locally(state.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
         state.step += 1
+
+    def settle(self, worker: Worker, state: GossipState) -> None:
+        worker.transport.end_background()
 
 
 CLOSED = 2**63 - 1

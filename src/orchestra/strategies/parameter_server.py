@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange import CompressedPushes, CompressionState
+    from orchestra.exchange.parts import PartsClient
     from orchestra.exchange.servers import Compensate
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.parameter_server import Client, Consistency, Pause, Server
-    from orchestra.parameter_server.placement import Slice
+    from orchestra.parameter_server.placement import Part, Slice
     from orchestra.transports.protocol import Task
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker
@@ -43,11 +44,12 @@ class ParameterServerState:
     """A worker has a client, a server its slice; a rank that is both has both.
 
     `flow` is the background flow of a server beside a worker. `optimizer` is the worker's own,
-    where the servers return gradients.
+    where the servers return gradients. `parts` pushes and pulls while the worker computes.
     """
 
     slices: list[Slice] = field(metadata=optimizers.TRANSIENT)
     client: Client | None = None
+    parts: PartsClient | None = field(default=None, metadata=optimizers.TRANSIENT)
     server: Server | None = None
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
     optimizer: Optimizer | None = None
@@ -277,13 +279,16 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """A server has slices: values, their sum of gradients, and for each worker its last push
-        and what delay compensation needs. Optimizer states are where the updates are."""
+        and what delay compensation needs. Optimizer states are where the updates are. Parameters
+        arrive in a copy, where a worker pulls while it computes."""
         roles, updates = roles_of(self, ranks), self.returns == "parameters"
         whole = Footprint(0.0, 0.0, 0.0, 0.0, 0.0)
         if rank in roles.workers:
+            own = super().footprint(rank, ranks)
+            arriving = 1.0 if updates and not self.replicas else 0.0
             kept = 0.0 if self.compression is None else self.compression.footprint
-            optimizer = 0.0 if updates else 1.0
-            whole = replace(super().footprint(rank, ranks), optimizer=optimizer, copies=kept)
+            copies = arriving if self.compression is None else kept
+            whole = replace(own, optimizer=0.0 if updates else 1.0, copies=copies)
         if rank not in roles.servers:
             return whole
         part = (1 + self.replicas) / self.servers
@@ -310,8 +315,13 @@ class ParameterServer(Strategy[ParameterServerState]):
         is_server = worker.rank in roles.servers
         state = ParameterServerState(exchange.slices_of(worker, roles.servers, updates=updates))
         pushes = self._compressed(worker, state.slices)
+        apart = self.replicas or pushes is not None  # what is compressed goes slice by slice
+        parts = [] if apart else exchange.parts_of(worker, state.slices)
+        early = self.synchronous and (worker.optimizer.elementwise or not updates) and bool(parts)
         if is_server:
-            state.server = self._make_server(worker, roles, state.slices, pushes)
+            state.server = self._make_server(
+                worker, roles, state.slices, pushes, parts, early=early
+            )
         if worker.rank in roles.workers:
             parameters = worker.parameters if self.replicas else None
             queue = worker.make_queue(roles.shares) if self.self_paced else None
@@ -322,6 +332,10 @@ class ParameterServer(Strategy[ParameterServerState]):
             state.client = parameter_server.Client(
                 worker.transport, state.slices, queue, parameters, encode
             )
+            if parts:
+                state.parts = exchange.PartsClient(
+                    worker, state.client, parts, early=early, averages=not updates
+                )
             state.optimizer = None if updates else worker.local_optimizer()
             if state.server is not None:
                 state.flow = worker.transport.spawn(state.server.serve_to_the_end)
@@ -337,7 +351,14 @@ class ParameterServer(Strategy[ParameterServerState]):
         return exchange.CompressedPushes(codec, slices)
 
     def _make_server(
-        self, worker: Worker, roles: Roles, slices: list[Slice], pushes: CompressedPushes | None
+        self,
+        worker: Worker,
+        roles: Roles,
+        slices: list[Slice],
+        pushes: CompressedPushes | None,
+        parts: list[Part],
+        *,
+        early: bool,
     ) -> Server:
         updates, workers = self.returns == "parameters", len(roles.workers)
         by_staleness = self.learning_rate == "by_staleness"
@@ -354,6 +375,8 @@ class ParameterServer(Strategy[ParameterServerState]):
             queue_shares=roles.shares if self.self_paced else None,
             replicas=bool(self.replicas),
             decode=None if pushes is None else pushes.decode,
+            parts=parts,
+            early=early,
         )
 
     def _consistency(self, workers: int) -> Consistency:
@@ -390,13 +413,14 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def reduce(self, worker: Worker, state: ParameterServerState) -> None:
         """Averaged gradients come back before anybody reads them; else each clips its own."""
-        worker.gradients.collect_rest()
+        worker.gradients.collect_rest(1.0 if state.parts is None else state.parts.weight)
         if self.returns == "gradients":
             assert state.client is not None
             vector = worker.gradients.vector
             exchange.push_and_pull(
-                worker, state.client, vector, synchronous=True, compression=state.compression
-            )
+                worker, state.client, vector, synchronous=True,
+                parts=state.parts, compression=state.compression,
+            )  # fmt: skip
         worker.gradients.forget_unused()
 
     def update(self, worker: Worker, state: ParameterServerState) -> None:
@@ -414,8 +438,8 @@ class ParameterServer(Strategy[ParameterServerState]):
             return
         client, before = state.client, state.client.clock
         exchange.push_and_pull(
-            worker, client, worker.parameters,
-            synchronous=self.synchronous, compression=state.compression,
+            worker, client, worker.parameters, synchronous=self.synchronous,
+            parts=state.parts, compression=state.compression,
         )  # fmt: skip
         passed_over = client.clock - before - 1
         state.missed = Missed(passed_over, worker.step.loss, worker.step.consumed)
@@ -430,6 +454,8 @@ class ParameterServer(Strategy[ParameterServerState]):
     def quiesce(self, worker: Worker, state: ParameterServerState, step: int) -> bool:
         """Wait until every push is applied and every worker is here."""
         assert state.client is not None
+        if state.parts is not None:
+            state.parts.settle()
         return state.client.pause(step)
 
     def agree(self, worker: Worker, state: ParameterServerState) -> None:
@@ -455,6 +481,8 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def stop(self, worker: Worker, state: ParameterServerState) -> None:
         """Workers leave; then agree."""
+        if state.parts is not None:
+            state.parts.close()
         if state.client is not None:
             state.client.leave()
         if state.flow is not None:

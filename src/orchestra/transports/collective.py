@@ -27,6 +27,7 @@ from orchestra.schedules import REDUCE, Schedule
 from orchestra.transports.protocol import CollectiveCall, Handle, HandOver, Task, Traffic, Transport
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 SEGMENT_BYTES = 4 << 20  # measured: below the cost of missing the cache, above that of a message
 
 
@@ -237,26 +238,27 @@ class ThreadHandOver:
 
 @dataclass(eq=False)
 class Begun:
-    """A collective that was begun; `finish` blocks until it was executed.
+    """A `function` of a transport that was begun; `finish` blocks until it was executed.
 
     Attributes:
         flow: the background flow that executes it.
+        result: what the function returned.
     """
 
-    call: CollectiveCall
+    function: Callable[[Transport], Any]
     finish: Callable[[Begun], None]
     flow: Task[None] | None = None
     finished: bool = False
     error: BaseException | None = None
-    buffer_bytes: int = 0
+    result: Any = None
 
-    def wait(self) -> int:
-        """Block until it is done: the bytes of buffer used. Raises what it raised."""
+    def wait(self) -> Any:
+        """Block until it is done: what it returned. Raises what it raised."""
         if not self.finished:
             self.finish(self)
         if self.error is not None:
             raise self.error
-        return self.buffer_bytes
+        return self.result
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
@@ -265,7 +267,7 @@ class Begun:
     def execute(self, transport: Transport) -> None:
         """Carry it out, or note what it raised; it counts as finished once that is said."""
         try:
-            self.buffer_bytes = transport.execute(self.call)
+            self.result = self.function(transport)
         except BaseException as error:
             self.error = error
 
@@ -281,7 +283,7 @@ def labelled(label: str) -> Callable[[F], F]:
 
 
 class Background:
-    """Collectives that a flow behind `owner` executes, one after the other."""
+    """What a flow behind `owner` executes, one function after the other."""
 
     def __init__(self, owner: Transport) -> None:
         self._owner = owner
@@ -291,12 +293,12 @@ class Background:
         self._error: BaseException | None = None
         self._flow: Task[None] | None = None
 
-    def begin(self, call: CollectiveCall) -> Begun:
+    def begin(self, function: Callable[[Transport], Any]) -> Begun:
         """One more, behind the others; the first of them makes the flow."""
         if self._flow is None:
             self._ended = False
             self._flow = self._owner.spawn(self.execute_in_background)
-        begun = Begun(call, self._finish, self._flow)
+        begun = Begun(function, self._finish, self._flow)
         self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
         return begun
 
@@ -315,7 +317,7 @@ class Background:
         if not begun.finished:
             begun.error = self._error
 
-    @labelled("sum in background")
+    @labelled("background")
     def execute_in_background(self, transport: Transport) -> None:
         """The flow, on its `transport`."""
         traffic = transport.traffic
@@ -339,7 +341,7 @@ class CollectiveMixin:
     """
 
     _foreground: deque[Begun] | None = None
-    _background: Background | None = None
+    _background: dict[int, Background] | None = None  # by lane
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
@@ -347,12 +349,18 @@ class CollectiveMixin:
         if call.schedule is None:
             return this.native_all_reduce(call.vector)
         if call.background:
-            self._background = self._background or Background(this)
-            return self._background.begin(call)
+            return self.in_background(lambda transport: transport.execute(call))
         self._foreground = deque() if self._foreground is None else self._foreground
-        begun = Begun(call, self._execute_up_to)
+        begun = Begun(lambda transport: transport.execute(call), self._execute_up_to)
         self._foreground.append(begun)
         return begun
+
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
+        """Run `function` on the background flow; see `Transport.in_background`."""
+        lanes = self._background = {} if self._background is None else self._background
+        if lane not in lanes:
+            lanes[lane] = Background(self)  # type: ignore[arg-type]
+        return lanes[lane].begin(function)
 
     def _execute_up_to(self, last: Begun) -> None:
         assert self._foreground is not None
@@ -364,9 +372,10 @@ class CollectiveMixin:
                 raise begun.error
 
     def end_background(self) -> None:
-        """End the background flow, if there is one."""
-        if self._background is not None:
-            self._background.end()
+        """End the background flows, if there are any."""
+        lanes, self._background = self._background or {}, None
+        for background in lanes.values():
+            background.end()
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Carry out `call` now, message by message; see `Transport.execute`."""

@@ -8,6 +8,7 @@ and the traffic counts as its messages.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -27,6 +28,7 @@ from orchestra.transports.shared_memory import (
     SMALL_BYTES,
     Meeting,
     SharedMemory,
+    make_memory,
     share,
 )
 
@@ -127,11 +129,18 @@ class _Finding:
         self._flow = Flow(engine.rank, engine)
 
     def share(self, wanted: bool) -> SharedMemory | None:
-        """Share memory, if all want to."""
-        place = self._ranks.index(self._engine.rank)
+        """Share memory, if all want to, and the first can make it."""
+        place, memory = self._ranks.index(self._engine.rank), None
+        if wanted and place == 0:
+            try:
+                memory = make_memory(len(self._ranks))
+            except OSError:  # messages need none
+                wanted = False
         self._tell(bytes([wanted]))
         answers = [self._hear(other) for other in range(len(self._ranks)) if other != place]
         if not (wanted and all(answer == b"\1" for answer in answers)):
+            if memory is not None:
+                os.close(memory)
             return None
         meeting = Meeting(
             place,
@@ -141,7 +150,7 @@ class _Finding:
             CONNECT_SECONDS,
             lambda: self._engine.check(self._ranks),
         )
-        return share(place, meeting.connect(), None, self._ranks)
+        return share(place, meeting.connect(), memory, None, self._ranks)
 
     def _tell(self, shown: bytes) -> None:
         for rank in self._ranks:

@@ -174,8 +174,15 @@ class Transport(Protocol):
         """
         ...
 
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
+        """Run `function(transport of the background flow)` behind what was begun before on `lane`.
+
+        There is one flow a lane, unlike with `spawn`; that of 0 executes collectives, too.
+        """
+        ...
+
     def end_background(self) -> None:
-        """End the background flow behind `collective`, if there is one."""
+        """End the background flows, if there are any, once all that was begun is done."""
         ...
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:

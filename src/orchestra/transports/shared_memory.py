@@ -392,20 +392,34 @@ def _read(connection: socket.socket, length: int) -> bytes:
     return bytes(found)
 
 
+def make_memory(size: int) -> int:
+    """Make memory for `size` ranks: its file descriptor.
+
+    Raises OSError where the limits of the process (on the size of files, for one) do not allow it.
+    """
+    memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, memory_bytes(size))
+    except OSError:
+        os.close(memory)
+        raise
+    return memory
+
+
 def share(
     rank: int,
     peers: Mapping[int, socket.socket],
+    memory: int | None,
     timeout: float | None,
     names: Sequence[int] | None = None,
 ) -> SharedMemory:
     """Share memory over the sockets that `Meeting.connect` gave; see `SharedMemory`.
 
     Args:
+        memory: on rank 0, what `make_memory` gave.
         timeout: seconds for another rank to join a collective; None: no limit.
     """
-    if rank == 0:
-        memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
-        os.ftruncate(memory, memory_bytes(len(peers) + 1))
+    if memory is not None:
         for connection in peers.values():
             socket.send_fds(connection, [_ARRIVED], [memory])
     else:

@@ -16,7 +16,13 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.futures import Future
 
-from orchestra.transports.shared_memory import Meeting, Operation, second_connections, share
+from orchestra.transports.shared_memory import (
+    Meeting,
+    Operation,
+    make_memory,
+    second_connections,
+    share,
+)
 from orchestra.transports.unix_messages import UnixMessages
 
 _COMBINE: dict[Any, Operation] = {
@@ -65,7 +71,8 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         )
         peers = meeting.connect()
         self._messages = UnixMessages(second_connections(rank, peers))
-        self._memory = share(rank, peers, seconds)
+        memory = make_memory(size) if rank == 0 else None
+        self._memory = share(rank, peers, memory, seconds)
 
     def getBackendName(self) -> str:
         return "shm"

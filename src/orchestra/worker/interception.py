@@ -57,7 +57,8 @@ class Operation:
     """A message, a collective or a background flow that a flow has begun, and may wait for.
 
     Attributes:
-        kind: "send", "receive", "collective", "native" (one of torch.distributed) or "flow".
+        kind: "send", "receive", "collective" (or what else the background flow executes), "native"
+            (a collective of torch.distributed) or "flow".
         peer: the rank at the other end; None: any rank. Interceptors may change it, and `tag`,
             before a message begins, and the `tag` of a collective.
         size: bytes that are sent, or those of a collective's vector.
@@ -192,12 +193,19 @@ class InterceptedTransport(CollectiveMixin):
             message_by_message=call.message_by_message,
         )
         begin = super().collective
-        begun: Task[int] = self._begun(
+        return self._begun_behind(
             operation,
             lambda: begin(
                 replace(call, tag=operation.tag, message_by_message=operation.message_by_message)
             ),
         )
+
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
+        begin = super().in_background
+        return self._begun_behind(Operation("collective"), lambda: begin(function, lane))
+
+    def _begun_behind(self, operation: Operation, proceed: Callable[[], Task[T]]) -> Task[T]:
+        begun: Task[T] = self._begun(operation, proceed)
         if isinstance(operation.begun, Begun):
             executing = operation.begun.flow
             if isinstance(executing, InterceptedHandle):
@@ -294,6 +302,9 @@ class InterceptedCompute:
 
     def reached(self, slot: int) -> None:
         self.inner.reached(slot)
+
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        self.inner.needs(slot, wait)
 
 
 @dataclass

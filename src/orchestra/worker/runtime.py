@@ -44,6 +44,13 @@ class Compute(Protocol):
         """
         ...
 
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        """Inside the forward of a "gradient": parameter `slot` is needed, and `wait` waits for it.
+
+        The wait is no computation. Where time is virtual, the clock advances to that point first.
+        """
+        ...
+
 
 class Reporter(Protocol):
     """One way up to the watcher: progress for the display, and facts that its verdicts need."""

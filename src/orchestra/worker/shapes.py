@@ -276,6 +276,9 @@ class ShapeWorker(Worker):
     def buffers(self) -> list[tuple[str, Tensor]]:
         return self._shared.buffers
 
+    def move_parameters(self, vector: Tensor) -> Tensor:
+        return vector
+
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
         self._steps += 1
@@ -283,9 +286,13 @@ class ShapeWorker(Worker):
 
     def backward(self, batch: Batch | None) -> None:
         if batch is not None:
-            assert isinstance(self.gradients, ShapeGradients)
-            work = Work("gradient", self.step.samples)
-            self.compute.run(work, self.gradients.pass_backward)
+            self.compute.run(Work("gradient", self.step.samples), self._pass)
+
+    def _pass(self) -> None:
+        assert isinstance(self.gradients, ShapeGradients)
+        if self.arriving is not None:
+            self.arriving.await_for(0)
+        self.gradients.pass_backward()
 
     def local_optimizer(self) -> torch.optim.Optimizer:
         return self._shared.optimizer

@@ -14,6 +14,7 @@ from orchestra.collectives import Group
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.optimizers.state import Moments, install_moments
 from orchestra.schedules.work_queue import WorkQueue
+from orchestra.worker.arriving import Arriving, AwaitParameters
 from orchestra.worker.batches import Batch, split_batch
 from orchestra.worker.layout import FlatModel, Gradients
 from orchestra.worker.runtime import Runtime, Work
@@ -102,6 +103,7 @@ class Worker(FlatModel):
 
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
     `agrees` is set they are known to be equal on all ranks. `transport` is that of the main flow.
+    Values of the parameters that are still `arriving` are awaited by the next forward pass.
     """
 
     agrees = False
@@ -143,6 +145,7 @@ class Worker(FlatModel):
         self.workers = _all_of(runtime.ranks)
         self.phase = 0  # how many have ended so far; the same on all ranks
         self.before_phase: list[Callable[[], None]] = []
+        self.arriving: Arriving | None = None
         self._loss = loss
         self.accumulation = accumulation
         self._precision = precision
@@ -185,6 +188,20 @@ class Worker(FlatModel):
         self.set_workers(workers)
         self.phase += 1
 
+    def move_parameters(self, vector: Tensor) -> Tensor:
+        """Let the parameters be views of `vector`, flat, and take its values: nothing is copied.
+
+        Returns the vector that they were views of. Not in a loop of the user's own, which may hold
+        views of it.
+        """
+        assert not self.own_loop
+        before, self.parameters = self.parameters, vector
+        for parameter, view in zip(
+            self.gradients.parameters, self.layout.views(vector), strict=True
+        ):
+            parameter.data = view
+        return before
+
     def begin_step(self, step: Step) -> None:
         """Take over what the trainer knows of the step that begins."""
         step.stop = self.reporter.stop_requested()
@@ -225,8 +242,13 @@ class Worker(FlatModel):
     def loss_of(self, module: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of `module` over `batch`, in the run's precision."""
         assert self._loss is not None
-        with self.casting():
-            return self._loss(module, batch)
+        if self.arriving is None or module is not self.module:
+            with self.casting():
+                return self._loss(module, batch)
+        with self.casting(), AwaitParameters(self.gradients.parameters, self.arriving):
+            loss = self._loss(module, batch)
+        self.arriving.await_for(0)
+        return loss
 
     def casting(self) -> contextlib.AbstractContextManager[object]:
         """The run's precision, for a forward pass inside."""

@@ -111,6 +111,9 @@ class Profile:
             self.exchange()
         return result
 
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        wait()
+
     def reached(self, slot: int) -> None:
         """The clock knows."""
 

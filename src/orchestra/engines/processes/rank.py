@@ -62,6 +62,7 @@ class TimedCompute:
     seconds: float = 0.0
     calls: int = 0
     _in_gradient: int | None = None  # the thread that computes one
+    _waited: float = 0.0  # inside computations that have not ended
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         if self._in_gradient == threading.get_ident():  # a bucket is encoded: its time counts there
@@ -72,13 +73,19 @@ class TimedCompute:
         try:
             return function()
         finally:
-            self.seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - started - self._waited
+            self._waited = 0.0
             self.calls += 1
             if work.kind == "gradient":
                 self._in_gradient = None
 
     def reached(self, slot: int) -> None:
         """Do nothing: only a simulation charges a part of a backward pass."""
+
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        wait()
+        self._waited += time.perf_counter() - started
 
 
 class Watched(Interceptor):

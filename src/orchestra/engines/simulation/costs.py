@@ -48,6 +48,10 @@ class Costs(Protocol):
         """What part of a gradient's seconds has passed when `slot` has its gradient."""
         ...
 
+    def needed(self, slot: int) -> float:
+        """What part of a gradient's seconds has passed when the forward pass needs `slot`."""
+        ...
+
 
 class CalibratedCosts(Costs):
     """How long work takes on the machine that was calibrated.
@@ -63,6 +67,8 @@ class CalibratedCosts(Costs):
         self._parameters = {parameter.name: parameter for parameter in task.parameters}
         self._ready = [parameter.ready for parameter in task.parameters]
         self._turn = sum(parameter.forward for parameter in task.parameters)
+        forward = accumulate((p.forward for p in reversed(task.parameters)), initial=0.0)
+        self._needed = list(forward)[-2::-1]  # the last parameter is that of the first layer
 
     @property
     def flops(self) -> float:
@@ -89,6 +95,13 @@ class CalibratedCosts(Costs):
         Of several micro-batches the last one counts.
         """
         return (self._accumulation - 1 + self._ready[slot]) / self._accumulation
+
+    def needed(self, slot: int) -> float:
+        """What part of a gradient's seconds has passed when the forward pass needs `slot`.
+
+        Of several micro-batches the first one counts.
+        """
+        return self._needed[slot] / self._accumulation
 
     @functools.cache  # noqa: B019 - lives as long as the simulation
     def _share(self, kind: str, names: tuple[str, ...]) -> float:
@@ -143,6 +156,7 @@ class AssumedCosts:
         elements = [slot.size for slot in layout.slots]  # the last parameter first, as in backward
         whole = sum(elements)
         self._ready = [1 / 3 + 2 / 3 * done / whole for done in accumulate(elements)]
+        self._needed = [1 / 3 - done / whole / 3 for done in accumulate(elements)]
 
     def seconds(self, work: Work, threads: int = 1) -> float:
         gradient = work.amount * self._sample_seconds * (SERIAL + (1 - SERIAL) / threads)
@@ -158,6 +172,9 @@ class AssumedCosts:
 
     def ready(self, slot: int) -> float:
         return self._ready[slot]
+
+    def needed(self, slot: int) -> float:
+        return max(self._needed[slot], 0.0)
 
 
 def assumed_costs(run: Run) -> AssumedCosts:
@@ -267,8 +284,18 @@ class SimulatedCompute:
 
     def reached(self, slot: int) -> None:
         """Inside a gradient: let time pass up to where `slot` is ready."""
+        self._pass(self._costs.ready(slot))
+
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        """Inside a gradient: let time pass up to where the forward pass needs `slot`; wait."""
+        self._pass(self._costs.needed(slot))
+        began = self._kernel.here()
+        wait()
+        self._seconds -= self._kernel.here() - began
+
+    def _pass(self, part: float) -> None:
         gradient = self._gradient
-        left = gradient.whole * (1 - self._costs.ready(slot))
+        left = gradient.whole * (1 - part)
         if left < gradient.left:
             self._kernel.current.processor.compute(gradient.left - left)
             gradient.left = left

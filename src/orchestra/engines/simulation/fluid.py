@@ -20,7 +20,8 @@ from orchestra.engines.simulation.sharing import (
     EqualShares,
     Resource,
     Route,
-    is_only_shared,
+    Shared,
+    set_limit,
     share,
 )
 
@@ -67,19 +68,20 @@ class Fluid:
         for resource in path:
             if resource.capacity < rate:
                 rate = resource.capacity
-        undisturbing = True
+        tight = [resource for resource in path if resource.tight and resource.activities]
+        crowded = tight or [r for r in path if r.activities and not r.fits(rate)]
         for resource in path:
             if resource.activities:
-                self._part_beside(resource)
-                if not resource.fits(rate):
-                    undisturbing = False
-                    self._share_anew(resource)
+                self._part_beside(resource, 1)
             else:
                 resource.fastest = 0.0
+                resource.tight = False
             resource.activities[activity] = None
             if resource.equal is not None:
                 resource.equal.newcomers.append(activity)
-        if undisturbing:
+        for resource in crowded:
+            self._share_anew(resource)
+        if not crowded:
             self._change_rate(activity, rate, now)
             if activity.finish < self._alarm_at:
                 self._set_alarm()
@@ -97,7 +99,6 @@ class Fluid:
         assert 0 <= capacity < inf, f"{resource.name} gets the capacity {capacity}"
         resource.capacity = capacity
         if resource.activities:
-            self._part_beside(resource)
             self._share_anew(resource)
 
     def _change_rate(self, activity: Activity, rate: float, now: float) -> None:
@@ -107,6 +108,8 @@ class Fluid:
         for resource in activity.resources:
             if rate > resource.fastest:
                 resource.fastest = rate
+                if self._equal:
+                    self._part_beside(resource)
         if left == 0:  # even if it stalls
             activity.finish = now
         elif rate == 0:
@@ -135,6 +138,7 @@ class Fluid:
 
     def _share_anew(self, resource: Resource) -> None:
         resource.tight = True
+        self._part_beside(resource)
         if not self._dirty:
             self._events.at(self._events.now(), self._solve)
         self._dirty[resource] = None
@@ -153,16 +157,22 @@ class Fluid:
         self._set_alarm()
 
     def _share_out(self, seed: Resource, now: float) -> None:
-        activities, shared = share(seed, next(MARKS))
-        self.shares += len(activities)
-        if _are_equal(activities, shared):
-            self._join(shared[0], activities, now)
+        while True:
+            shared = share(seed, next(MARKS))
+            if not shared.overfull:
+                break
+            for resource in shared.overfull:
+                resource.tight = True
+                self._part_beside(resource)
+        self.shares += len(shared.activities)
+        if _are_equal(shared):
+            self._join(shared.resources[0], shared.activities, now)
             return
-        for activity in activities:
+        for activity in shared.activities:
             if activity.share != activity.rate:
                 self._change_rate(activity, activity.share, now)
 
-    # Many that have one resource in common, and nothing else
+    # Many that one resource alone holds back
 
     def _join(self, resource: Resource, activities: Sequence[Activity], now: float) -> None:
         self._equal += 1
@@ -179,8 +189,8 @@ class Fluid:
         rate = resource.capacity / len(resource.activities)
         if 2 * len(resource.activities) < sharing.LEAST or not rate:
             return False
-        if not all(is_only_shared(resource, activity) for activity in newcomers):
-            return False
+        for activity in newcomers:
+            set_limit(activity, resource)
         limit = min((activity.limit for activity in newcomers), default=inf)
         if min(limit, equal.limit) * ROUNDING < rate:
             return False
@@ -201,14 +211,19 @@ class Fluid:
             first.finish = now + left / equal.rate
             heapq.heappush(self._ends, (first.finish, first.order, first))
 
-    def _part_beside(self, resource: Resource) -> None:
-        """What crosses `resource` has it no longer for itself."""
+    def _part_beside(self, resource: Resource, further: int = 0) -> None:
+        """Part those for whom `resource`, with so many activities more, may be too little."""
         if self._equal and resource.equal is None:
+            fair: float | None = None
             for activity in resource.activities:
-                if activity.equal is not None:
-                    shared = activity.equal.resource
-                    self._part(activity.equal)
-                    self._share_anew(shared)
+                equal = activity.equal
+                if equal is not None:
+                    if fair is None:
+                        fair = 0.0 if resource.tight else resource.fair_share(further)
+                    equal.limit = min(equal.limit, fair)
+                    if equal.limit * ROUNDING < equal.rate:
+                        self._part(equal)
+                        self._share_anew(equal.resource)
 
     def _part(self, equal: EqualShares) -> None:
         """Each goes on by itself, at the rate that it has."""
@@ -260,11 +275,16 @@ class Fluid:
             activity.then()
 
 
-def _are_equal(activities: Sequence[Activity], shared: Sequence[Resource]) -> bool:
-    """Whether these are many, and one resource gives all of them the same, as much as it has."""
-    if len(activities) < sharing.LEAST or len(shared) != 1:
+def _are_equal(shared: Shared) -> bool:
+    """Whether these are many, and one resource alone holds them back, each at the same rate."""
+    if len(shared.activities) < sharing.LEAST or len(shared.resources) != 1:
         return False
-    (resource,) = shared
+    (resource,) = shared.resources
     if not resource.tight or not resource.capacity:
         return False
-    return all(activity.share == activities[0].share for activity in activities)
+    rate = shared.activities[0].share
+    if any(activity.share != rate for activity in shared.activities):
+        return False
+    for activity in shared.activities:
+        set_limit(activity, resource)
+    return all(activity.limit * ROUNDING >= rate for activity in shared.activities)

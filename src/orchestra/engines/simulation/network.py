@@ -8,6 +8,7 @@ Which message meets which receive is decided by the mailbox that real processes 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -262,6 +263,7 @@ class Net:
 
     `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
     a time; None: never. `before_arrival` is called before a message begins to cross these links.
+    `message` gives the costs of one of so many bytes, its header included.
     """
 
     def __init__(
@@ -275,6 +277,7 @@ class Net:
         self.kernel = kernel
         self.fluid = fluid
         self.overhead = overhead
+        self.message = functools.lru_cache(maxsize=1024)(overhead.message)
         self.before_arrival: Callable[[Sequence[Resource]], None] = lambda links: None
         self.ports: list[Port] = []
         self.streams: dict[tuple[int, int], Stream] = {}

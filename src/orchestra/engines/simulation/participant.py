@@ -5,57 +5,55 @@ It takes the steps of transports/collective.py, and is charged for them as a tra
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from math import inf
 
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Events, Processor
 from orchestra.engines.simulation.network import Stream
-from orchestra.engines.simulation.rounds import PlacedPlan
-from orchestra.transports.collective import StepKind
+from orchestra.engines.simulation.rounds import ADD, FREE, SEND, PlacedPlan
 
 Call = Callable[[], None]
 
-# Attributes of an Enum are slow to look up.
-SEND, TAKE, FREE, ADD = StepKind.SEND, StepKind.TAKE, StepKind.FREE, StepKind.ADD
 BLOCKED = None
 """In place of seconds of computation: a packet wakes the participant."""
 
 
 class Packet:
-    """A message without content; times are infinite as long as they are not known."""
+    """A message without content; times are infinite as long as they are not known.
 
-    __slots__ = ("_scene", "_then", "began", "crossed", "ended", "frame_bytes", "left_at")
+    Attributes:
+        at_begin, at_end: called when the first byte is there, and when the last one is.
+    """
+
+    __slots__ = (
+        *("_scene", "at_begin", "at_end", "began", "crossed", "ended", "frame_bytes", "left_at"),
+    )
 
     def __init__(self, scene: Scene, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
         self.began = self.ended = self.left_at = inf
         self.crossed = False
+        self.at_begin: list[Call] = []
+        self.at_end: list[Call] = []
         self._scene = scene
-        self._then: list[Call] = []
 
     def begin(self) -> None:
         """Its first byte is there."""
         self.began = self._scene.events.now()
-        self._wake()
+        for call in self.at_begin:
+            call()
 
     def end(self) -> None:
         """All of it is there."""
         self.ended = self._scene.events.now()
-        self._wake()
+        for call in self.at_end:
+            call()
 
     def fail(self, error: Exception) -> None:
         """Nobody needs to learn of it: who takes part in a collective cannot go on without it."""
-
-    def then(self, call: Call) -> None:
-        """Call `call` when the next of the two happens."""
-        self._then.append(call)
-
-    def _wake(self) -> None:
-        calls, self._then = self._then, []
-        for call in calls:
-            call()
 
 
 class Scene:
@@ -90,16 +88,19 @@ class Messages:
         self.scene = scene
         self._packets: dict[tuple[int, int], list[Packet]] = defaultdict(list)
 
-    def packet(self, pair: tuple[int, int], number: int, elements: int) -> Packet:
+    def packet(self, pair: tuple[int, int], number: int, frame_bytes: int) -> Packet:
         """Packet `number` of a pair; either end may be the first to ask for it."""
         packets = self._packets[pair]
         if number == len(packets):
-            packets.append(Packet(self.scene, self.placed.plan.frame_bytes(elements)))
+            packets.append(Packet(self.scene, frame_bytes))
         return packets[number]
 
 
 class Participant:
     """The rank at place `index`, which computes on `processor`; `then` is called at its end.
+
+    As long as nothing can slow down what it computes it goes ahead of the events, as a flow does,
+    and only packets make it wait.
 
     Attributes:
         waiting, communicating: seconds, as a transport counts them.
@@ -119,16 +120,16 @@ class Participant:
         self._processor = processor
         self._then = then
         self._steps = self._take_part()
-        self._computes_until = 0.0  # in a replay
+        self._time = 0.0  # its present: now, or ahead of the events
+        self._computes_until = 0.0  # in a replay, or ahead of the events
 
     def go_on(self) -> None:
         """Take steps, until one takes time."""
+        self._time = max(self._time, self._scene.events.now())
         for seconds in self._steps:
-            if seconds is BLOCKED:
-                return
-            if seconds > 0:
+            if seconds is not BLOCKED:
                 self._compute(seconds)
-                return
+            return
         self._then(self)
 
     def enter_world(self) -> None:
@@ -138,56 +139,81 @@ class Participant:
             self._processor.start(left * self._processor.rate, self.go_on)
 
     def _compute(self, seconds: float) -> None:
-        if self._scene.replays:
-            events = self._scene.events
+        """Compute for so many seconds, once the events have caught up."""
+        events = self._scene.events
+        if self._time > events.now():
+            self._computes_until = self._time
+            following = partial(self._compute, seconds) if seconds > 0 else self.go_on
+            events.at(self._time, following)
+        elif self._scene.replays:
             self._computes_until = events.now() + seconds / self._processor.rate
             events.at(self._computes_until, self.go_on)
         else:
             self._processor.start(seconds, self.go_on)
 
+    def _goes_ahead(self, seconds: float) -> bool:
+        """Whether it need not wait for the end of so many seconds of computation."""
+        if self._processor.undisturbed():
+            self._time += seconds / self._processor.rate
+            return True
+        return seconds == 0
+
     def _take_part(self) -> Iterator[float | None]:
-        """The executor's steps, with the seconds of computation that each takes."""
-        messages, scene, own = self._messages, self._scene, self.index
-        placed = messages.placed
-        plan, overhead, streams = placed.plan, placed.net.overhead, placed.streams
-        counts: Counter[tuple[int, int]] = Counter()
+        """The executor's steps, with the seconds of computation that it has to wait for."""
+        messages, own = self._messages, self.index
+        streams = messages.placed.streams
+        counts: dict[tuple[int, int], int] = defaultdict(int)
         leaving: list[Packet] = []
-        for kind, number, peer, first, end, _ in plan.steps(own):
-            began = scene.events.now()
-            if kind is SEND:
+        for kind, number, peer, frame_bytes, seconds, rest in messages.placed.steps(own):
+            began = self._time
+            if kind is FREE:
+                packet = leaving[number]
+                if packet.ended == inf:
+                    packet.at_end.append(self.go_on)
+                    yield BLOCKED
+                self.waiting += self._time - began
+                continue
+            if kind is ADD:
+                if not self._goes_ahead(seconds):
+                    yield seconds
+            elif kind is SEND:
                 pair = own, peer
-                packet = messages.packet(pair, counts[pair], end - first)
+                packet = messages.packet(pair, counts[pair], frame_bytes)
                 counts[pair] += 1
                 leaving.append(packet)
-                cost = overhead.message(packet.frame_bytes)
-                yield cost.send_setup
-                streams[pair].send(packet, scene.events.now())
-                yield cost.send_rest
-                streams[pair].leave(packet, scene.events.now())
-            elif kind is TAKE:
+                if not self._goes_ahead(seconds):
+                    yield seconds
+                streams[pair].send(packet, self._time)
+                if not self._goes_ahead(rest):
+                    yield rest
+                streams[pair].leave(packet, self._time)
+            else:
                 pair = peer, own
-                packet = messages.packet(pair, counts[pair], end - first)
+                packet = messages.packet(pair, counts[pair], frame_bytes)
                 counts[pair] += 1
-                while packet.began == inf:
-                    packet.then(self.go_on)
-                    yield BLOCKED
-                now = scene.events.now()
-                self.waiting += now - began
-                began = now
-                yield overhead.message(packet.frame_bytes).receiving
-                while packet.ended == inf:
-                    packet.then(self.go_on)
-                    yield BLOCKED
-            elif kind is FREE:
-                packet = leaving[number]
-                while packet.frame_bytes > overhead.buffer and packet.ended == inf:
-                    packet.then(self.go_on)
-                    yield BLOCKED
-                self.waiting += scene.events.now() - began
+                yield from self._take(packet, seconds)
                 continue
-            elif kind is ADD:
-                yield overhead.add * (end - first) * plan.itemsize
-            self.communicating += scene.events.now() - began
-        began = scene.events.now()
-        yield overhead.add * plan.added_slots_bytes
-        self.communicating += scene.events.now() - began
+            self.communicating += self._time - began
+        if self._time > self._scene.events.now():
+            yield 0.0
+
+    def _take(self, packet: Packet, seconds: float) -> Iterator[float | None]:
+        """Wait for `packet`, and compute for so many seconds from its first byte on."""
+        began, steady = self._time, self._processor.undisturbed()
+        if not steady and packet.began == inf:
+            packet.at_begin.append(self.go_on)
+            yield BLOCKED
+        elif steady and packet.ended == inf:
+            packet.at_end.append(self.go_on)
+            yield BLOCKED
+        arrived = max(began, packet.began)
+        self.waiting += arrived - began
+        if steady:
+            self._time = max(arrived + seconds / self._processor.rate, packet.ended)
+        else:
+            if seconds > 0:
+                yield seconds
+            if packet.ended == inf:
+                packet.at_end.append(self.go_on)
+                yield BLOCKED
+        self.communicating += self._time - arrived

@@ -88,9 +88,9 @@ class Plan:
         """Of a message with its header."""
         return elements * self.itemsize + HEADER
 
-    def parts(self, rank: int, first: int = 0) -> Iterator[RoundPart]:
-        """What `rank` does in each round from number `first` on."""
-        for number in range(first, len(self.rounds)):
+    def parts(self, rank: int) -> Iterator[RoundPart]:
+        """What `rank` does in each round."""
+        for number in range(len(self.rounds)):
             if number not in self._parts:
                 parts: dict[int, RoundPart] = defaultdict(lambda: RoundPart([], []))
                 for source, target, piece, end, operation, _ in self.rounds[number].tolist():
@@ -104,9 +104,9 @@ class Plan:
             if part is not None:
                 yield part
 
-    def steps(self, rank: int, first: int = 0) -> Iterator[Step]:
-        """What the executor does on `rank` from round `first` on."""
-        return collective.steps(self.parts(rank, first), self.cuts, self.segment)
+    def steps(self, rank: int) -> Iterator[Step]:
+        """What the executor does on `rank`."""
+        return collective.steps(self.parts(rank), self.cuts, self.segment)
 
     def _place_of(self, rank: Integers) -> Integers:
         """A number for each pair of a round and the `rank` of a transfer in it."""

@@ -10,32 +10,37 @@ with one of another pair it would share the link, and messages have to be follow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, groupby
+from itertools import count
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.plan import HEADER, Plan
+from orchestra.engines.simulation.ring_rounds import SAME, Floats, Integers, Ring, Rolls, Segment
 from orchestra.schedules import REDUCE
+from orchestra.transports.collective import StepKind
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+# Attributes of an Enum are slow to look up.
+SEND, TAKE, FREE, ADD = StepKind.SEND, StepKind.TAKE, StepKind.FREE, StepKind.ADD
+ChargedStep = tuple[StepKind, int, int, int, float, float]
+"""A `Step`: kind, number, peer, bytes of the message with its header, seconds of computation; of
+SEND until the first byte leaves, and then until the last one has."""
+
 Ranks = tuple[int, ...]
 
 EARLY = 1 - 1e-12
 """A message that begins so little before another one's end begins with it: sums are rounded."""
 
-SAME = 16
-"""Arrivals that differ by so many units in the last place of the clock are the same."""
-
 MAX_KEPT = 64
 """Results that are kept for equal arrivals: more than a step has buckets, usually."""
+
+MAX_STEPS_KEPT = 1 << 16
+"""The steps of all ranks are kept for schedules with so many messages at most."""
 
 NOBODY = -1
 
@@ -79,35 +84,6 @@ class Ends:
         return Ends(clock, self.waiting, self.communicating, usage)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """The k-th message of every transfer of a round, as arrays: long transfers are cut.
-
-    Seconds are in the order of `source` and `target` up to `crossing`; then in that of `target`
-    taken at `arriving`.
-
-    Attributes:
-        is_ring: whether each rank sends one to the next rank, as it did before, all or none are
-            held, and none is freed.
-        leaving: of the sender, shape [2, messages]: from its start until the first byte is there,
-            if the way is free, and until it has left.
-        receiving, adding: of the receiver, from its first byte on; and then to add it.
-        held: of those that keep their sender's memory until they have arrived.
-        freed: of those, by receiver, that are added to what the receiver itself sends here.
-    """
-
-    source: Integers
-    target: Integers
-    arriving: Integers
-    is_ring: bool
-    leaving: Floats
-    crossing: Floats
-    receiving: Floats
-    adding: Floats
-    held: Integers
-    freed: Integers
-
-
 class PlacedPlan:
     """The messages of `plan` between `ranks`, on the links of `net`.
 
@@ -144,9 +120,10 @@ class PlacedPlan:
         self.contention_free = plan.sends_one_at_a_time and all(
             ends != (NOBODY, NOBODY) for ends in self.links.values()
         )
+        self._steps: dict[int, Sequence[ChargedStep]] = {}
         self._follows: dict[PlacedPlan, bool] = {}
         self._rates: tuple[float, ...] = ()
-        self._rounds: list[list[Segment]] = []
+        self._runs: list[tuple[bool, list[list[Segment]]]] = []
         self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MAX_KEPT)
 
     def may_follow(self, before: PlacedPlan) -> bool:
@@ -161,6 +138,32 @@ class PlacedPlan:
             )
         return self._follows[before]
 
+    def steps(self, index: int) -> Sequence[ChargedStep]:
+        """What the rank at place `index` does, message by message, and what it computes for it."""
+        steps = self._steps.get(index)
+        if steps is None:
+            steps = tuple(self._charged(index))
+            if sum(self.plan.messages_sent) <= MAX_STEPS_KEPT:
+                self._steps[index] = steps
+        return steps
+
+    def _charged(self, index: int) -> Iterator[ChargedStep]:
+        plan, overhead = self.plan, self.net.overhead
+        for kind, number, peer, first, end, _ in plan.steps(index):
+            frame_bytes = plan.frame_bytes(end - first)
+            if kind is SEND:
+                cost = self.net.message(frame_bytes)
+                yield kind, number, peer, frame_bytes, cost.send_setup, cost.send_rest
+            elif kind is TAKE:
+                receiving = self.net.message(frame_bytes).receiving
+                yield kind, number, peer, frame_bytes, receiving, 0.0
+            elif kind is ADD:
+                yield kind, number, peer, 0, overhead.add * (end - first) * plan.itemsize, 0.0
+            elif kind is FREE and frame_bytes > overhead.buffer:
+                yield kind, number, peer, 0, 0.0, 0.0
+        if plan.added_slots_bytes:
+            yield ADD, -1, -1, 0, overhead.add * plan.added_slots_bytes, 0.0
+
     def ends(
         self, arrivals: Sequence[float], rates: tuple[float, ...], before: Usage | None = None
     ) -> Ends | None:
@@ -170,7 +173,7 @@ class PlacedPlan:
         Training repeats itself: the last results are kept.
         """
         if rates != self._rates:
-            self._rates, self._rounds = rates, list(self._segments(np.array(rates)))
+            self._rates, self._runs = rates, _in_runs(self._segments(np.array(rates)))
             self._known.clear()
         begin = min(arrivals)
         clock = np.array(arrivals) - begin
@@ -185,7 +188,7 @@ class PlacedPlan:
 
     def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
         state = State(arrivals, usage)
-        for is_ring, rounds in groupby(self._rounds, _is_ring):
+        for is_ring, rounds in self._runs:
             if is_ring:
                 state.pass_ring([segment for (segment,) in rounds])
             elif not all(map(state.pass_round, rounds)):
@@ -237,54 +240,35 @@ class PlacedPlan:
         arriving = np.argsort(target)
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
         distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
-        charges = [overhead.message(int(frame)) for frame in distinct]
+        charges = [self.net.message(int(frame)) for frame in distinct]
         first, rest, receiving, on_wire = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
         held = payload + HEADER > overhead.buffer
         freed = reduces & (own[target] == rows[:, 2:4]).all(axis=1)
-        is_ring = follows and len(rows) == len(rates) and not freed.any()
-        is_ring = is_ring and np.array_equal(target, np.roll(source, -1))
-        leaving = first / rates[source]
-        seconds = rolls.take_in(
+        shift = 0
+        all_alike = held.all() or not held.any()
+        if follows and len(rows) == len(rates) and all_alike and not freed.any():
+            shift = int(target[0])
+            if len(rows) % shift or not np.array_equal(target, np.roll(source, -shift)):
+                shift = 0
+        seconds, rolled = rolls.take_in(
             np.array(
                 [
-                    leaving + latency,
+                    first / rates[source] + latency,
                     (first + rest) / rates[source],
                     on_wire / bandwidth,
                     (receiving / rates[target])[arriving],
                     (adding / rates[target])[arriving],
                 ]
-            )
+            ),
+            shift,
         )
         return Segment(
-            source, target, arriving, bool(is_ring and (held.all() or not held.any())),
+            source, target, arriving, shift, rolled,
             seconds[:2], seconds[2], seconds[3], seconds[4],
             np.flatnonzero(held), np.flatnonzero(freed[arriving]),
         )  # fmt: skip
-
-
-class Rolls:
-    """Arrays whose columns are often those of the one before, rolled by one place.
-
-    So it is with the rounds of a ring among equal ranks: pieces go round. All of these arrays are
-    views of one, so that they stay in the processor's caches.
-    """
-
-    def __init__(self) -> None:
-        self._twice = np.empty((0, 0))
-        self._first = 0
-
-    def take_in(self, array: Floats) -> Floats:
-        """Return an array equal to `array`."""
-        columns = array.shape[1]
-        first = (self._first or columns) - 1
-        view = self._twice[:, first : first + columns]
-        if not np.array_equal(view, array):
-            first, self._twice = 0, np.concatenate([array, array], axis=1)
-            view = self._twice[:, :columns]
-        self._first = first
-        return view
 
 
 class State:
@@ -296,37 +280,11 @@ class State:
         up, down, to, by = before.up, before.down, before.to, before.by
         self.usage = Usage(up.copy(), down.copy(), to.copy(), by.copy())
 
-    def pass_ring(self, segments: list[Segment]) -> None:
-        """`pass_round` for rounds of a ring, with few operations: a thousand ranks have two
-        thousand such rounds."""
-        add, maximum, subtract = np.add, np.maximum, np.subtract
-        ranks, clock, waiting = len(self.clock), self.clock, self.waiting
-        moving = np.empty_like(clock)
-        # The messages by sender are columns 1 to the last one; column 0 repeats that, so that the
-        # first columns are the same messages by receiver.
-        messages = np.empty((3, ranks + 1))
-        leaving, first, last = messages[:2, 1:], messages[:, 0], messages[:, ranks]
-        began, left, gone = messages[:, 1:]
-        arriving, _, ended = messages[:, :ranks]
-        gone[:] = self.usage.up
-        for segment in segments:
-            add(clock, segment.leaving, out=leaving)
-            maximum(began, gone, out=began)
-            add(began, segment.crossing, out=gone)
-            maximum(gone, left, out=gone)
-            first[:] = last
-            maximum(left, arriving, out=moving)
-            subtract(moving, left, out=left)
-            add(waiting, left, out=waiting)
-            add(moving, segment.receiving, out=moving)
-            maximum(moving, ended, out=moving)
-            add(moving, segment.adding, out=clock)
-            if len(segment.held):
-                maximum(clock, gone, out=moving)
-                subtract(moving, clock, out=left)
-                add(waiting, left, out=waiting)
-                clock[:] = moving
-        self.usage.up[:], self.usage.down[:] = gone, ended
+    def pass_ring(self, segments: Sequence[Segment]) -> None:
+        """`pass_round` for rounds of a ring that are alike."""
+        ring = Ring(self.clock, self.waiting, self.usage.up, segments[0].shift)
+        ring.pass_rounds(segments)
+        self.usage.up[:], self.usage.down[:] = ring.gone, np.roll(ring.gone, ring.shift)
 
     def pass_round(self, segments: list[Segment]) -> bool:
         """Bring all ranks to the end of the round; False: two messages meet."""
@@ -371,8 +329,16 @@ class State:
         return np.where(same, np.maximum(there, busy), there)
 
 
-def _is_ring(segments: list[Segment]) -> bool:
-    return len(segments) == 1 and segments[0].is_ring
+def _in_runs(rounds: Iterable[list[Segment]]) -> list[tuple[bool, list[list[Segment]]]]:
+    """Rounds of a ring that are alike, and others, with whether they are such."""
+    runs: list[tuple[bool, list[list[Segment]]]] = []
+    shift = 0
+    for segments in rounds:
+        before, shift = shift, segments[0].shift if len(segments) == 1 else 0
+        if not runs or shift != before or (shift and not segments[0].rolled):
+            runs.append((shift > 0, []))
+        runs[-1][1].append(segments)
+    return runs
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

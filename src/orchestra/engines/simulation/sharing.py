@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 ROUNDING = 1 + 1e-12
 """Rates this close are the same: what rounding makes of sums in unlike orders."""
@@ -59,6 +60,26 @@ class Resource:
         for activity in self.activities:
             used += activity.rate if activity.equal is None else activity.equal.rate
         return used + rate <= self.capacity * ROUNDING
+
+    def fits_shares(self, mark: int) -> bool:
+        """Whether it has room for what the sharing `mark` gives to some of the activities on it."""
+        used = 0.0
+        for activity in self.activities:
+            if activity.mark == mark:
+                used += activity.share
+            else:
+                used += activity.rate if activity.equal is None else activity.equal.rate
+        return used <= self.capacity * ROUNDING
+
+    def fair_share(self, further: int = 0) -> float:
+        """What each has, and `further` ones, where all have the same; 0 where one has more."""
+        fair = self.capacity / (len(self.activities) + further)
+        if self.fastest > fair * ROUNDING:
+            self.fastest = max(
+                activity.rate if activity.equal is None else activity.equal.limit
+                for activity in self.activities
+            )
+        return fair if self.fastest <= fair * ROUNDING else 0.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +138,9 @@ class Activity:
 
 
 class EqualShares:
-    """Activities that have one resource in common, and nothing else to share: all get the same.
+    """Activities that share one resource, which alone holds them back: all get the same.
+
+    What else they cross gives each activity on it more than that, even if all took the same there.
 
     When one comes or goes, the rate of each changes, but for all alike. So it is enough to know
     what each would have got that was there from the beginning: an activity that comes when that is
@@ -159,6 +182,9 @@ class EqualShares:
             activity.equal = self
             activity.finish = inf
             self.limit = min(self.limit, activity.limit)
+            for other in activity.resources:
+                if other is not self.resource:
+                    other.fastest = max(other.fastest, activity.limit)
             heapq.heappush(self._ends, (activity.until, activity.order, activity))
 
     def first(self) -> Activity | None:
@@ -181,13 +207,23 @@ class EqualShares:
         return ended
 
 
-def share(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource]]:
-    """Compute `share` of every activity that is connected with `seed` by shared resources.
+class Shared(NamedTuple):
+    """Activities with a new `share`, the resources that several of them have in common, and those
+    that were left out and have no room for these shares."""
 
-    `mark` is higher than in any sharing before. Returns the activities, and the resources that
-    several of them have in common; a resource of one activity only limits it.
+    activities: list[Activity]
+    resources: list[Resource]
+    overfull: list[Resource]
+
+
+def share(seed: Resource, mark: int) -> Shared:
+    """Compute `share` of every activity that is connected with `seed` by tight resources.
+
+    What holds nobody back passes no change on, as long as it has room for the shares. A resource of
+    one activity only limits it. `mark` is higher than in any sharing before.
     """
     activities: list[Activity] = []
+    loose: list[Resource] = []
     seed.mark = mark
     reached = [seed]
     for resource in reached:  # it grows
@@ -204,13 +240,13 @@ def share(seed: Resource, mark: int) -> tuple[list[Activity], list[Resource]]:
                         limit = other.capacity
                 elif other.mark != mark:
                     other.mark = mark
-                    reached.append(other)
+                    (reached if other.tight else loose).append(other)
             activity.limit = limit
             activity.share = -1.0
             activities.append(activity)
     shared = [resource for resource in reached if len(resource.activities) > 1]
     _fill(activities, shared)
-    return activities, shared
+    return Shared(activities, shared, [other for other in loose if not other.fits_shares(mark)])
 
 
 def _fill(activities: list[Activity], shared: list[Resource]) -> None:
@@ -267,13 +303,13 @@ def _stop(activity: Activity, rate: float) -> None:
         resource.open -= 1
 
 
-def is_only_shared(resource: Resource, activity: Activity) -> bool:
-    """Whether `activity` has all else on its way for itself; its `limit` is what that gives it."""
+def set_limit(activity: Activity, resource: Resource) -> None:
+    """Set `limit` of `activity`: what it has for certain of all that it crosses beside `resource`.
+
+    It is 0 where it may be held back there.
+    """
     limit = inf
     for other in activity.resources:
         if other is not resource:
-            if len(other.activities) > 1:
-                return False
-            limit = min(limit, other.capacity)
+            limit = min(limit, 0.0 if other.tight else other.fair_share())
     activity.limit = limit
-    return True

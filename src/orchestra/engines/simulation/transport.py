@@ -88,7 +88,7 @@ class SimulatedTransport(CollectiveMixin):
         message = Message(header, payload, sending, port.net.ports[to])
         stream = port.net.stream(self.rank, to)
         port.keep_order()
-        cost = overhead.message(size)
+        cost = port.net.message(size)
         port.spend(cost.send_setup + port.warm_up(), traffic)
         stream.send(message, self._kernel.here())
         port.spend(cost.send_rest, traffic)
@@ -114,7 +114,7 @@ class SimulatedTransport(CollectiveMixin):
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; see `Transport.collective`."""
-        no_flow = self._background is None and not self._rendezvous.faults
+        no_flow = not self._background and not self._rendezvous.faults
         at_once = no_flow and not call.message_by_message
         if call.background and call.schedule is not None and at_once:
             given = self._rendezvous.contribution(self._port.net, call)
@@ -239,7 +239,7 @@ class SimulatedTransport(CollectiveMixin):
         begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
         self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.message(receive.frame_bytes).receiving
+            seconds = self._port.net.message(receive.frame_bytes).receiving
             self._port.keep_order()
             self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
@@ -259,7 +259,7 @@ class SimulatedTransport(CollectiveMixin):
         begun = max(started, receive.began_at if receive.frame_bytes else kernel.here())
         traffic.seconds_waiting += begun - started
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.overhead.message(receive.frame_bytes).receiving
+            seconds = self._port.net.message(receive.frame_bytes).receiving
             flow.ahead = begun + seconds / flow.processor.rate
             receive.frame_bytes = 0
         traffic.seconds_communicating += kernel.here() - begun

@@ -1,0 +1,166 @@
+"""Communication goes on while a worker computes, and changes no bit of what it should not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.simulated import simulated
+from tests.test_trace import read
+from tests.training import equal, settings, train_processes, train_threads
+from tests.waiting import wait_until
+from torch import nn
+
+from orchestra.settings import parse
+from orchestra.strategies.gossip import Gossip, GossipState
+from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.single import Single
+from orchestra.worker.arriving import AwaitParameters
+from orchestra.worker.worker import Worker
+
+IN_PARTS = {"bucket_megabytes": 0.001, "overlap": True}
+WHOLE = {"overlap": False}
+TASK = "images(samples=84, model='normalised')"  # the last step leaves a worker without samples
+SYNCHRONOUS = [
+    "ParameterServer(servers=2)",
+    "ParameterServer(servers=2, placement='beside')",
+    "ParameterServer(placement='beside', returns='gradients')",
+]
+ON_ARRIVAL = [
+    "ParameterServer(consistency='asynchronous', delay_compensation='adaptive')",
+    "ParameterServer(consistency='bounded', staleness=1, servers=2, placement='beside')",
+    "ParameterServer(backup=1)",
+]
+
+
+def chosen(strategy: str) -> Any:
+    return parse(strategy, STRATEGIES, where="test")
+
+
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_pushed_in_parts_or_whole_the_parameters_are_the_same(
+    strategy: str, tmp_path: Path
+) -> None:
+    """On sockets and in virtual time, with checkpoints between."""
+    options: dict[str, Any] = {"optimizer": "Adam(lr=0.01)", "epochs": 2, "checkpoint_every": 2}
+    whole = train_threads(chosen(strategy), 4, tmp_path / "whole", TASK, **options, **WHOLE)
+    parts = train_threads(chosen(strategy), 4, tmp_path / "parts", TASK, **options, **IN_PARTS)
+    assert (whole.states[0].parts, parts.states[0].parts is None) == (None, False)
+    assert equal(parts.final, whole.final)
+    simulated(settings(chosen(strategy), 4, TASK, **options, **IN_PARTS), tmp_path / "simulated")
+    assert equal(load_file(tmp_path / "simulated" / "parameters.safetensors"), whole.final)
+
+
+@pytest.mark.parametrize("strategy", ON_ARRIVAL)
+def test_on_arrival_every_sample_counts_in_parts_too(strategy: str, tmp_path: Path) -> None:
+    result = train_threads(chosen(strategy), 4, tmp_path, TASK, **IN_PARTS, checkpoint_every=2)
+    consumed = [s.server.own.state.consumed for s in result.states if s.server is not None]
+    assert set(consumed) == {84}
+
+
+def test_one_worker_of_an_asynchronous_server_equals_single(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": "SGD(lr=0.05, momentum=0.9)", "epochs": 2}
+    alone = train_threads(Single(), 1, tmp_path / "single", TASK, **options)
+    strategy = chosen("ParameterServer(consistency='asynchronous')")
+    served = train_threads(strategy, 2, tmp_path / "served", TASK, **options, **IN_PARTS)
+    assert served.states[0].parts is not None
+    assert equal(served.final, alone.final)
+
+
+class Arriving:
+    """Values that are there once they are awaited."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.parameters())[::-1]
+        self.values = [parameter.detach().clone() for parameter in self.parameters]
+        self.awaited: list[int] = []
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.fill_(torch.nan)
+
+    def await_for(self, slot: int) -> None:
+        self.awaited.append(slot)
+        with torch.no_grad():
+            for parameter, values in list(zip(self.parameters, self.values, strict=True))[slot:]:
+                parameter.data.copy_(values)
+
+
+def test_forward_awaits_a_parameter_whichever_module_uses_it() -> None:
+    """Attention uses the parameters of its projection without calling it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), nn.Linear(8, 1)
+    )
+    inputs = torch.randn(2, 3, 8)
+    expected = module(inputs)
+    arriving = Arriving(module)
+    with AwaitParameters(arriving.parameters, arriving):
+        assert module(inputs).equal(expected)
+    assert arriving.awaited[0] > 8
+    assert arriving.awaited == sorted(arriving.awaited, reverse=True)
+    assert len(arriving.awaited) > 4
+
+
+class OnTheWire:
+    """Holds the last gradient of a backward pass back until something has been sent in it."""
+
+    def hold(self, worker: Worker) -> None:
+        self.watch(worker, worker.transport.bytes_sent)
+
+    def watch(self, worker: Worker, before: int) -> None:
+        inner, last = worker.gradients.on_ready, len(worker.layout.slots) - 1
+
+        def on_ready(first: int, end: int) -> None:
+            if inner is not None:
+                inner(first, end)
+            if first == last:
+                wait_until(lambda: worker.transport.bytes_sent > before, "the first message")
+                worker.gradients.on_ready = inner
+
+        worker.gradients.on_ready = on_ready
+
+
+@dataclass(frozen=True, repr=False)
+class HeldServer(OnTheWire, ParameterServer):
+    def before_forward(self, worker: Worker, state: ParameterServerState) -> None:
+        super().before_forward(worker, state)
+        self.hold(worker)
+
+
+@dataclass(frozen=True, repr=False)
+class HeldGossip(OnTheWire, Gossip):
+    def before_forward(self, worker: Worker, state: GossipState) -> None:
+        before = worker.transport.bytes_sent
+        super().before_forward(worker, state)
+        self.watch(worker, before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tag"),
+    [
+        (HeldServer(servers=2, placement="beside"), "gradient"),
+        (HeldServer(consistency="asynchronous"), "gradient"),
+        (HeldGossip(), "mix"),
+    ],
+)
+def test_the_first_message_leaves_before_backward_ends(
+    strategy: Any, tag: str, tmp_path: Path
+) -> None:
+    """On real processes; without overlap nothing would be sent before."""
+    run = settings(
+        strategy, 3, "images(samples=72, model='cnn')", steps=3, trace_steps=3, **IN_PARTS
+    )
+    train_processes(run, tmp_path)
+    trace = read(tmp_path)
+    for rank in range(2):
+        gradients = [e for e in trace.slices("compute", rank=rank) if "gradient" in e["name"]]
+        sent = [e for e in trace.slices("send", rank=rank) if e["args"].get("tag") == tag]
+        assert len(gradients) == 3
+        for gradient in gradients:
+            end = gradient["ts"] + gradient["dur"]
+            assert any(gradient["ts"] <= e["ts"] < end for e in sent)
