@@ -20,6 +20,7 @@ else:
     packing = LazyModule("orchestra.compression.packing")
 
 CHUNK = 1 << 18
+"""Signs that are decoded at a time, and stay in the cache."""
 
 
 @dataclass(frozen=True, repr=False)
