@@ -38,7 +38,7 @@ class QSGD(Encoder):
     it smaller.
     """
 
-    passes = (14.0, 4.0)
+    passes = (17.0, 5.0)
 
     levels: int = setting(7, "s: levels of magnitude beside 0", low=1, high=127)
     _: KW_ONLY

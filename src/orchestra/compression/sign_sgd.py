@@ -33,7 +33,7 @@ class SignSGD(Encoder):
     (|p|_1 / d) sign(p), EF-signSGD (Karimireddy et al., ICML 2019). A sign of 0 counts as +.
     """
 
-    passes = (3.0, 4.0)
+    passes = (9.0, 3.5)
 
     vote: bool = setting(True, "the majority decides on each sign; else magnitudes add")
     _: KW_ONLY
