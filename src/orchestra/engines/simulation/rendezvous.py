@@ -23,7 +23,8 @@ from orchestra.engines.simulation.kernel import Events, Kernel, Processor, Timer
 from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
 from orchestra.engines.simulation.plan import Plan
-from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
+from orchestra.engines.simulation.round_state import Usage
+from orchestra.engines.simulation.rounds import PlacedPlan, Ranks
 from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
