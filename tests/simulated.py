@@ -64,6 +64,9 @@ class Second:
     def seconds(self, work: Work, threads: int = 1) -> float:
         return float(work.amount)
 
+    def needed(self, slot: int) -> float:
+        return 0.0
+
     def ready(self, slot: int) -> float:
         return 1 - slot / self.slots
 

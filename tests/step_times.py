@@ -45,6 +45,9 @@ class Figures:
         each: float = getattr(self, work.kind)
         return max(each * work.amount, NEXT_TO_NOTHING)
 
+    def needed(self, slot: int) -> float:
+        return 0.0
+
     def ready(self, slot: int) -> float:
         """A backward pass reaches one tensor after the other, evenly from its beginning on."""
         return (slot + 1) / self.tensors

@@ -179,22 +179,28 @@ def test_slow_updates_have_a_period_and_treat_buffers(
     np.testing.assert_allclose(final(trained.final), expected, rtol=1e-12)
 
 
-def streamed(every: int, overlap: int, mix: float) -> Vector:
-    """Two fragments, the second half a round behind; averages arrive `overlap` steps late."""
+def streamed(every: int, overlap: int, mix: float | None) -> Vector:
+    """Two fragments, the second half a round behind; averages arrive `overlap` steps late.
+
+    Without `mix` what was learnt meanwhile is added to them.
+    """
     x = [start() for _ in range(RANKS)]
     cuts = [slice(0, 3), slice(3, 5)]
     offsets = [every // 2, 0]  # the layout ends with the parameter that was made first
     begun = start()
-    flying: dict[int, tuple[int, Vector]] = {}
+    flying: dict[int, tuple[int, Vector, list[Vector]]] = {}
     samples = np.zeros((2, RANKS))
 
     def arrive(index: int) -> None:
-        _, average = flying.pop(index)
+        _, average, sent = flying.pop(index)
         cut = cuts[index]
         delta = begun[cut] - average
         begun[cut] = begun[cut] - 0.5 * delta
-        for replica in x:
-            replica[cut] = mix * replica[cut] + (1 - mix) * begun[cut]
+        for replica, before in zip(x, sent, strict=True):
+            if mix is None:
+                replica[cut] = begun[cut] + replica[cut] - before
+            else:
+                replica[cut] = mix * replica[cut] + (1 - mix) * begun[cut]
 
     for step, parts in enumerate(mean_samples(RANKS, BATCH, SAMPLES), start=1):
         for rank, (mean, count) in enumerate(parts):
@@ -206,9 +212,9 @@ def streamed(every: int, overlap: int, mix: float) -> Vector:
         for index in range(2):
             if (step + offsets[index]) % every == 0:
                 weights = samples[index] / samples[index].sum()
-                parts_of = [replica[cuts[index]] for replica in x]
+                parts_of = [replica[cuts[index]].copy() for replica in x]
                 average = sum(w * part for w, part in zip(weights, parts_of, strict=True))
-                flying[index] = (step + overlap, average)
+                flying[index] = (step + overlap, average, parts_of)
                 samples[index] = 0
     for index in list(flying):
         arrive(index)
@@ -218,11 +224,14 @@ def streamed(every: int, overlap: int, mix: float) -> Vector:
     return np.concatenate(ends)
 
 
-@pytest.mark.parametrize(("every", "overlap", "mix"), [(2, 1, 0.5), (4, 1, 0.25), (4, 2, 0.0)])
+@pytest.mark.parametrize(
+    ("every", "overlap", "mix"), [(2, 1, 0.5), (4, 1, 0.25), (4, 2, 0.0), (4, 2, None)]
+)
 def test_streaming_averages_one_fragment_at_a_time_and_late(
-    every: int, overlap: int, mix: float, tmp_path: Path
+    every: int, overlap: int, mix: float | None, tmp_path: Path
 ) -> None:
-    strategy = LocalSGD(every, outer=Nesterov(0.5, 0.0), fragments=2, overlap=overlap, mix=mix)
+    late: dict[str, Any] = {"late": "added"} if mix is None else {"mix": mix}
+    strategy = LocalSGD(every, outer=Nesterov(0.5, 0.0), fragments=2, overlap=overlap, **late)
     trained = train(strategy, tmp_path)
     np.testing.assert_allclose(final(trained.final), streamed(every, overlap, mix), rtol=1e-12)
 
@@ -233,6 +242,7 @@ def test_streaming_averages_one_fragment_at_a_time_and_late(
         ({"every": 2, "fragments": 3}, "leave some step with several"),
         ({"every": 4, "fragments": 2, "overlap": 3}, "longer than the 2 steps"),
         ({"every": None, "overlap": 1}, "need rounds of steps"),
+        ({"every": 4, "late": "added"}, "needs averages that are late"),
         ({"every": 4, "overlap": 1, "outer": Elastic()}, "does not go with Elastic"),
         ({"every": 4, "every_epochs": 1}, "both set"),
         ({"every": 4, "outer": SlowMo(every=6)}, "every=6.* is no multiple .* divisor of 6"),

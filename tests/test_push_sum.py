@@ -35,6 +35,7 @@ from orchestra.optimizers import capture, restore
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.single import Single
 from orchestra.strategies.stochastic_gradient_push import (
+    RECEIVING,
     PushState,
     PushSum,
     StochasticGradientPush,
@@ -55,6 +56,20 @@ CIRCLE = Given(((1,), (2,), (0,)))
 IRREGULAR = Given(((1, 2), (2,), (0, 3), (0,)))
 
 
+@dataclass
+class Asked:
+    """In place of the transport of a flow: from whom it receives."""
+
+    source: int | None = None
+
+    def receive(self, source: int | None, tag: int) -> Asked:
+        self.source = source
+        return self
+
+    def wait(self) -> Tensor:
+        return torch.empty(0)
+
+
 class Patient:
     """A transport on which nothing is ever done before it is waited for."""
 
@@ -65,7 +80,18 @@ class Patient:
         return getattr(self._transport, name)
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Any:
-        return PatientHandle(self, source, self._transport.receive(source, tag, into))
+        return self.handle(source, self._transport.receive(source, tag, into))
+
+    def in_background(self, function: Callable[[Any], Any], lane: int = 0) -> Any:
+        task = self._transport.in_background(function, lane)
+        if lane != RECEIVING:
+            return task
+        asked = Asked()
+        function(asked)
+        return self.handle(asked.source, task)
+
+    def handle(self, source: int | None, handle: Any) -> PatientHandle:
+        return PatientHandle(self, source, handle)
 
     def waits(self, source: int | None) -> None:
         """The main flow is about to wait for `source`."""
@@ -229,7 +255,7 @@ def mean_of(ranks: int) -> Tensor:
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_without_the_weight_the_average_is_wrong(overlap: int) -> None:
     """On an irregular one-way graph, with each rank's own random weights."""
-    result = pushed(IRREGULAR, 4, 150, overlap=overlap, shares=partial(random_shares, seed=1))
+    result = pushed(IRREGULAR, 4, 300, overlap=overlap, shares=partial(random_shares, seed=1))
     mean = mean_of(4)
     assert max(abs(w - 1) for _, w, _ in result) > 0.05
     assert max(float(((x - mean) / mean).abs().min()) for x, _, _ in result) > 0.05
@@ -296,8 +322,8 @@ def test_mass_on_its_way_is_missing_until_it_is_drained() -> None:
 class Eager(Patient):
     """A transport on which a message has always arrived when it is asked for."""
 
-    def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Any:
-        return EagerHandle(self, source, self._transport.receive(source, tag, into))
+    def handle(self, source: int | None, handle: Any) -> PatientHandle:
+        return EagerHandle(self, source, handle)
 
 
 @dataclass

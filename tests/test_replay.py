@@ -45,12 +45,12 @@ def test_every_strategy_repeats_to_the_bit(row: Row, ranks: int, tmp_path: Path)
     assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal
 
 
-def test_with_momentum_dropout_and_a_checkpoint(tmp_path: Path) -> None:
+def test_in_parts_with_momentum_dropout_and_a_checkpoint(tmp_path: Path) -> None:
     orchestra.train(
         "tests.tasks_for_tests:digits_in_one_thread(dropout=0.3)",
         f"{SERVER}(servers=2, consistency='asynchronous', placement='beside')",
         3, out=tmp_path / "run", quiet=True, record_order=True, steps=10, batch_size=7,
-        optimizer="SGD(lr=0.02, momentum=0.9)", checkpoint_every=4,
+        optimizer="SGD(lr=0.02, momentum=0.9)", checkpoint_every=4, bucket_megabytes=0.01,
     )  # fmt: skip
     assert orchestra.replay(tmp_path / "run", out=tmp_path / "replay", quiet=True).equal
 

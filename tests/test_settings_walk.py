@@ -49,6 +49,7 @@ BESIDE: dict[str, str] = {
     "AllReduce.ranks_per_node": "AllReduce('hierarchical')",
     "ParameterServer.staleness": "ParameterServer(consistency='bounded', staleness=3)",
     "StochasticGradientPush.exchanges": "StochasticGradientPush(overlap=2)",
+    "LocalSGD.late": "LocalSGD(overlap=2)",
     "Hop.skip": "Hop(backup=1)",
     "ParameterServer.replicas": "ParameterServer(servers=2)",
     "ParameterServer.learning_rate": f"{ASYNCHRONOUS})",

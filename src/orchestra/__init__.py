@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
     from orchestra.strategies.gossip import Gossip, Hop
+    from orchestra.strategies.hogwild import Hogwild
     from orchestra.strategies.local_sgd import LocalSGD
     from orchestra.strategies.outer import Average, Elastic, Nesterov, SlowMo
     from orchestra.strategies.pairwise_averaging import PairwiseAveraging
@@ -45,18 +46,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AfterDecay", "AfterFraction", "AfterSteps", "AllReduce", "Average", "Complete", "Elastic",
-    "ElasticAveraging", "Exponential", "Gossip", "Hop", "InputError", "LocalSGD", "LossStable",
-    "Nesterov", "NoiseScale", "OrchestraError", "PairwiseAveraging", "ParameterServer", "Pipeline",
-    "Prague", "RandomRegular", "Ring", "Roles", "RunFailed", "Single", "SlowMo", "Star",
-    "StochasticGradientPush", "Straggler", "Strategy", "Switch", "Task", "compare", "distribute",
-    "is_first", "rank", "replay", "train", "world_size",
+    "ElasticAveraging", "Exponential", "Gossip", "Hogwild", "Hop", "InputError", "LocalSGD",
+    "LossStable", "Nesterov", "NoiseScale", "OrchestraError", "PairwiseAveraging",
+    "ParameterServer", "Pipeline", "Prague", "RandomRegular", "Ring", "Roles", "RunFailed",
+    "Single", "SlowMo", "Star", "StochasticGradientPush", "Straggler", "Strategy", "Switch", "Task",
+    "compare", "distribute", "is_first", "rank", "replay", "train", "world_size",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
     __getattr__ = lazy_package(
         __name__, "errors", "topologies", "strategies.base", "strategies.all_reduce",
-        "strategies.elastic_averaging", "strategies.gossip", "strategies.local_sgd",
-        "strategies.outer", "strategies.pairwise_averaging", "strategies.parameter_server",
+        "strategies.elastic_averaging", "strategies.gossip", "strategies.hogwild",
+        "strategies.local_sgd", "strategies.outer", "strategies.pairwise_averaging",
+        "strategies.parameter_server",
         "strategies.pipeline", "strategies.prague", "strategies.single", "strategies.switch",
         "strategies.stochastic_gradient_push", "strategies.switch_rules", "experiments.api",
         "engines.processes.environment", "engines.processes.distribute", "tasks.task",

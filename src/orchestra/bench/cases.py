@@ -105,9 +105,19 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
         'ParameterServer(consistency="bounded", staleness=1)',
         lambda t: t.asynchronous,
     ),
+    "server in parts": (
+        "ParameterServer()",
+        lambda t: t.ranks / t.workers * max(t.step, t.workers * (t.served + t.adding)),
+    ),
+    "asynchronous in parts": (
+        f"ParameterServer({ASYNCHRONOUS})",
+        lambda t: t.ranks / t.workers * max(t.step, t.workers * t.served),
+    ),
     "local SGD": (f"LocalSGD({LOCAL_STEPS})", lambda t: t.step + t.ring / LOCAL_STEPS),
-    "gossip": ("Gossip()", lambda t: t.step + min(2, t.ranks - 1) * t.whole),
+    "late local SGD": (f"LocalSGD({LOCAL_STEPS}, overlap=2)", lambda t: t.step),
+    "gossip": ("Gossip()", lambda t: max(t.step, min(2, t.ranks - 1) * t.whole)),
     "push-sum": ("StochasticGradientPush()", lambda t: t.step + t.message + 3 * t.adding),
+    "late push-sum": ("StochasticGradientPush(overlap=1)", lambda t: t.step + 2 * t.adding),
     "pairwise": ("PairwiseAveraging()", lambda t: t.step),
     "pipeline": (
         f"Pipeline(microbatches={MICROBATCHES})",
@@ -115,6 +125,9 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
     ),
 }
 """By label, strategies of every family: the notation, and the seconds of a step by formula."""
+
+BUCKET_MEGABYTES = {"server in parts": 0.1, "asynchronous in parts": 0.1}
+"""Where pushes and pulls overlap with computing; elsewhere these models are one bucket."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,7 @@ class Case:
                 optimizer=subject.optimizer,
                 snapshots=0,
                 trace_steps=0,
+                bucket_megabytes=BUCKET_MEGABYTES.get(self.label, Training.bucket_megabytes),
             ),
         )
 

@@ -63,9 +63,7 @@ def _check(worker: Worker, compressor: Compressor) -> None:
             f"tensors: shapes: how many bytes {compressor!r} sends depends on values, which a run "
             "of shapes does not have: set tensors to real"
         )
-    spec = worker.optimizer
-    momenta = [{**spec.arguments, **group}.get("momentum", 0.0) for _, group in spec.groups]
-    if compressor.brings_momentum and (spec.cls is not torch.optim.SGD or any(momenta)):
+    if compressor.brings_momentum and not worker.optimizer.stateless:
         raise InputError(
             f"{compressor!r} brings the momentum along: set optimizer to SGD, without momentum"
         )

@@ -93,6 +93,12 @@ class OptimizerSpec:
         return self.cls in ELEMENTWISE
 
     @property
+    def stateless(self) -> bool:
+        """An update depends on the gradient and the parameters alone: SGD without momentum."""
+        momenta = [{**self.arguments, **group}.get("momentum", 0.0) for _, group in self.groups]
+        return self.cls is torch.optim.SGD and not any(momenta)
+
+    @property
     def base_rates(self) -> tuple[float, ...]:
         """The learning rate of each group before any schedule."""
         default = self.arguments.get("lr")

@@ -226,8 +226,9 @@ class HeldSlice:
             values = self._values_of(reply) if reply.values and not self.early else None
             if content is not None:
                 handles.append(transport.send(encode_reply(content), worker, self._tags[0]))
-            for first, end in self._spans if values is not None else ():
-                handles.append(transport.send(values[first:end], worker, self._tags[1]))
+            if values is not None:
+                for first, end in self._spans:
+                    handles.append(transport.send(values[first:end], worker, self._tags[1]))
             self._sending[worker] = handles
 
     def finish_sending(self) -> None:

@@ -30,7 +30,8 @@ class Fragment:
 
     `samples` are this worker's since the last average, `total` those of all workers; `averages`
     are those made so far. While one is on its way `travelling` holds it, to be applied at step
-    `due`. `anchor` is the last average, for compression, where the outer state keeps no x_0.
+    `due`, and `sent` what this worker sent, if that is needed then. `anchor` is the last average,
+    for compression, where the outer state keeps no x_0.
     """
 
     first: int = field(metadata=optimizers.TRANSIENT)
@@ -41,6 +42,7 @@ class Fragment:
     averages: int = 0
     anchor: Tensor | None = None
     travelling: Tensor | None = None
+    sent: Tensor | None = None
     due: int = 0
     flow: Task[None] | None = field(default=None, metadata=optimizers.TRANSIENT)
 
@@ -95,11 +97,18 @@ class LocalSGD(Replicas[LocalSGDState]):
     the next round begins with: DiLoCo is LocalSGD(500, outer=Nesterov()) with Adam as the
     optimizer; post-local SGD (Lin et al., ICLR 2020) is Switch(AllReduce(), LocalSGD()).
 
-    Streaming DiLoCo (Douillard et al., 2025) averages one of `fragments` at a time, in turn, and
-    applies the result `overlap` steps after it was sent, mixed with what the worker learnt since:
-    theta <- mix theta + (1 - mix) theta_outer. It sends differences in 4 bits, as
-    compression=QSGD(7, norm="max") does: with `compression` x <- x_0 + sum_w C(x_w - x_0), where
-    x_0 is what the round began with, or the last average.
+    Streaming DiLoCo (Douillard et al., 2025) averages one of `fragments` at a time, in turn. With
+    `overlap` averages are made in the background, for every outer optimizer but Elastic, and
+    applied that many steps after they were sent. What the worker has learnt since is kept, `late`:
+
+        mixed   theta <- mix theta + (1 - mix) theta_outer, as in streaming DiLoCo; with `Average`
+                the pull towards a late average of Overlap-Local-SGD (Wang et al., ICASSP 2020)
+        added   theta <- theta_outer + theta - theta_sent, as in CoCoD-SGD (Shen et al., IJCAI
+                2019), where `overlap` is `every`
+
+    Streaming DiLoCo sends differences in 4 bits, as compression=QSGD(7, norm="max") does: with
+    `compression` x <- x_0 + sum_w C(x_w - x_0), where x_0 is what the round began with, or the last
+    average.
     """
 
     depends_on_speed = False  # averages arrive at the step at which they are due
@@ -149,6 +158,9 @@ class LocalSGD(Replicas[LocalSGDState]):
     mix: float = setting(
         0.5, "share of the worker's own values when a late average arrives", low=0, high=1
     )
+    late: Literal["mixed", "added"] = setting(
+        "mixed", "with overlap: what was learnt meanwhile is mixed with a late average, or added"
+    )
     compression: Compressor | None = setting(
         None, "what differences are compressed by, as QSGD(7); none: not at all"
     )
@@ -178,6 +190,8 @@ class LocalSGD(Replicas[LocalSGDState]):
                 f"{self.every // self.fragments} steps between two exchanges: raise every, or "
                 "lower overlap or fragments"
             )
+        if self.late == "added" and not self.overlap:
+            raise InputError("LocalSGD: late='added' needs averages that are late: set overlap")
         if self.overlap and self.outer.beside_gradient:
             raise InputError("LocalSGD: overlap does not go with Elastic, whose replicas differ")
         if isinstance(self.outer, SlowMo):
@@ -200,7 +214,7 @@ class LocalSGD(Replicas[LocalSGDState]):
     def footprint(self, rank: int, ranks: int) -> Footprint:
         """And the outer state, and the fragments on their way."""
         travelling = 1.0 if self.overlap else 1 / self.fragments
-        copies = self.outer.copies + travelling
+        copies = self.outer.copies + travelling * (2 if self.late == "added" else 1)
         if self.compression is not None:
             copies += self.compression.footprint + (not self.outer.copies)
         return replace(super().footprint(rank, ranks), copies=copies)
@@ -302,6 +316,8 @@ class LocalSGD(Replicas[LocalSGDState]):
         counts = fragment.counts(worker)
         fragment.travelling = exchange.copy_of(worker, fragment.replica(worker))
         fragment.due = state.steps + self.overlap
+        if self.late == "added":
+            fragment.sent = exchange.copy_of(worker, fragment.travelling)
         average = self._averaging(worker, state, fragment, fragment.travelling)
         if self.overlap:
             fragment.flow = worker.transport.spawn(average)
@@ -321,11 +337,13 @@ class LocalSGD(Replicas[LocalSGDState]):
         learnt = own.clone() if self.overlap else own
         round = OuterRound(worker.step.rates[0], len(worker.workers))
         self._rule(fragment).step(fragment.outer, own, fragment.travelling, round)
-        if self.overlap:
+        if fragment.sent is not None:
+            own.add_(learnt.sub_(fragment.sent))
+        elif self.overlap:
             own.lerp_(learnt, self.mix)
         if fragment.anchor is not None:
             fragment.anchor.copy_(fragment.travelling)
-        fragment.travelling = None
+        fragment.travelling = fragment.sent = None
 
     def _rule(self, fragment: Fragment) -> Outer:
         """Return the outer rule for the last average of `fragment`."""

@@ -20,6 +20,7 @@ STRATEGIES = Registry(
         "AllReduce": "orchestra.strategies.all_reduce:AllReduce",
         "ElasticAveraging": "orchestra.strategies.elastic_averaging:ElasticAveraging",
         "Gossip": "orchestra.strategies.gossip:Gossip",
+        "Hogwild": "orchestra.strategies.hogwild:Hogwild",
         "Hop": "orchestra.strategies.gossip:Hop",
         "LocalSGD": "orchestra.strategies.local_sgd:LocalSGD",
         "PairwiseAveraging": "orchestra.strategies.pairwise_averaging:PairwiseAveraging",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -28,10 +29,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from orchestra.exchange import SharedWork
-    from orchestra.transports.protocol import Handle
+    from orchestra.transports.protocol import Task
     from orchestra.worker.worker import Worker
 else:
     torch = LazyModule("torch")  # settings load without it
+
+SENDING, RECEIVING = 0, 1
+"""Lanes of background flows: neither waits for the other."""
+
+AWAITED = 4
+"""Messages of any rank that a background flow takes in before they are asked for."""
 
 
 @dataclass
@@ -54,8 +61,9 @@ class StochasticGradientPush(Replicas[PushState]):
     p_ji is what i sends to j; each worker's shares sum to 1, itself included, so that the sums
     of all x and of all w stay as they are. The optimizer acts on x and stays with the worker.
 
-    With `overlap` tau a worker goes on while messages travel, adds them when they are there, and
-    waits for those that are tau steps old. When it sends is `exchanges`:
+    With `overlap` tau a worker goes on while messages are made, sent and taken in by background
+    flows, adds them when they are there, and waits for those that are tau steps old. When it sends
+    is `exchanges`:
 
     every_tau_steps   tau-OSGP (Section 3 and Algorithm 2 of the paper): in steps that tau divides,
                       after the local step and before it adds what has come
@@ -135,7 +143,7 @@ class StochasticGradientPush(Replicas[PushState]):
         """And x, and what is on its way, out and in, of a step and of those that it may be late."""
         graphs = [self.topology.graph(ranks, s) for s in range(self.topology.period(ranks))]
         moving = max(len(graph[rank]) + len(sources_of(graph)[rank]) for graph in graphs)
-        copies = 1.0 + moving * (1 + self.overlap)
+        copies = 1.0 + moving * (1 + self.overlap) + (self.overlap > 0)  # the mass before its parts
         return replace(super().footprint(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> PushState:
@@ -210,8 +218,8 @@ class PushSum:
         self.mass = torch.cat([worker.parameters, worker.parameters.new_ones(1)])
         self._period = max(push.overlap, 1) if push.exchanges == "every_tau_steps" else 1
         self._one_at_a_time = push.exchanges == "one_at_a_time" and push.overlap > 0
-        self._leaving: list[tuple[int, Handle]] = []  # since which step, and what
-        self._arriving: list[tuple[int, Handle]] = []
+        self._leaving: list[tuple[int, Task[Tensor]]] = []  # since which step, and what
+        self._arriving: list[tuple[int, int, Task[Tensor]]] = []  # and from whom
         self._closed: dict[int, int] = {}  # ranks that drain, and the exchanges that they began
 
     @property
@@ -241,23 +249,43 @@ class PushSum:
 
     def _send(self) -> tuple[int, ...]:
         """Begin the next exchange; the workers that are sent to."""
-        transport, ranks = self.worker.transport, self.worker.workers.ranks
+        ranks, mass = self.worker.workers.ranks, self.mass
         own = self.worker.workers.index(self.worker.rank)
         graph = self.push.topology.graph(len(ranks), self.exchanges)
         shares = self.push.shares(graph[own], own, self.exchanges)
         self._expect([ranks[peer] for peer in sources_of(graph)[own]])
         for peer in graph[own]:
-            part = self._charged(lambda share=shares[peer]: self.mass * share)  # type: ignore[misc]
-            self._leaving.append((self.step, transport.send(part, ranks[peer], Tag.MIX)))
-        self._charged(lambda: self.mass.mul_(shares[own]))
+            make = partial(self._charged, partial(torch.mul, mass, shares[peer]))
+            self._begin_send(make, ranks[peer])
+        if self.push.overlap:  # the flow that sends shares of it reads it still
+            self.mass = self._charged(lambda: mass * shares[own])
+        else:
+            self._charged(lambda: mass.mul_(shares[own]))
         self.exchanges += 1
         return graph[own]
+
+    def _begin_send(self, make: Callable[[], Tensor], to: int) -> None:
+        """Begin to make and send a message; with overlap in the background."""
+        transport = self.worker.transport
+        sending: Task[Tensor]
+        if self.push.overlap:
+            sending = transport.in_background(lambda t: t.send(make(), to, Tag.MIX).wait(), SENDING)
+        else:
+            sending = transport.send(make(), to, Tag.MIX)
+        self._leaving.append((self.step, sending))
+
+    def _begin_receive(self, source: int | None) -> Task[Tensor]:
+        """Begin to receive the next message of `source`, or of any rank."""
+        transport = self.worker.transport
+        if not self.push.overlap:
+            return transport.receive(source, Tag.MIX)
+        return transport.in_background(lambda t: t.receive(source, Tag.MIX).wait(), RECEIVING)
 
     def _expect(self, sources: Sequence[int]) -> None:
         """The ranks `sources` send in this exchange, too."""
         for source in sources:
             if source not in self._closed:
-                self._arriving.append((self.step, self.worker.transport.receive(source, Tag.MIX)))
+                self._arriving.append((self.step, source, self._begin_receive(source)))
 
     def drain(self) -> None:
         """Collective, after a step of all: take in all that is on its way."""
@@ -275,7 +303,7 @@ class PushSum:
         begun = torch.tensor([self.exchanges])
         others = [rank for rank in self.worker.workers.ranks if rank != self.worker.rank]
         for peer in others:
-            self._leaving.append((self.step, self.worker.transport.send(begun, peer, Tag.MIX)))
+            self._begin_send(lambda: begun, peer)
         self._finish(self.step)
         for peer in others:
             while peer not in self._closed:
@@ -287,27 +315,28 @@ class PushSum:
     def _finish(self, due: int) -> None:
         """Add what has arrived, and wait for the messages of the steps up to `due`."""
         late = []
-        for step, handle in self._arriving:
-            if step > due and not handle.done():
-                late.append((step, handle))
+        for step, source, task in self._arriving:
+            if step > due and not task.done():
+                late.append((step, source, task))
                 continue
-            arrived = handle.wait()
+            arrived = task.wait()
             if arrived.dtype == torch.int64:
-                self._closed[handle.source] = int(arrived)
+                self._closed[source] = int(arrived)
             else:
                 there = arrived.to(self.mass.device)
                 self._charged(partial(self.mass.add_, there))
         self._arriving = late
-        for step, handle in self._leaving:
+        for step, sending in self._leaving:
             if step <= due:
-                handle.wait()
-        self._leaving = [(step, handle) for step, handle in self._leaving if step > due]
+                sending.wait()
+        self._leaving = [(step, sending) for step, sending in self._leaving if step > due]
 
     def agree(self) -> None:
         """With nothing on its way: everyone gets the exact mean, sum of x / sum of w."""
         total = self.mass.double()
         exchange.ring_sum(self.worker, total, Tag.AGREE)
         self.mass.copy_(total / total[-1])
+        self.worker.transport.end_background()
 
     def _charged(self, function: Callable[[], Tensor]) -> Tensor:
         return exchange.charge(self.worker, "mix", self.mass.numel(), function)
@@ -328,7 +357,7 @@ class SelfPacedPushSum(PushSum):
         )  # since the last drain
         self._received = 0
         self._heard = True  # of somebody, since it last sent
-        self._arrival: Handle | None = None  # of whatever comes next
+        self._arrivals: deque[Task[Tensor]] = deque()  # of whatever comes next
 
     def mix(self) -> None:
         """Add what is here; send."""
@@ -353,25 +382,24 @@ class SelfPacedPushSum(PushSum):
 
     def agree(self) -> None:
         """Nothing is expected any more: what comes next is for another phase."""
-        if self._arrival is not None:
-            transport = self.worker.transport
-            transport.send(torch.zeros_like(self.mass), transport.rank, Tag.MIX).wait()
-            self._arrival.wait()
-            self._arrival = None
+        transport = self.worker.transport
+        for arrival in self._arrivals:
+            transport.send(torch.zeros(0), transport.rank, Tag.MIX).wait()
+            arrival.wait()
+        self._arrivals.clear()
         super().agree()
 
     def _expect(self, sources: Sequence[int]) -> None:
         """Nothing of anybody in particular."""
 
-    def _next_arrival(self) -> Handle:
-        if self._arrival is None:
-            into = torch.empty_like(self.mass)
-            self._arrival = self.worker.transport.receive(None, Tag.MIX, into)
-        return self._arrival
+    def _next_arrival(self) -> Task[Tensor]:
+        while len(self._arrivals) < AWAITED:
+            self._arrivals.append(self._begin_receive(None))
+        return self._arrivals[0]
 
     def _add_next(self) -> None:
-        arrived = self._next_arrival().wait()
-        self._arrival = None
+        arrived = self._next_arrival().wait().to(self.mass.device)
+        self._arrivals.popleft()
         self._received += 1
         self._heard = True
         self._charged(lambda: self.mass.add_(arrived))

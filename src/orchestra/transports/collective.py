@@ -24,7 +24,16 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.schedules import REDUCE, Schedule
-from orchestra.transports.protocol import CollectiveCall, Handle, HandOver, Task, Traffic, Transport
+from orchestra.transports.protocol import (
+    CollectiveCall,
+    Group,
+    Handle,
+    HandOver,
+    SharedTensor,
+    Task,
+    Traffic,
+    Transport,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -224,6 +233,9 @@ class ThreadHandOver:
     def __init__(self) -> None:
         self._changed = threading.Condition()
 
+    def look(self) -> None:
+        """What was told is seen at once."""
+
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         started = time.perf_counter()
         with self._changed:
@@ -242,12 +254,14 @@ class Begun:
 
     Attributes:
         flow: the background flow that executes it.
+        look: is called before it is said whether it is done.
         result: what the function returned.
     """
 
     function: Callable[[Transport], Any]
     finish: Callable[[Begun], None]
     flow: Task[None] | None = None
+    look: Callable[[], object] = lambda: None
     finished: bool = False
     error: BaseException | None = None
     result: Any = None
@@ -262,6 +276,7 @@ class Begun:
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
+        self.look()
         return self.finished
 
     def execute(self, transport: Transport) -> None:
@@ -298,7 +313,7 @@ class Background:
         if self._flow is None:
             self._ended = False
             self._flow = self._owner.spawn(self.execute_in_background)
-        begun = Begun(function, self._finish, self._flow)
+        begun = Begun(function, self._finish, self._flow, self._hand_over.look)
         self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
         return begun
 
@@ -383,6 +398,10 @@ class CollectiveMixin:
 
     def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
         """Do nothing: nobody looks; see `Transport.executed`."""
+
+    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
+        """Refuse: only some transports have memory to share."""
+        raise InputError("this engine has no memory that ranks share")
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Refuse: only some transports have a backend."""

@@ -8,15 +8,19 @@ and the traffic counts as its messages.
 
 from __future__ import annotations
 
+import mmap
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from orchestra.errors import InputError
 from orchestra.schedules.sums import Pieces, Stage, local_stages
 from orchestra.transports.collective import StepKind, exchange, execute, steps_of
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
@@ -29,6 +33,8 @@ from orchestra.transports.shared_memory import (
     Meeting,
     SharedMemory,
     make_memory,
+    memory_bytes,
+    pass_on,
     share,
 )
 
@@ -115,10 +121,50 @@ class Host:
         if key not in self._memories:
             made = sum(memory is not None for memory in self._memories.values())
             wanted = made < MAX_MEMORIES and not call.vector.is_cuda
-            memory = self._memories[key] = _Finding(self._engine, ranks, call.tag).share(wanted)
-            if memory is not None:
+            self._memories[key] = None
+            found = _Finding(self._engine, ranks, call.tag).find(memory_bytes(len(ranks)), wanted)
+            if found is not None:
+                memory = share(ranks.index(self._engine.rank), *found, None, ranks)
+                self._memories[key] = memory
                 self._engine.memories.append(memory)
         return self._memories[key]
+
+    def share(self, like: Tensor, ranks: tuple[int, ...], tag: int) -> HostTensor:
+        """Collective over `ranks`: see `Transport.share`."""
+        far = sorted(set(ranks) - self._neighbours)
+        if far:
+            raise InputError(
+                f"rank {far[0]} cannot share memory with rank {self._engine.rank}: put all ranks "
+                "on one host, where ORCHESTRA_SHARED_MEMORY is not 0"
+            )
+        if like.is_cuda:
+            raise InputError("only memory on the CPU can be shared: set device to cpu")
+        found = _Finding(self._engine, ranks, tag).find(like.nbytes, True)
+        if found is None:
+            raise InputError("ulimit -f does not allow files, or shared memory, as large as needed")
+        peers, memory = found
+        if memory is not None:
+            _mapped(memory, like).copy_(like)
+        memory = pass_on(peers, memory)
+        values = _mapped(memory, like)
+        os.close(memory)
+        for connection in peers.values():
+            connection.close()
+        return HostTensor(values)
+
+
+def _mapped(memory: int, like: Tensor) -> Tensor:
+    return torch.frombuffer(mmap.mmap(memory, like.nbytes), dtype=like.dtype)
+
+
+@dataclass(frozen=True)
+class HostTensor:
+    """Memory that ranks of this host share: see `SharedTensor`."""
+
+    values: Tensor
+
+    def catch_up(self) -> None:
+        """Do nothing: what another rank writes is there."""
 
 
 class _Finding:
@@ -128,12 +174,13 @@ class _Finding:
         self._engine, self._ranks, self._tag = engine, ranks, tag
         self._flow = Flow(engine.rank, engine)
 
-    def share(self, wanted: bool) -> SharedMemory | None:
-        """Share memory, if all want to, and the first can make it."""
+    def find(self, length: int, wanted: bool) -> tuple[dict[int, socket.socket], int | None] | None:
+        """A socket to each rank, and on the first one memory of `length` bytes; None where not all
+        want to share it, or the first cannot make it."""
         place, memory = self._ranks.index(self._engine.rank), None
         if wanted and place == 0:
             try:
-                memory = make_memory(len(self._ranks))
+                memory = make_memory(length)
             except OSError:  # messages need none
                 wanted = False
         self._tell(bytes([wanted]))
@@ -150,7 +197,7 @@ class _Finding:
             CONNECT_SECONDS,
             lambda: self._engine.check(self._ranks),
         )
-        return share(place, meeting.connect(), memory, None, self._ranks)
+        return meeting.connect(), memory
 
     def _tell(self, shown: bytes) -> None:
         for rank in self._ranks:

@@ -114,8 +114,25 @@ class CollectiveCall:
     message_by_message: bool = False
 
 
+class SharedTensor(Protocol):
+    """Memory that several ranks read and write, in no order that anybody keeps."""
+
+    @property
+    def values(self) -> Tensor:
+        """The flat tensor that all of them see."""
+        ...
+
+    def catch_up(self) -> None:
+        """Where time is virtual: return when others have done what they do before now."""
+        ...
+
+
 class HandOver(Protocol):
     """How two flows of a rank tell each other of what has changed; the engine's."""
+
+    def look(self) -> None:
+        """Return when all that has been told until now can be seen."""
+        ...
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         """Block until `condition`, which counts as waiting in `traffic`."""
@@ -202,6 +219,14 @@ class Transport(Protocol):
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Begin the all-reduce of the backend. For those that implement `collective`."""
+        ...
+
+    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
+        """Collective over `group`: memory as large as the flat tensor `like`, for all of them.
+
+        It holds the values that `like` has on the first rank of the group. Raises `InputError`
+        where the ranks are not on one host, or the tensor is on a GPU.
+        """
         ...
 
     def new_hand_over(self) -> HandOver:

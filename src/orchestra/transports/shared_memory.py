@@ -392,17 +392,27 @@ def _read(connection: socket.socket, length: int) -> bytes:
     return bytes(found)
 
 
-def make_memory(size: int) -> int:
-    """Make memory for `size` ranks: its file descriptor.
+def make_memory(length: int) -> int:
+    """Make memory of `length` bytes: its file descriptor.
 
     Raises OSError where the limits of the process (on the size of files, for one) do not allow it.
     """
     memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(memory, memory_bytes(size))
+        os.ftruncate(memory, length)
     except OSError:
         os.close(memory)
         raise
+    return memory
+
+
+def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:
+    """Rank 0 gives the others its `memory`: the file descriptor of each."""
+    if memory is not None:
+        for connection in peers.values():
+            socket.send_fds(connection, [_ARRIVED], [memory])
+        return memory
+    _, (memory,), _, _ = socket.recv_fds(peers[0], 1, 1)
     return memory
 
 
@@ -416,14 +426,10 @@ def share(
     """Share memory over the sockets that `Meeting.connect` gave; see `SharedMemory`.
 
     Args:
-        memory: on rank 0, what `make_memory` gave.
+        memory: on rank 0, `memory_bytes(size)` of it.
         timeout: seconds for another rank to join a collective; None: no limit.
     """
-    if memory is not None:
-        for connection in peers.values():
-            socket.send_fds(connection, [_ARRIVED], [memory])
-    else:
-        _, (memory,), _, _ = socket.recv_fds(peers[0], 1, 1)
+    memory = pass_on(peers, memory)
     for connection in peers.values():
         connection.setblocking(True)
         if timeout is not None:

@@ -20,6 +20,7 @@ from orchestra.transports.shared_memory import (
     Meeting,
     Operation,
     make_memory,
+    memory_bytes,
     second_connections,
     share,
 )
@@ -71,7 +72,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         )
         peers = meeting.connect()
         self._messages = UnixMessages(second_connections(rank, peers))
-        memory = make_memory(size) if rank == 0 else None
+        memory = make_memory(memory_bytes(size)) if rank == 0 else None
         self._memory = share(rank, peers, memory, seconds)
 
     def getBackendName(self) -> str:

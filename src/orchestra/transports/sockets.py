@@ -21,10 +21,10 @@ from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveMixin
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
-from orchestra.transports.host import Host
+from orchestra.transports.host import Host, HostTensor
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import CollectiveCall, Task, Traffic, Transport
+from orchestra.transports.protocol import CollectiveCall, Group, Task, Traffic, Transport
 
 T = TypeVar("T")
 
@@ -102,6 +102,11 @@ class SocketTransport(Flow, CollectiveMixin):
         if self.host is None:
             return super().execute(call, over)
         return self.host.execute(self, over or self, call)
+
+    def share(self, like: Tensor, group: Group, tag: int) -> HostTensor:
+        """Memory for all ranks of `group`; see `Transport.share`."""
+        host = self.host or Host(self._engine, frozenset())
+        return host.share(like, group.ranks, tag)
 
     def share_memory(self, neighbours: Collection[int]) -> None:
         """From now on, carry out collectives with `neighbours` in memory that they share."""

@@ -54,6 +54,9 @@ class Tag(enum.IntEnum):
     ACTIVATION_GRADIENT = 41
     TIED = 42
 
+    # memory that the workers of one host share
+    SHARED = 45
+
     # of Hop: parameters, and the number of the iteration that a worker enters with them
     UPDATE = 43
     ITERATION = 44

@@ -28,7 +28,7 @@ class AwaitParameters(TorchDispatchMode):
     """
 
     def __init__(self, parameters: Sequence[Tensor], arriving: Arriving) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._slots = {id(parameter): slot for slot, parameter in enumerate(parameters)}
         self._arriving = arriving
         self._needed = len(parameters)  # those from here on are there

@@ -19,8 +19,10 @@ from torch import Tensor
 from orchestra.transports.collective import Begun, CollectiveMixin
 from orchestra.transports.protocol import (
     CollectiveCall,
+    Group,
     Handle,
     HandOver,
+    SharedTensor,
     Task,
     Transport,
 )
@@ -221,6 +223,9 @@ class InterceptedTransport(CollectiveMixin):
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         return self.inner.native_all_reduce(vector)
+
+    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
+        return self.inner.share(like, group, tag)
 
     def new_hand_over(self) -> HandOver:
         return self.inner.new_hand_over()

@@ -27,6 +27,9 @@ class _Alike:
     def ready(self, slot: int) -> float:
         return 0.5
 
+    def needed(self, slot: int) -> float:
+        return 0.25
+
 
 ALIKE = _Alike()
 

@@ -280,6 +280,8 @@ class Net:
         self.message = functools.lru_cache(maxsize=1024)(overhead.message)
         self.before_arrival: Callable[[Sequence[Resource]], None] = lambda links: None
         self.ports: list[Port] = []
+        self.nodes: list[str] = []  # of each rank
+        self.shared: dict[tuple[tuple[int, ...], int, int], Tensor] = {}  # by ranks, tag, number
         self.streams: dict[tuple[int, int], Stream] = {}
         self._route = route
         self._delay = delay
@@ -311,6 +313,7 @@ class Port:
         self.meter = meter
         self.mailbox = Mailbox(rank)
         self.bytes_sent = 0
+        self.shares: Counter[tuple[tuple[int, ...], int]] = Counter()  # of memory, by ranks and tag
         self._cold = False
         self._asleep: dict[Flow, Callable[[], bool]] = {}
         net.ports.append(self)

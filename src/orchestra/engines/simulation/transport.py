@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from orchestra.collectives import Group
+from orchestra.collectives import Group, all_reduce
 from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
-from orchestra.errors import PeerLost
+from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import ALL_REDUCE
 from orchestra.transports import matching
 from orchestra.transports.collective import CollectiveMixin
@@ -29,6 +31,18 @@ from orchestra.transports.protocol import (
 from orchestra.transports.tags import Tag
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class VirtualTensor:
+    """Memory that ranks of one node share: see `SharedTensor`."""
+
+    values: Tensor
+    kernel: Kernel
+
+    def catch_up(self) -> None:
+        """Return when all that others do before now is done."""
+        self.kernel.catch_up()
 
 
 class SimulatedTransport(CollectiveMixin):
@@ -175,6 +189,23 @@ class SimulatedTransport(CollectiveMixin):
         """Begin what stands for the all-reduce of torch.distributed."""
         return self._port.native()(vector)
 
+    def share(self, like: Tensor, group: Group, tag: int) -> VirtualTensor:
+        """Memory for all ranks of `group`, on one node; see `Transport.share`."""
+        net, ranks = self._port.net, group.ranks
+        far = [rank for rank in ranks if net.nodes[rank] != net.nodes[self.rank]]
+        if far:
+            raise InputError(
+                f"rank {far[0]} cannot share memory with rank {self.rank}: put all ranks on one "
+                f"node, not on {net.nodes[self.rank]} and {net.nodes[far[0]]}"
+            )
+        self._port.shares[ranks, tag] += 1
+        key = ranks, tag, self._port.shares[ranks, tag]
+        values = net.shared.setdefault(key, torch.empty_like(like))
+        if self.rank == ranks[0]:
+            values.copy_(like)
+        all_reduce(self, torch.zeros(1), "ring", group, tag)  # nobody reads before
+        return VirtualTensor(values, self._kernel)
+
     def new_hand_over(self) -> HandOver:
         """Make what two flows of this rank wait on."""
         return FlowHandOver(self._port)
@@ -311,6 +342,9 @@ class FlowHandOver:
 
     def __init__(self, port: Port) -> None:
         self._port = port
+
+    def look(self) -> None:
+        self._port.net.kernel.catch_up()
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
         waits = (self._port.rank,), "another flow of its own"

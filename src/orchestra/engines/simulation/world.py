@@ -58,6 +58,7 @@ class World:
         self._native = Net(kernel, self.fluid, overhead, self._route, delay)
         for net in (self.net, self._native):
             net.before_arrival = self.rendezvous.disturb
+            net.nodes = [node.name for node in self.nodes]
         self._native_threads: Counter[str] = Counter()  # by node
         self._cluster = cluster
         self._channels: dict[Channel, Resource] = {}

@@ -1,0 +1,115 @@
+"""Updates of parameters in shared memory, without locks (Hogwild)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from orchestra import exchange, optimizers
+from orchestra.errors import InputError
+from orchestra.settings.registry import LazyModule
+from orchestra.strategies.base import Footprint, Replicas, ReplicaState
+from orchestra.transports.tags import Tag
+
+if TYPE_CHECKING:
+    import torch
+
+    from orchestra.exchange import SharedWork
+    from orchestra.transports.protocol import SharedTensor
+    from orchestra.worker.worker import Worker
+else:
+    torch = LazyModule("torch")  # settings load without it
+
+
+@dataclass
+class HogwildState(ReplicaState):
+    """`shared` are the parameters of all workers; `updates` counts those of each worker, of which
+    this one had `seen` so many when it began its gradient."""
+
+    shared: SharedTensor = field(metadata=optimizers.TRANSIENT)
+    updates: SharedTensor = field(metadata=optimizers.TRANSIENT)
+    seen: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Hogwild(Replicas[HogwildState]):
+    """All workers update the same parameters in shared memory, and nobody waits.
+
+    Hogwild! (Niu, Recht, Re and Wright, NIPS 2011). Each worker, at its own pace:
+
+        g at the shared x;  x <- x - gamma g
+
+    Nothing is locked: a worker may read x while others write to it, and of two writes of one
+    element at the same time one may be lost. Nothing is sent, either. The paper's analysis is for
+    sparse gradients, which seldom meet in an element; dense ones meet in all of them.
+
+    For the ranks of one host, on CPUs, and optimizers without state: what momentum or Adam keep
+    would follow the updates of one worker, not those of the parameters. Staleness counts the
+    updates of other workers between a gradient's read and its write. Buffers stay with each worker.
+    """
+
+    self_paced = True
+
+    use = "for workers of one host, of unlike speed, without a server"
+    variants = (("Hogwild()", use),)
+
+    def footprint(self, rank: int, ranks: int) -> Footprint:
+        """The parameters are there once, and counted with the first rank."""
+        return replace(super().footprint(rank, ranks), parameters=0.0 if rank else 1.0)
+
+    def allocate(self, worker: Worker, work: SharedWork | None) -> HogwildState:
+        if worker.own_loop:
+            raise InputError(
+                "Hogwild: a loop of your own may hold parameters that are not shared: train with "
+                "`orchestra train` or orchestra.train"
+            )
+        if not worker.optimizer.stateless:
+            raise InputError(
+                "Hogwild: the state of an optimizer would follow the updates of one worker, and "
+                "all write to the same parameters: set optimizer to SGD, without momentum"
+            )
+        share, workers = worker.transport.share, worker.workers
+        shared = share(worker.parameters, workers, Tag.SHARED)
+        counts = torch.zeros(len(workers), dtype=torch.int64, device=worker.parameters.device)
+        updates = share(counts, workers, Tag.SHARED)
+        worker.move_parameters(shared.values)
+        return HogwildState(worker.local_optimizer(), shared, updates, work=work)
+
+    def before_forward(self, worker: Worker, state: HogwildState) -> None:
+        """From here on the parameters are read."""
+        state.shared.catch_up()
+        state.seen = _sum(state)
+
+    def update(self, worker: Worker, state: HogwildState) -> None:
+        """The optimizer's step on the shared parameters."""
+        worker.clip()
+        state.shared.catch_up()
+        worker.step.staleness = (_sum(state) - state.seen,)
+        worker.measures.staleness.extend(worker.step.staleness)
+        state.updates.values[worker.workers.index(worker.rank)] += 1
+        worker.update_locally(state.optimizer)
+        if worker.rank == worker.workers.ranks[0]:
+            worker.snapshots.offer(worker.step.consumed, worker.parameters)
+
+    def settle(self, worker: Worker, state: HogwildState) -> None:
+        """All updates are made."""
+        exchange.wait_for_workers(worker)
+
+    def agree(self, worker: Worker, state: HogwildState) -> None:
+        """Everybody has the same parameters; buffers become their mean."""
+        self.settle(worker, state)
+        exchange.exact_mean_of_buffers(worker)
+
+    def stop(self, worker: Worker, state: HogwildState) -> None:
+        """Each worker takes a copy of the parameters."""
+        self.settle(worker, state)
+        if state.work is not None:
+            state.work.close()
+        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        worker.move_parameters(worker.parameters.clone())
+        self.settle(worker, state)
+
+
+def _sum(state: HogwildState) -> int:
+    counts = state.updates.values
+    return 0 if counts.is_meta else int(counts.sum())
