@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.quadratic import SIZE, final, mean_samples, start
+from tests.quadratic import SIZE, Vector, final, mean_samples, start
 from tests.simulated import simulated
+from tests.test_all_reduce import gradient_bytes
 from tests.test_resume import assert_same, kill_launcher, training
 from tests.test_simulation_shapes import COSTLY, in_shapes, told
 from tests.training import equal, settings, train_processes, train_threads
@@ -98,6 +99,21 @@ def same_times_without_values(run: Run, folder: Path) -> None:
         assert shapes.seconds == pytest.approx(real.seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("compressor", ["BF16()", "TopK(0.05)", "QSGD(7)", "RandomK(0.1)"])
+def test_the_bytes_on_the_wire_are_those_of_the_payloads(compressor: str, tmp_path: Path) -> None:
+    """Of two ranks each sends the other one its payload, and the tail, which is not compressed."""
+    strategy = parse(ring(compressor), STRATEGIES, where="test")
+    layout = Layout.of_module(load_task("tests.tasks_for_tests:images(samples=8)").model())
+    encoder = strategy.compression
+    sizes = [layout.size] if encoder.whole else [slot.size for slot in layout.slots]
+    payload = sum(encoder.size(size, layout.dtype.itemsize, 0) for size in sizes)
+    plain = gradient_bytes(AllReduce(), 2, tmp_path / "plain")
+    sent = gradient_bytes(strategy, 2, tmp_path / "compressed")
+    assert set(sent) == {(0, 1), (1, 0)}
+    for pair, size in sent.items():
+        assert plain[pair] - size == layout.bytes - payload
+
+
 # Servers
 
 SERVERS = [
@@ -146,6 +162,103 @@ def test_pushes_of_top_k_are_the_equation(tmp_path: Path) -> None:
         left -= sent
         x = x - 0.1 * sum(c / total * s for (_, c), s in zip(parts, sent, strict=True))
     np.testing.assert_allclose(final(trained.final), x, rtol=1e-12)
+
+
+# Replicas
+
+REPLICAS = [
+    "LocalSGD(3, compression=QSGD(7, norm='max'))",
+    "LocalSGD(3, algorithm='tree', compression=PowerSGD(2))",
+    "LocalSGD(4, outer=Nesterov(0.7, 0.9), fragments=2, overlap=1, compression=TopK(0.1))",
+    "LocalSGD(2, outer=Elastic(), compression=BF16())",
+    "Gossip(compression=TopK(0.1))",
+    "Gossip(Exponential(), compression=RandomK(0.1), consensus=0.1)",
+]
+
+
+@pytest.mark.parametrize("text", REPLICAS)
+def test_compressed_averages_of_replicas_on_real_and_simulated_connections(
+    text: str, tmp_path: Path
+) -> None:
+    run = run_of(text, 4, steps=9)
+    virtual = simulated(run, tmp_path / "virtual")
+    real = train_threads(
+        run.strategy, 4, tmp_path / "real", "images(samples=96, model='cnn')",
+        steps=9, optimizer=BUCKETS["optimizer"],
+    )  # fmt: skip
+    assert equal(real.final, load_file(tmp_path / "virtual" / "parameters.safetensors"))
+    assert virtual.bytes_sent == sum(report.bytes_sent for report in real.reports)
+    plain = parse(re.sub(r",? ?compression=\w+\([^)]*\)", "", text), STRATEGIES, where="test")
+    assert virtual.bytes_sent < 0.95 * simulated(replace(run, strategy=plain), tmp_path).bytes_sent
+
+
+WITHOUT_VALUES = [
+    text.replace("overlap=1, compression=TopK(0.1)", "overlap=1, compression=RandomK(0.1)")
+    for text in REPLICAS
+]
+"""With values, a gather in a flow beside the gradient goes message by message; without, at once,
+and then the caches are cold at another point."""
+
+
+@pytest.mark.parametrize("text", WITHOUT_VALUES)
+def test_replicas_without_values(text: str, tmp_path: Path) -> None:
+    same_times_without_values(run_of(text, 4, steps=9, trace_steps=0), tmp_path)
+
+
+def top(vector: Vector, kept: int) -> Vector:
+    """The largest element of each of the quadratic's two tensors."""
+    sent = np.zeros_like(vector)
+    for tensor in (slice(0, 3), slice(3, 5)):
+        largest = np.argsort(-np.abs(vector[tensor]))[:kept] + tensor.start
+        sent[largest] = vector[largest]
+    return sent
+
+
+def test_local_sgd_averages_differences(tmp_path: Path) -> None:
+    """a <- a + sum_w top((x_w - a) / N + e_w) every second step, where a is the last average."""
+    trained = train_threads(
+        parse("LocalSGD(2, compression=TopK(0.34))", STRATEGIES, where="test"), 3, tmp_path,
+        "tests.quadratic:quadratic()", batch_size=4, optimizer="SGD(lr=0.1)", steps=4,
+    )  # fmt: skip
+    replicas, anchor, left = [start() for _ in range(3)], start(), np.zeros((3, SIZE))
+    for step, parts in enumerate(mean_samples(3, 4)[:4], start=1):
+        for worker, (mean, _) in enumerate(parts):
+            replicas[worker] = replicas[worker] - 0.1 * (replicas[worker] - mean)
+        if step % 2 == 0:
+            p = [(x - anchor) / 3 + e for x, e in zip(replicas, left, strict=True)]
+            sent = [top(each, 1) for each in p]
+            left = np.stack(p) - np.stack(sent)
+            anchor = anchor + sum(sent)
+            replicas = [anchor] * 3
+    for state in (trained.final, *trained.replicas):
+        np.testing.assert_allclose(final(state), anchor, rtol=1e-12)
+
+
+def test_choco_is_the_equation_and_keeps_the_mean(tmp_path: Path) -> None:
+    """Algorithm 2 on a ring of four, whose weights are 1/3; the mean is that of plain SGD."""
+    trained = train_threads(
+        parse("Gossip(compression=TopK(0.34), consensus=0.3)", STRATEGIES, where="test"), 4,
+        tmp_path, "tests.quadratic:quadratic()", batch_size=2, optimizer="SGD(lr=0.1)", steps=5,
+    )  # fmt: skip
+    replicas, copies = np.stack([start()] * 4), np.stack([start()] * 4)
+    mean_alone = start()
+    weights = np.array([[(i - j) % 4 != 2 for j in range(4)] for i in range(4)]) / 3
+    for parts in mean_samples(4, 2)[:5]:
+        means = np.stack([mean for mean, _ in parts])
+        replicas = replicas - 0.1 * (replicas - means)
+        mean_alone = mean_alone - 0.1 * (mean_alone - means.mean(0))
+        differences = replicas - copies
+        copies = copies + np.stack([top(each, 1) for each in differences])
+        replicas = replicas + 0.3 * (weights @ copies - copies)
+    np.testing.assert_allclose(replicas.mean(0), mean_alone, rtol=1e-12)
+    np.testing.assert_allclose(final(trained.final), replicas.mean(0), rtol=1e-12)
+    for rank, state in enumerate(trained.states):
+        np.testing.assert_allclose(final_of(state.copies.own), copies[rank], rtol=1e-12)
+
+
+def final_of(flat: Tensor) -> Vector:
+    """The quadratic's point in a flat vector, whose parameters stand in reverse."""
+    return np.concatenate([flat[8:11].numpy(), flat[0:2].numpy()])
 
 
 # Against NumPy, and nothing gets lost
@@ -208,11 +321,21 @@ def test_what_waits_of_a_tensor_arrives_though_nobody_uses_the_tensor(tmp_path: 
 # What a checkpoint holds
 
 
-def test_killed_twice_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    """In a phase with two vectors of memory, and in one with factors and residuals."""
-    strategy = (
-        f"Switch({ring('DGC(0.05, warm_up=20)')}, {ring('PowerSGD(2)')}, when=AfterSteps(20))"
-    )
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        f"Switch({ring('DGC(0.05, warm_up=20)')}, {ring('PowerSGD(2)')}, when=AfterSteps(20))",
+        "Switch(LocalSGD(3, compression=TopK(0.1)), Gossip(compression=TopK(0.1)), "
+        "when=AfterSteps(20))",
+        pytest.param(
+            "Switch(ParameterServer(compression=TopK(0.1)), LocalSGD(4, outer=SlowMo(0.2), "
+            "fragments=2, overlap=1, compression=QSGD(7)), when=AfterSteps(20))",
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_killed_twice_and_resumed_bit_for_bit(strategy: str, tmp_path: Path) -> None:
+    """In each of two phases: vectors of memory, factors, residuals, anchors and public copies."""
     changes = {"optimizer": "SGD(lr=0.05)", "epochs": 2, "checkpoint_every": 5}
     whole = training(strategy, tmp_path / "whole", **changes).record()
     out = tmp_path / "out"
@@ -234,6 +357,9 @@ def test_killed_twice_and_resumed_bit_for_bit(tmp_path: Path) -> None:
         ("ParameterServer(compression=PowerSGD())", "cannot read a payload of PowerSGD"),
         ("ParameterServer(compression=SignSGD())", "SignSGD with vote=False"),
         ("ParameterServer(backup=1, compression=TopK())", "backup does not go with compression"),
+        ("LocalSGD(compression=DGC())", "is for gradients"),
+        ("LocalSGD(algorithm='tree', compression=TopK())", "do not add.*set algorithm='ring'"),
+        ("Gossip(compression=PowerSGD())", "take TopK or QSGD"),
         ("AllReduce(compression=TopK(0))", "keep: 0.0 is not above 0"),
         ("AllReduce(compression='TopK')", "expected Compressor"),
         ("AllReduce(compression=Ring())", "expected Compressor"),

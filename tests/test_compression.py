@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.compression import SHAPE, bench_compression
 from hypothesis import given
 from hypothesis import settings as within
 from hypothesis import strategies as some
@@ -389,3 +390,12 @@ def test_a_gradient_that_is_none_stays_none(text: str, bad: float) -> None:
 def test_settings_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(InputError):
         made(text)
+
+
+def test_the_benchmark_tells_bytes_and_errors() -> None:
+    cast, factors = bench_compression(["BF16()", "PowerSGD(4)"], rounds=1)
+    assert cast.bytes_part == 0.5
+    assert 0 < cast.error < 2**-8
+    assert factors.bytes_part == 4 * (SHAPE[0] + SHAPE[1]) / (SHAPE[0] * SHAPE[1])
+    assert 0.5 < factors.error < 1
+    assert min(factors.encode_ms, factors.decode_ms, cast.encode_passes) > 0

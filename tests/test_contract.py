@@ -92,6 +92,7 @@ TABLE = [
     Row("push", "StochasticGradientPush()", fresh=True),
     Row("overlapped push", 'StochasticGradientPush(overlap=1, weights="random")', fresh=True),
     Row("pairwise", "PairwiseAveraging()"),
+    Row("Hogwild", "Hogwild()", exact=False),
     Row("groups", "Prague(2)", fresh=True),
     Row("local", "LocalSGD(4)", fresh=True),
     Row("DiLoCo", "LocalSGD(4, outer=Nesterov(1.0, 0.0))", fresh=True),

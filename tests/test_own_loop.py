@@ -262,6 +262,7 @@ def by_hand(order: list[list[int]], count: int, epochs: int = 2, momentum: float
     "strategy",
     [
         "AllReduce('ring')", ASYNCHRONOUS, SWITCH, "ParameterServer", "Gossip",
+        "AllReduce(compression=TopK(0.1))",
         "StochasticGradientPush(overlap=1)", "PairwiseAveraging", "ElasticAveraging(1)",
         "Hop(backup=1)", "Hop(staleness=4, skip=4)",
         "StochasticGradientPush(overlap=2, exchanges='one_at_a_time')", "LocalSGD(2)", "Prague(2)",

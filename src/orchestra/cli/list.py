@@ -50,7 +50,7 @@ HEADINGS: dict[str, tuple[Registry, type | None]] = {
     "strategies": (STRATEGIES, None),
     "rules, for Switch(..., when=RULE)": (STRATEGIES, Rule),
     "outer optimizers, for LocalSGD(outer=OUTER)": (STRATEGIES, Outer),
-    "compressors, for AllReduce(compression=COMPRESSOR)": (STRATEGIES, Compressor),
+    "compressors, for AllReduce(compression=COMPRESSOR) and others": (STRATEGIES, Compressor),
     "topologies, for Gossip(TOPOLOGY) and its kin": (STRATEGIES, Topology),
     "tasks": (TASKS, None),
     "schedules of the learning rate": (SCHEDULES, None),

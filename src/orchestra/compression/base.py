@@ -26,7 +26,7 @@ class Context:
     Attributes:
         shape: of the tensor, which itself is passed flat.
         first: the element of the flat gradient at which it begins; it tells tensors apart.
-        step: of the phase, from 0; the same on all workers.
+        step: counts how often the tensor was compressed in this phase; the same on all workers.
         rank: of the worker whose values these are.
         workers: how many values are added up, each weighted by its part of the samples.
         memory: what `Compressor.memory` gave for the tensor on this worker.
@@ -63,8 +63,9 @@ class Compressor(Settings, ABC):
     Otherwise they are bytes, and everybody gets those of all workers."""
 
     passes: ClassVar[tuple[float, float]] = (1.0, 1.0)
-    """What a simulation charges for encoding, and for decoding the payload of one worker: multiples
-    of one pass over the tensor; measured by `python -m benchmarks.compression`."""
+    """What a simulation charges for encoding, and for decoding the payload of one worker (or for
+    each later round): multiples of one pass over the tensor, own += 0.5 other; measured by
+    `python -m benchmarks.compression`."""
 
     copies: ClassVar[float] = 0.0
     """Vectors of all parameters that `memory` takes, to a first approximation."""

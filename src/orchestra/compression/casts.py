@@ -22,7 +22,7 @@ class _Cast(Encoder):
 
     adds = True
     whole = True
-    passes = (0.75, 0.75)
+    passes = (0.9, 0.65)
     dtype: ClassVar[str]
 
     def size(self, elements: int, itemsize: int, step: int) -> int:

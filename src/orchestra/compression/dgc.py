@@ -31,7 +31,7 @@ class DGC(Encoder):
     93.75, 98.44, 99.6 %) to `keep`. The optimizer has to be SGD without momentum of its own.
     """
 
-    passes = (16.0, 1.0)
+    passes = (10.0, 0.6)
     copies = 2.0
     brings_momentum = True
 

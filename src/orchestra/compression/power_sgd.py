@@ -32,7 +32,7 @@ class PowerSGD(Compressor):
     """
 
     adds = True
-    passes = (6.0, 2.0)
+    passes = (1.6, 3.5)
 
     rank: int = setting(4, "r: columns of the factors; more are more exact", low=1, high=4096)
     _: KW_ONLY

@@ -10,6 +10,7 @@ from orchestra.settings import setting
 from orchestra.settings.registry import LazyModule
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")  # settings load without it
     packing = LazyModule("orchestra.compression.packing")
+
+CHUNK = 1 << 18
+"""Elements that are quantized at a time, and stay in the cache."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +38,7 @@ class QSGD(Encoder):
     it smaller.
     """
 
-    passes = (14.0, 4.0)
+    passes = (17.0, 5.0)
 
     levels: int = setting(7, "s: levels of magnitude beside 0", low=1, high=127)
     _: KW_ONLY
@@ -46,16 +50,20 @@ class QSGD(Encoder):
         return 4 * -(-elements // self.run) + -(-elements // digits)
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
-        rows = self._in_runs(values)
-        norms = rows.abs().amax(1) if self.norm == "max" else rows.norm(dim=1)
-        norms = norms.float()
+        rows, random = self._in_runs(values), context.random(shared=False)
+        parts = rows.split(max(1, CHUNK // rows.shape[1]))
+        norms, digits = zip(*(self._quantized(part, random) for part in parts), strict=True)
+        flat = torch.cat(digits).view(-1)[: len(values)]
+        packed = packing.pack_digits(flat, 2 * self.levels + 1)
+        return torch.cat([packing.to_bytes(torch.cat(norms)), packed])
+
+    def _quantized(self, rows: Tensor, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Return |v| of each run, and s + sgn(v_i) xi_i of each element."""
+        norms = (rows.abs().amax(1) if self.norm == "max" else rows.norm(dim=1)).float()
         scale = torch.where(norms > 0, self.levels / norms, 0.0).to(rows.dtype)
-        random = context.random(shared=False).random(rows.shape, "float32")
-        xi = torch.from_numpy(random).to(rows)
+        xi = torch.from_numpy(random.random(rows.shape, "float32")).to(rows)
         xi.addcmul_(rows.abs(), scale[:, None]).floor_().clamp_(max=self.levels)
-        digits = xi.copysign_(rows).add_(self.levels).to(torch.uint8).view(-1)[: len(values)]
-        packed = packing.pack_digits(digits, 2 * self.levels + 1)
-        return torch.cat([packing.to_bytes(norms), packed])
+        return norms, xi.copysign_(rows).add_(self.levels).to(torch.uint8)
 
     def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
         count = -(-len(out) // self.run)

@@ -28,7 +28,7 @@ class RandomK(Encoder):
     """
 
     adds = True
-    passes = (0.5, 0.5)
+    passes = (1.0, 1.2)
 
     keep: float = setting(0.01, "part of each tensor's elements that is sent", above=0, high=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,9 @@ else:
     torch = LazyModule("torch")  # settings load without it
     packing = LazyModule("orchestra.compression.packing")
 
+CHUNK = 1 << 18
+"""Signs that are decoded at a time, and stay in the cache."""
+
 
 @dataclass(frozen=True, repr=False)
 class SignSGD(Encoder):
@@ -30,7 +33,7 @@ class SignSGD(Encoder):
     (|p|_1 / d) sign(p), EF-signSGD (Karimireddy et al., ICML 2019). A sign of 0 counts as +.
     """
 
-    passes = (3.0, 4.0)
+    passes = (9.0, 3.5)
 
     vote: bool = setting(True, "the majority decides on each sign; else magnitudes add")
     _: KW_ONLY
@@ -48,24 +51,26 @@ class SignSGD(Encoder):
         return torch.cat([packing.to_bytes(magnitude), packing.pack_bits(values >= 0)])
 
     def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
-        magnitude, signs = self._decoded(payload, out)
-        out.add_(signs, alpha=alpha * magnitude)
+        magnitude = self._magnitude(payload)
+        for part, signs in self._signs(payload, out):
+            part.add_(signs, alpha=alpha * magnitude)
 
     def combine(self, payloads: Sequence[Tensor], out: Tensor, context: Context) -> None:
         if not self.vote:
             super().combine(payloads, out, context)
             return
         out.zero_()
-        total = 0.0
-        for payload in payloads:
-            magnitude, signs = self._decoded(payload, out)
-            if magnitude != 0:  # a worker without samples has no vote
-                out.add_(signs)
-                total += magnitude
-        out.sign_().mul_(total)
+        voters = [each for each in payloads if self._magnitude(each) != 0]  # others have no samples
+        for payload in voters:
+            for part, signs in self._signs(payload, out):
+                part.add_(signs)
+        out.sign_().mul_(sum(map(self._magnitude, voters)))
 
-    def _decoded(self, payload: Tensor, out: Tensor) -> tuple[float, Tensor]:
-        """Return the mean magnitude, and signs of 1 and -1."""
-        magnitude = float(packing.from_bytes(payload[:4], torch.float32))
-        signs = packing.unpack_bits(payload[4:], len(out)).to(out.dtype).mul_(2).sub_(1)
-        return magnitude, signs
+    def _magnitude(self, payload: Tensor) -> float:
+        return float(packing.from_bytes(payload[:4], torch.float32))
+
+    def _signs(self, payload: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give parts of `out` with their signs of 1 and -1: as many as stay in the cache."""
+        bits = packing.unpack_bits(payload[4:], len(out))
+        for part, own in zip(out.split(CHUNK), bits.split(CHUNK), strict=True):
+            yield part, own.to(out.dtype).mul_(2).sub_(1)

@@ -27,7 +27,7 @@ class TopK(Encoder):
     all where that is shorter. Without `error_feedback` small elements would never arrive.
     """
 
-    passes = (12.0, 1.0)
+    passes = (11.0, 1.5)
 
     keep: float = setting(0.01, "part of each tensor's elements that is sent", above=0, high=1)
     _: KW_ONLY

@@ -10,6 +10,7 @@ from orchestra.settings.registry import lazy_package
 if TYPE_CHECKING:
     from orchestra.exchange.agreement import *  # noqa: F403
     from orchestra.exchange.average import *  # noqa: F403
+    from orchestra.exchange.choco import *  # noqa: F403
     from orchestra.exchange.common_step import *  # noqa: F403
     from orchestra.exchange.compression import *  # noqa: F403
     from orchestra.exchange.partial import *  # noqa: F403
@@ -21,5 +22,5 @@ else:
     __getattr__ = lazy_package(
         __name__, "agreement", "average", "compression", "partial", "parts", "servers",
         "shared_work",
-        "common_step", "pipeline",
+        "common_step", "pipeline", "choco",
     )  # fmt: skip

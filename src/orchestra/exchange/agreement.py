@@ -211,12 +211,19 @@ def average_replicas(
     """
     if len(worker.workers) == 1:
         return
+    values.mul_(part_of_samples(worker, transport, algorithm, samples, total))
+    note_buffer(worker, all_reduce(transport, values, algorithm, worker.workers, Tag.REPLICAS))
+
+
+def part_of_samples(
+    worker: Worker, transport: Transport, algorithm: str, samples: int, total: int | None
+) -> float:
+    """`samples` of this worker over the `total` of all; None: they add up."""
     if total is None:
         counts = torch.tensor([samples], dtype=torch.float64)
         all_reduce(transport, counts, algorithm, worker.workers, Tag.REPLICAS)
         total = int(counts)
-    values.mul_(samples / total)
-    note_buffer(worker, all_reduce(transport, values, algorithm, worker.workers, Tag.REPLICAS))
+    return samples / total
 
 
 def average_moments(

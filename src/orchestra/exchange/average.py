@@ -157,9 +157,9 @@ class ScheduledGroup:
         call = CollectiveCall(self.schedule, vector, self.group, tag, edges, background)
         return transport.collective(call)
 
-    def sums(self, transport: Transport) -> BeginSum:
+    def sums(self, transport: Transport, tag: int = Tag.GRADIENTS) -> BeginSum:
         """Sum vectors by this collective."""
-        return lambda vector, background: self.begin(transport, vector, background=background)
+        return lambda vector, background: self.begin(transport, vector, tag, background=background)
 
     def of_buckets(self, worker: Worker) -> Begin:
         """Sum each bucket by this collective."""

@@ -56,8 +56,9 @@ class Roles:
     @cached_property
     def workers(self) -> tuple[int, ...]:
         """The ranks that have data."""
-        ranks = range(len(self.shares))
-        return tuple(rank for rank in ranks if self.shares[self.part(rank)] > 0)
+        shares = self.shares
+        parts = self.reads or range(len(shares))  # `part`, for a thousand ranks at once
+        return tuple(rank for rank, part in enumerate(parts) if shares[part] > 0)
 
     def part(self, rank: int) -> int:
         """The rank whose part of the data `rank` works on."""

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from orchestra import exchange, optimizers
+from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.settings.registry import LazyModule
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
+    from orchestra.exchange import PublicCopies, SharedWork
     from orchestra.transports.protocol import Handle, Task, Transport
     from orchestra.worker.worker import Worker
 else:
@@ -27,9 +28,11 @@ else:
 
 @dataclass
 class GossipState(ReplicaState):
-    """`step` counts the steps done; `mixing` makes, in `mixed`, the parameters of the next one."""
+    """`step` counts the steps done; `mixing` makes, in `mixed`, the parameters of the next one;
+    `copies` are there with compression."""
 
     step: int = 0
+    copies: PublicCopies | None = None
     mixed: Tensor | None = field(default=None, metadata=optimizers.TRANSIENT)
     mixing: Task[Tensor] | None = field(default=None, metadata=optimizers.TRANSIENT)
 
@@ -47,6 +50,15 @@ class Gossip(Replicas[GossipState]):
     your own the mixing follows it). W is doubly stochastic, so mixing keeps the mean of the
     replicas. The optimizer acts on the mixed parameters; its moments stay with the worker. The
     final parameters are the exact mean.
+
+    With `compression` it is CHOCO-SGD (Koloskova et al., ICML 2019), Algorithm 2: after the
+    optimizer's step, neighbours send each other compressed differences from the copies x^ that they
+    know of each other, and
+
+        x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
+
+    gamma is `consensus`: the fewer bytes, the smaller it has to be, or the replicas part. What a
+    difference leaves out is in the next one, so no error feedback is needed.
     """
 
     depends_on_speed = False  # everyone waits for the same neighbours at the same step
@@ -61,8 +73,30 @@ class Gossip(Replicas[GossipState]):
     )
 
     topology: Topology = setting(Ring(), "who mixes with whom")
+    _: KW_ONLY
+    compression: Compressor | None = setting(
+        None, "what differences are compressed by, as TopK(0.1); none: not at all"
+    )
+    consensus: float = setting(
+        0.2, "gamma, with compression: how far neighbours approach in a step", above=0, high=1
+    )
+
+    def check(self) -> None:
+        compressor = self.compression
+        if compressor is not None and not (
+            compressor.decodable_alone and not compressor.brings_momentum
+        ):
+            raise InputError(
+                f"Gossip: {compressor!r} is for sums of gradients: take TopK or QSGD, or another "
+                "compressor of single vectors"
+            )
 
     def roles(self, ranks: int) -> Roles:
+        if self.compression is not None and self.topology.period(ranks) > 1:
+            raise InputError(
+                f"{self!r}: the topology changes from step to step, so that copies of all would "
+                "have to be kept: take one that does not, or leave out compression"
+            )
         if not connected(self.topology, ranks):
             raise InputError(f"{self!r}: the topology does not connect {ranks} ranks")
         for step in range(self.topology.period(ranks)):
@@ -73,14 +107,24 @@ class Gossip(Replicas[GossipState]):
         """And what arrives from all neighbours of a step, and what it is mixed in."""
         steps = range(self.topology.period(ranks))
         arriving = max(len(sources_of(self.topology.graph(ranks, step))[rank]) for step in steps)
-        return replace(super().footprint(rank, ranks), copies=float(arriving + 1))
+        copies = float(arriving + 1) if self.compression is None else 3.0  # x^, s and a difference
+        return replace(super().footprint(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> GossipState:
-        return GossipState(worker.local_optimizer())
+        state = GossipState(worker.local_optimizer())
+        if self.compression is not None:
+            state.copies = exchange.PublicCopies.of(worker, self._contraction)
+        return state
+
+    @property
+    def _contraction(self) -> Encoder:
+        """Return the compressor in the form that error feedback asks for: not scaled up."""
+        assert isinstance(self.compression, Encoder)
+        return self.compression.with_setting("error_feedback", True)
 
     def before_forward(self, worker: Worker, state: GossipState) -> None:
         """The parameters are mixed while the gradient at them is computed."""
-        if len(worker.workers) > 1 and not worker.own_loop:
+        if len(worker.workers) > 1 and not worker.own_loop and state.copies is None:
             state.mixing = worker.transport.in_background(self._mix(worker, state))
 
     def _mix(self, worker: Worker, state: GossipState) -> Callable[[Transport], Tensor]:
@@ -91,15 +135,25 @@ class Gossip(Replicas[GossipState]):
             worker, transport, mixed, self.topology, step
         )
 
-    def update(self, worker: Worker, state: GossipState) -> None:
-        """x_i <- sum_j W_ij x_j, then the optimizer's step."""
-        worker.clip()
+    def _take_mixed(self, worker: Worker, state: GossipState) -> None:
+        """The parameters become the mixed ones."""
         if state.mixing is not None:
             state.mixed = worker.move_parameters(state.mixing.wait())
             state.mixing = None
         elif len(worker.workers) > 1:
             worker.parameters.copy_(self._mix(worker, state)(worker.transport))
-        worker.update_locally(state.optimizer)
+
+    def update(self, worker: Worker, state: GossipState) -> None:
+        """x_i <- sum_j W_ij x_j, then the optimizer's step; with compression the step is first."""
+        worker.clip()
+        if state.copies is not None:
+            worker.update_locally(state.optimizer)
+            exchange.mix_differences(
+                worker, self.topology, state.step, self._contraction, state.copies, self.consensus
+            )
+        else:
+            self._take_mixed(worker, state)
+            worker.update_locally(state.optimizer)
         worker.snapshots.offer(worker.step.consumed, worker.parameters)
         state.step += 1
 

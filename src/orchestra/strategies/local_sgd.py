@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers
+from orchestra.compression.base import Compressor
 from orchestra.errors import InputError
 from orchestra.settings import MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Replicas, ReplicaState
@@ -15,7 +16,7 @@ from orchestra.strategies.outer import Average, Outer, OuterRound, OuterState, S
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from orchestra.exchange import SharedWork
+    from orchestra.exchange import CompressionState, SharedWork
     from orchestra.transports.protocol import Task, Transport
     from orchestra.worker.worker import Worker
 
@@ -29,7 +30,8 @@ class Fragment:
 
     `samples` are this worker's since the last average, `total` those of all workers; `averages`
     are those made so far. While one is on its way `travelling` holds it, to be applied at step
-    `due`, and `sent` what this worker sent, if that is needed then.
+    `due`, and `sent` what this worker sent, if that is needed then. `anchor` is the last average,
+    for compression, where the outer state keeps no x_0.
     """
 
     first: int = field(metadata=optimizers.TRANSIENT)
@@ -38,6 +40,7 @@ class Fragment:
     samples: int = 0
     total: int = 0
     averages: int = 0
+    anchor: Tensor | None = None
     travelling: Tensor | None = None
     sent: Tensor | None = None
     due: int = 0
@@ -54,6 +57,13 @@ class Fragment:
     def counts(self, worker: Worker) -> tuple[int, int | None]:
         """`samples` and `total`, which a loop of the user's own may not know."""
         return self.samples, None if worker.own_loop else self.total
+
+    @property
+    def reference(self) -> Tensor:
+        """What all workers know of this fragment: differences from it are compressed."""
+        known = self.anchor if self.outer.start is None else self.outer.start
+        assert known is not None
+        return known
 
     def land(self) -> None:
         """Wait for an average that is on its way."""
@@ -75,6 +85,7 @@ class LocalSGDState(ReplicaState):
     epochs: int = 0
     ended: list[int] = field(default_factory=list)
     samples: int = 0
+    compression: CompressionState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,6 +105,10 @@ class LocalSGD(Replicas[LocalSGDState]):
                 the pull towards a late average of Overlap-Local-SGD (Wang et al., ICASSP 2020)
         added   theta <- theta_outer + theta - theta_sent, as in CoCoD-SGD (Shen et al., IJCAI
                 2019), where `overlap` is `every`
+
+    Streaming DiLoCo sends differences in 4 bits, as compression=QSGD(7, norm="max") does: with
+    `compression` x <- x_0 + sum_w C(x_w - x_0), where x_0 is what the round began with, or the last
+    average.
     """
 
     depends_on_speed = False  # averages arrive at the step at which they are due
@@ -146,8 +161,19 @@ class LocalSGD(Replicas[LocalSGDState]):
     late: Literal["mixed", "added"] = setting(
         "mixed", "with overlap: what was learnt meanwhile is mixed with a late average, or added"
     )
+    compression: Compressor | None = setting(
+        None, "what differences are compressed by, as QSGD(7); none: not at all"
+    )
 
     def check(self) -> None:
+        compressor = self.compression
+        if compressor is not None and compressor.brings_momentum:
+            raise InputError(f"LocalSGD: {compressor!r} is for gradients: take TopK")
+        if compressor is not None and not compressor.adds and self.algorithm != "ring":
+            raise InputError(
+                f"LocalSGD: payloads of {compressor!r} do not add, so that they can only be "
+                f"gathered: set algorithm='ring' in place of {self.algorithm!r}"
+            )
         if self.every_epochs is not None and self.every not in (None, 8):
             raise InputError("LocalSGD: every and every_epochs are both set; give one")
         by_steps = self.every is not None and self.every_epochs is None
@@ -189,6 +215,8 @@ class LocalSGD(Replicas[LocalSGDState]):
         """And the outer state, and the fragments on their way."""
         travelling = 1.0 if self.overlap else 1 / self.fragments
         copies = self.outer.copies + travelling * (2 if self.late == "added" else 1)
+        if self.compression is not None:
+            copies += self.compression.footprint + (not self.outer.copies)
         return replace(super().footprint(rank, ranks), copies=copies)
 
     def allocate(self, worker: Worker, work: SharedWork | None) -> LocalSGDState:
@@ -196,13 +224,19 @@ class LocalSGD(Replicas[LocalSGDState]):
             Fragment(first, end, self.outer.begin(worker.parameters[first:end]))
             for first, end in exchange.fragments_of(worker, self.fragments)
         ]
-        return LocalSGDState(worker.local_optimizer(), fragments, epochs=int(worker.step.epoch))
+        state = LocalSGDState(worker.local_optimizer(), fragments, epochs=int(worker.step.epoch))
+        if self.compression is not None:
+            state.compression = exchange.CompressionState.of(worker, self.compression)
+            for fragment in fragments:
+                if fragment.outer.start is None:
+                    fragment.anchor = fragment.replica(worker).clone()
+        return state
 
     def update(self, worker: Worker, state: LocalSGDState) -> None:
         """A local step; then what is due: averages arrive, and others leave."""
         worker.clip()
         ended = [state.fragments[index] for index in state.ended]
-        moves = [self._move_beside_gradient(worker, fragment) for fragment in ended]
+        moves = [self._move_beside_gradient(worker, state, fragment) for fragment in ended]
         worker.update_locally(state.optimizer)
         for fragment, move in zip(ended, moves, strict=True):
             fragment.replica(worker).add_(move)
@@ -229,25 +263,39 @@ class LocalSGD(Replicas[LocalSGDState]):
     def _contribution(self, worker: Worker, fragment: Fragment) -> Tensor:
         return self.outer.contribution(fragment.outer, fragment.replica(worker))
 
-    def _move_beside_gradient(self, worker: Worker, fragment: Fragment) -> Tensor:
+    def _move_beside_gradient(
+        self, worker: Worker, state: LocalSGDState, fragment: Fragment
+    ) -> Tensor:
         """Find what the outer rule adds to a fragment where the gradient was computed."""
         own = fragment.replica(worker)
         average, moved = exchange.copy_of(worker, own), own.clone()
-        self._averaging(worker, fragment, average)(worker.transport)
+        self._averaging(worker, state, fragment, average)(worker.transport)
         round = OuterRound(worker.step.rates[0], len(worker.workers))
         self.outer.step(fragment.outer, moved, average, round)
         return moved.sub_(own)
 
     def _averaging(
-        self, worker: Worker, fragment: Fragment, values: Tensor
+        self, worker: Worker, state: LocalSGDState, fragment: Fragment, values: Tensor
     ) -> Callable[[Transport], None]:
         """Make a function that averages `values`, a copy of `fragment`; its samples count anew."""
         samples, total = fragment.counts(worker)
         fragment.samples = fragment.total = 0
+        number = fragment.averages
         fragment.averages += 1
 
         def average(transport: Transport) -> None:
-            exchange.average_replicas(worker, transport, values, self.algorithm, samples, total)
+            if self.compression is None or state.compression is None:
+                exchange.average_replicas(worker, transport, values, self.algorithm, samples, total)
+                return
+            if len(worker.workers) == 1:
+                return
+            part = exchange.part_of_samples(worker, transport, self.algorithm, samples, total)
+            values.sub_(fragment.reference).mul_(part)
+            exchange.average_compressed(
+                worker, transport, values, fragment.first, self.compression, state.compression,
+                self.algorithm, number,
+            )  # fmt: skip
+            values.add_(fragment.reference)
 
         return average
 
@@ -270,7 +318,7 @@ class LocalSGD(Replicas[LocalSGDState]):
         fragment.due = state.steps + self.overlap
         if self.late == "added":
             fragment.sent = exchange.copy_of(worker, fragment.travelling)
-        average = self._averaging(worker, fragment, fragment.travelling)
+        average = self._averaging(worker, state, fragment, fragment.travelling)
         if self.overlap:
             fragment.flow = worker.transport.spawn(average)
             return
@@ -293,6 +341,8 @@ class LocalSGD(Replicas[LocalSGDState]):
             own.add_(learnt.sub_(fragment.sent))
         elif self.overlap:
             own.lerp_(learnt, self.mix)
+        if fragment.anchor is not None:
+            fragment.anchor.copy_(fragment.travelling)
         fragment.travelling = fragment.sent = None
 
     def _rule(self, fragment: Fragment) -> Outer:

@@ -347,7 +347,8 @@ class ParameterServer(Strategy[ParameterServerState]):
         if self.compression is None:
             return None
         assert isinstance(self.compression, Encoder)
-        return exchange.CompressedPushes(worker, self.compression, slices)
+        codec = exchange.SliceCodec(worker, self.compression)
+        return exchange.CompressedPushes(codec, slices)
 
     def _make_server(
         self,

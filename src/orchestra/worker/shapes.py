@@ -80,6 +80,10 @@ class Shape(Tensor):
         return kind
 
     @cached_property
+    def itemsize(self) -> int:  # type: ignore[override]
+        return self.dtype.itemsize
+
+    @cached_property
     def nbytes(self) -> int:  # type: ignore[override]
         return self._size * self.dtype.itemsize
 

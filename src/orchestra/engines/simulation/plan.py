@@ -84,6 +84,13 @@ class Plan:
         ends = map(self._place_of, self._transfers[:2])
         return all(np.bincount(places, minlength=1).max() <= 1 for places in ends)
 
+    def peers(self, *, last: bool) -> Integers:
+        """Whom each rank sends to, and receives from, first or last; shape [2, ranks]."""
+        source, target = self._transfers[:2, :: 1 if last else -1]
+        peers = np.full((2, self.schedule.ranks), -1)
+        peers[0, source], peers[1, target] = target, source
+        return peers
+
     def frame_bytes(self, elements: int) -> int:
         """Of a message with its header."""
         return elements * self.itemsize + HEADER

@@ -23,7 +23,8 @@ from orchestra.engines.simulation.kernel import Events, Kernel, Processor, Timer
 from orchestra.engines.simulation.network import Net, Port
 from orchestra.engines.simulation.participant import Messages, Participant, Scene
 from orchestra.engines.simulation.plan import Plan
-from orchestra.engines.simulation.rounds import PlacedPlan, Ranks, Usage
+from orchestra.engines.simulation.round_state import Usage
+from orchestra.engines.simulation.rounds import PlacedPlan, Ranks
 from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
@@ -155,8 +156,8 @@ class Collective:
         call = given.call
         assert given.placed is self.placed, f"tag {self._tag}: an all-reduce of unlike vectors"
         before = self._before
-        if before is not None and before.is_ahead and not before.is_through(index):
-            self.enter_world()  # another flow of its is still in the last one, and sends, too
+        if before is not None and before.is_ahead and self._meets(before, index, arrived):
+            self.enter_world()
         member = Member(self, index, processor, then, arrived)
         self._members[index] = member
         all_there = len(self._members) == len(self.placed.ranks)
@@ -173,6 +174,14 @@ class Collective:
             self._kernel.at(arrived, participant.go_on)
         return member
 
+    def _meets(self, before: Collective, index: int, arrived: float) -> bool:
+        """Whether what a rank sends may share a link with what `before` has evaluated otherwise."""
+        if not before.is_through(index):
+            return True  # another flow of its is still in that one, and sends, too
+        if before.usage is None or not self.placed.begins_elsewhere(before.placed):
+            return False
+        return self.placed.may_meet(index, arrived, before.usage)
+
     def waits(self, index: int) -> tuple[Ranks, str]:
         """Whom the rank at place `index` waits for: those who are missing, or all others."""
         ranks = self.placed.ranks
@@ -183,8 +192,8 @@ class Collective:
     def enter_world(self) -> None:
         """Somebody else is about to use its links or cores: go on message by message."""
         collectives = [self]
-        if self._before is not None and self._before.is_ahead:
-            collectives.insert(0, self._before)
+        if self._before is not None and self._before._ahead:
+            collectives.insert(0, self._before)  # even if it is over: others queued up behind it
         now = self._kernel.now()
         arrivals = [m.arrived for each in collectives for m in each._members.values()]
         scene = Scene(Events(min([now, *arrivals])), replays=True)

@@ -101,15 +101,21 @@ class Ring:
         self.gone[:] = gone
 
     def pass_rounds(self, segments: Sequence[Segment]) -> None:
-        """Bring all ranks to the end of these rounds, which are alike for each piece."""
+        """Bring all ranks to the end of these rounds, of a segment each."""
+        alike_until = [len(segments)] * len(segments)
+        for number in range(len(segments) - 1, 0, -1):
+            alike_until[number - 1] = alike_until[number] if segments[number].rolled else number
         done, between = 0, 1
         while done < len(segments):
-            looked_at = segments[done + between : done + between + 3]
-            self._evaluate(segments[done : done + between], np.maximum)
-            noted = [self._note(segment) for segment in looked_at]
-            done += between + len(noted)
-            skipped = self._skip(noted, len(segments) - done) if len(noted) == 3 else 0
-            done += skipped
+            start, stop = done + between, done + between + 3
+            if stop > len(segments) or alike_until[start] < stop:
+                self._evaluate(segments[done:stop], np.maximum)
+                skipped = 0
+            else:
+                self._evaluate(segments[done:start], np.maximum)
+                noted = [self._note(segment) for segment in segments[start:stop]]
+                skipped = self._skip(noted, alike_until[start] - stop)
+            done = stop + skipped
             between = 0 if skipped else min(2 * between + 1, MAX_BETWEEN)
 
     def _evaluate(self, segments: Sequence[Segment], maximum: Maximum) -> None:

@@ -1,10 +1,7 @@
-"""The times of a collective whose messages meet on no link: all ranks at once, over arrays.
+"""The times of a collective whose links are its own: all ranks at once, over arrays.
 
-A round is computed in one go for all ranks. That holds as long as each rank sends to one other and
-receives from one other in a round, and each link belongs to one sender or to one receiver: then a
-message can only meet the one before it at either end. One to the same rank queues up behind it;
-with one of another pair it would share the link, and messages have to be followed one by one
-(participant.py).
+A round is computed in one go for all ranks (round_state.py), as long as messages that share a link
+are two at a time. Else they have to be followed one by one (participant.py).
 """
 
 from __future__ import annotations
@@ -13,15 +10,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from math import inf
+from itertools import count, groupby
 
 import numpy as np
 
 from orchestra.engines.simulation.fluid import Resource
 from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.plan import HEADER, Plan
-from orchestra.engines.simulation.ring_rounds import SAME, Floats, Integers, Ring, Rolls, Segment
+from orchestra.engines.simulation.ring_rounds import SAME, Floats, Integers, Rolls, Segment
+from orchestra.engines.simulation.round_state import NOBODY, Meetings, Met, State, Usage
 from orchestra.schedules import REDUCE
 from orchestra.transports.collective import StepKind
 
@@ -33,8 +30,8 @@ SEND until the first byte leaves, and then until the last one has."""
 
 Ranks = tuple[int, ...]
 
-EARLY = 1 - 1e-12
-"""A message that begins so little before another one's end begins with it: sums are rounded."""
+Turn = tuple[bool, list[Segment]]
+"""Whether these are several rounds of a ring, of a segment each, or all segments of one round."""
 
 MAX_KEPT = 64
 """Results that are kept for equal arrivals: more than a step has buckets, usually."""
@@ -42,31 +39,8 @@ MAX_KEPT = 64
 MAX_STEPS_KEPT = 1 << 16
 """The steps of all ranks are kept for schedules with so many messages at most."""
 
-NOBODY = -1
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Of the links of every rank, by place, shape [ranks] each.
-
-    Attributes:
-        up, down: until when the links that the rank sends, or receives, on are in use.
-        to, by: whom it has sent to last, and from whom it has received.
-    """
-
-    up: Floats
-    down: Floats
-    to: Integers
-    by: Integers
-
-    @classmethod
-    def none(cls, ranks: int) -> Usage:
-        """Nothing was sent."""
-        return cls(*np.full((2, ranks), -inf), *np.full((2, ranks), NOBODY))
-
-    def later(self, seconds: float) -> Usage:
-        """The same, so much later."""
-        return Usage(self.up + seconds, self.down + seconds, self.to, self.by)
+MAX_RETURNS = 200
+"""How often a collective is evaluated from an earlier round again, since its messages meet."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +94,14 @@ class PlacedPlan:
         self.contention_free = plan.sends_one_at_a_time and all(
             ends != (NOBODY, NOBODY) for ends in self.links.values()
         )
+        capacities = {link.capacity for link in self.links}
+        self._halves = len(capacities) == 1
         self._steps: dict[int, Sequence[ChargedStep]] = {}
+        self.first_peers = plan.peers(last=False)
         self._follows: dict[PlacedPlan, bool] = {}
+        self._elsewhere: dict[PlacedPlan, bool] = {}
         self._rates: tuple[float, ...] = ()
-        self._runs: list[tuple[bool, list[list[Segment]]]] = []
+        self._turns: list[Turn] = []
         self._known: deque[tuple[Usage, Floats, Ends | None]] = deque(maxlen=MAX_KEPT)
 
     def may_follow(self, before: PlacedPlan) -> bool:
@@ -137,6 +115,22 @@ class PlacedPlan:
                 if link in before.links
             )
         return self._follows[before]
+
+    def begins_elsewhere(self, before: PlacedPlan) -> bool:
+        """Whether ranks first send to others than they do last in `before`."""
+        if before not in self._elsewhere:
+            first, last = self.first_peers, before.plan.peers(last=True)
+            self._elsewhere[before] = not np.array_equal(first, last)
+        return self._elsewhere[before]
+
+    def may_meet(self, index: int, time: float, before: Usage) -> bool:
+        """Whether what the rank at place `index` sends first, from `time` on, shares a link with
+        what is on the links `before`."""
+        target = self.first_peers[0, index]
+        if target == NOBODY or (before.to[index], before.by[target]) == (target, index):
+            return False
+        there = time + self.streams[index, target].latency
+        return bool(there < max(before.up[index], before.down[target]))
 
     def steps(self, index: int) -> Sequence[ChargedStep]:
         """What the rank at place `index` does, message by message, and what it computes for it."""
@@ -173,7 +167,7 @@ class PlacedPlan:
         Training repeats itself: the last results are kept.
         """
         if rates != self._rates:
-            self._rates, self._runs = rates, _in_runs(self._segments(np.array(rates)))
+            self._rates, self._turns = rates, _turns(self._segments(np.array(rates)))
             self._known.clear()
         begin = min(arrivals)
         clock = np.array(arrivals) - begin
@@ -187,12 +181,24 @@ class PlacedPlan:
         return None if ends is None else ends.later(begin)
 
     def _evaluate(self, arrivals: Floats, usage: Usage) -> Ends | None:
-        state = State(arrivals, usage)
-        for is_ring, rounds in self._runs:
+        state = State(arrivals, usage, Meetings(self._halves))
+        kept: dict[int, State] = {}
+        number = returns = 0
+        while number < len(self._turns):
+            is_ring, segments = self._turns[number]
             if is_ring:
-                state.pass_ring([segment for (segment,) in rounds])
-            elif not all(map(state.pass_round, rounds)):
-                return None
+                state.pass_ring(segments)
+            else:
+                kept[number] = state.copy()
+                try:
+                    state.pass_round(number, segments)
+                except Met as met:
+                    returns += 1
+                    if met.number is None or returns > MAX_RETURNS:
+                        return None
+                    number, state = met.number, kept[met.number].copy()
+                    continue
+            number += 1
         last = self.net.overhead.add * self.plan.added_slots_bytes / np.array(self._rates)
         clock = state.clock + last
         return Ends(clock, state.waiting, clock - arrivals - state.waiting, state.usage)
@@ -271,74 +277,21 @@ class PlacedPlan:
         )  # fmt: skip
 
 
-class State:
-    """All ranks in the midst of a collective: `clock` tells when each is there."""
-
-    def __init__(self, arrivals: Floats, before: Usage) -> None:
-        self.clock = arrivals.copy()
-        self.waiting = np.zeros_like(arrivals)
-        up, down, to, by = before.up, before.down, before.to, before.by
-        self.usage = Usage(up.copy(), down.copy(), to.copy(), by.copy())
-
-    def pass_ring(self, segments: Sequence[Segment]) -> None:
-        """`pass_round` for rounds of a ring that are alike."""
-        ring = Ring(self.clock, self.waiting, self.usage.up, segments[0].shift)
-        ring.pass_rounds(segments)
-        self.usage.up[:], self.usage.down[:] = ring.gone, np.roll(ring.gone, ring.shift)
-
-    def pass_round(self, segments: list[Segment]) -> bool:
-        """Bring all ranks to the end of the round; False: two messages meet."""
-        clock, usage = self.clock, self.usage
-        arriving = []
-        gone = np.full_like(clock, -inf)
-        for segment in segments:
-            there = clock[segment.source] + segment.leaving[0]
-            clock[segment.source] += segment.leaving[1]
-            began = self._begin(segment, there)
-            if began is None:
-                return False
-            ended = np.maximum(began + segment.crossing, clock[segment.source])
-            usage.up[segment.source] = usage.down[segment.target] = ended
-            own = np.full_like(clock, -inf)
-            own[segment.source[segment.held]] = ended[segment.held]
-            np.maximum(gone, own, out=gone)
-            arriving.append((began[segment.arriving], ended[segment.arriving], own))
-        for segment, (began, ended, own) in zip(segments, arriving, strict=True):
-            receiver = segment.target[segment.arriving]
-            moving = np.maximum(clock[receiver], began)
-            self.waiting[receiver] += moving - clock[receiver]
-            clock[receiver] = np.maximum(moving + segment.receiving, ended)
-            self._wait_until(receiver[segment.freed], own)
-            clock[receiver] += segment.adding
-        self._wait_until(np.arange(len(clock)), gone)
-        return True
-
-    def _wait_until(self, places: Integers, times: Floats) -> None:
-        free = np.maximum(self.clock[places], times[places])
-        self.waiting[places] += free - self.clock[places]
-        self.clock[places] = free
-
-    def _begin(self, segment: Segment, there: Floats) -> Floats | None:
-        """When each message, whose first byte could be `there`, begins to arrive."""
-        source, target, usage = segment.source, segment.target, self.usage
-        busy = np.maximum(usage.up[source], usage.down[target])
-        same = (usage.to[source] == target) & (usage.by[target] == source)
-        if ((there < busy * EARLY) & ~same).any():
-            return None
-        usage.to[source], usage.by[target] = target, source
-        return np.where(same, np.maximum(there, busy), there)
+def _turns(rounds: Iterable[list[Segment]]) -> list[Turn]:
+    """The rounds one by one; those of a ring at once, but for the last of them."""
+    turns: list[Turn] = []
+    for shift, group in groupby(rounds, _shift):
+        *others, last = group
+        if shift:
+            turns.append((True, [segment for (segment,) in others]))
+        else:
+            turns += [(False, segments) for segments in others]
+        turns.append((False, last))
+    return turns
 
 
-def _in_runs(rounds: Iterable[list[Segment]]) -> list[tuple[bool, list[list[Segment]]]]:
-    """Rounds of a ring that are alike, and others, with whether they are such."""
-    runs: list[tuple[bool, list[list[Segment]]]] = []
-    shift = 0
-    for segments in rounds:
-        before, shift = shift, segments[0].shift if len(segments) == 1 else 0
-        if not runs or shift != before or (shift and not segments[0].rolled):
-            runs.append((shift > 0, []))
-        runs[-1][1].append(segments)
-    return runs
+def _shift(segments: list[Segment]) -> int:
+    return segments[0].shift if len(segments) == 1 else 0
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

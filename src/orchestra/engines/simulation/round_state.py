@@ -1,0 +1,204 @@
+"""All ranks in the midst of a collective, and what is on the links between them, as arrays.
+
+In a round each rank sends to one other and receives from one other, and each link belongs to one
+sender or to one receiver. So a message can only meet the one before it at either end. One to the
+same rank queues up behind it. With one of another pair it shares the link: each crosses at half of
+the bandwidth as long as both are there. The earlier one belongs to a round that is over: that is
+evaluated once more, and it is known then when its messages are met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Self
+
+import numpy as np
+
+from orchestra.engines.simulation.ring_rounds import Floats, Integers, Ring, Segment
+
+EARLY = 1 - 1e-12
+"""A message that begins so little before another one's end begins with it: sums are rounded."""
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of the links of every rank, by place, shape [ranks] each.
+
+    Attributes:
+        up, down: until when the links that the rank sends, or receives, on are in use.
+        to, by: whom it has sent to last, and from whom it has received.
+    """
+
+    up: Floats
+    down: Floats
+    to: Integers
+    by: Integers
+
+    @classmethod
+    def none(cls, ranks: int) -> Usage:
+        """Nothing was sent."""
+        return cls(*np.full((2, ranks), -inf), *np.full((2, ranks), NOBODY))
+
+    def later(self, seconds: float) -> Usage:
+        """The same, so much later."""
+        return Usage(self.up + seconds, self.down + seconds, self.to, self.by)
+
+    def copy(self) -> Usage:
+        """The same, in arrays of its own."""
+        return Usage(self.up.copy(), self.down.copy(), self.to.copy(), self.by.copy())
+
+
+class Met(Exception):
+    """Messages of the round `number`, or later ones, are met unlike what was assumed.
+
+    None: too many meet at a time, or it is too late to take that into account.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Meetings:
+    """When the messages of a collective are met by later ones on their links.
+
+    With `halves`, two messages that share a link have half of the bandwidth each, whatever their
+    ways; without, they must not meet.
+    """
+
+    def __init__(self, halves: bool) -> None:
+        self.halves = halves
+        self.begins: dict[tuple[int, int], Floats] = {}  # of a round and segment, [2, ranks]
+
+
+class State:
+    """All ranks at the beginning of a round: `clock` tells when each is there.
+
+    What is known of the last message on each link has the shape [2, ranks], by sender and by
+    receiver.
+    """
+
+    def __init__(self, arrivals: Floats, before: Usage, meetings: Meetings) -> None:
+        ranks = len(arrivals)
+        self.clock = arrivals.copy()
+        self.waiting = np.zeros(ranks)
+        self.usage = before.copy()
+        self._meetings = meetings
+        self._forget(before.up, before.down)
+
+    def copy(self) -> Self:
+        """The same, in arrays of its own."""
+        other = object.__new__(type(self))
+        vars(other).update(
+            (name, value if name == "_meetings" else value.copy())
+            for name, value in vars(self).items()
+        )
+        return other
+
+    def _forget(self, up: Floats, down: Floats) -> None:
+        """Messages are on the links until `up` and `down`, and cannot be changed any more."""
+        self._crossed = np.array([up, down])
+        self._unmet = self._crossed.copy()  # when they would have, were they not met here
+        self._before = np.full_like(self._crossed, -inf)  # when those before them had crossed
+        self._met = np.full_like(self._crossed, inf)
+        self._which = np.full((3, *self._crossed.shape), NOBODY)  # round, segment, message
+
+    def pass_ring(self, segments: Sequence[Segment]) -> None:
+        """`pass_round` for rounds of a ring, of a segment each; none of their messages is met."""
+        if not segments:
+            return
+        ring = Ring(self.clock, self.waiting, self.usage.up, segments[0].shift)
+        ring.pass_rounds(segments)
+        self.usage.up[:], self.usage.down[:] = ring.gone, np.roll(ring.gone, ring.shift)
+        self._forget(self.usage.up, self.usage.down)
+
+    def pass_round(self, number: int, segments: Sequence[Segment]) -> None:
+        """Bring all ranks to the end of the round. Raises `Met`."""
+        clock, usage = self.clock, self.usage
+        arriving = []
+        gone = np.full_like(clock, -inf)
+        for place, segment in enumerate(segments):
+            there = clock[segment.source] + segment.leaving[0]
+            clock[segment.source] += segment.leaving[1]
+            began, crossed = self._cross((number, place), segment, there)
+            ended = np.maximum(crossed, clock[segment.source])
+            usage.up[segment.source] = usage.down[segment.target] = ended
+            own = np.full_like(clock, -inf)
+            own[segment.source[segment.held]] = ended[segment.held]
+            np.maximum(gone, own, out=gone)
+            arriving.append((began[segment.arriving], ended[segment.arriving], own))
+        for segment, (began, ended, own) in zip(segments, arriving, strict=True):
+            receiver = segment.target[segment.arriving]
+            moving = np.maximum(clock[receiver], began)
+            self.waiting[receiver] += moving - clock[receiver]
+            clock[receiver] = np.maximum(moving + segment.receiving, ended)
+            self._wait_until(receiver[segment.freed], own)
+            clock[receiver] += segment.adding
+        self._wait_until(np.arange(len(clock)), gone)
+
+    def _wait_until(self, places: Integers, times: Floats) -> None:
+        free = np.maximum(self.clock[places], times[places])
+        self.waiting[places] += free - self.clock[places]
+        self.clock[places] = free
+
+    def _cross(
+        self, key: tuple[int, int], segment: Segment, there: Floats
+    ) -> tuple[Floats, Floats]:
+        """When each message, whose first byte could be `there`, begins to arrive; and has crossed.
+
+        `key` is the round, and the segment in it.
+        """
+        source, target, usage = segment.source, segment.target, self.usage
+        ends = (np.array([[0], [1]]), np.array([source, target]))
+        same = (usage.to[source] == target) & (usage.by[target] == source)
+        usage.to[source], usage.by[target] = target, source
+        busy = np.maximum(usage.up[source], usage.down[target])
+        began = np.where(same, np.maximum(there, busy), there)
+        meets = ~same & (there < self._unmet[ends] * EARLY)
+        self._note(np.where(meets, there, inf), ends)
+        shares_until = np.where(meets, self._crossed[ends], -inf).max(axis=0)
+        alone = began + segment.crossing + np.maximum(shares_until - began, 0.0) / 2
+        third = began < self._before[ends] * EARLY
+        if third.any() or (alone < shares_until * EARLY).any():
+            raise Met(None)
+        met = self._meetings.begins.get(key, np.full(ends[1].shape, inf))[:, : len(source)]
+        # First as if they were met at their other end only, then at both.
+        times = np.array([*met[::-1], met.min(axis=0)])
+        shared = np.minimum(2 * alone - times, began + 2 * segment.crossing)
+        *unmet, crossed = np.where(times < alone, shared, alone)
+        self._before[ends] = self._crossed[ends]
+        self._crossed[ends], self._unmet[ends], self._met[ends] = crossed, unmet, met
+        for each, value in zip(self._which, (*key, np.arange(len(source))), strict=True):
+            each[ends] = value
+        return began, crossed
+
+    def _note(self, begins: Floats, ends: tuple[Integers, Integers]) -> None:
+        """The next messages begin then on the links at these `ends`, where they share them.
+
+        Raises:
+            Met: that is new.
+        """
+        changed = begins != self._met[ends]
+        if not changed.any():
+            return
+        numbers, places, messages = self._which[:, *ends][:, changed]
+        if not self._meetings.halves or (numbers == NOBODY).any():
+            raise Met(None)
+        sides = np.broadcast_to(ends[0], changed.shape)[changed]
+        known = self._meetings.begins
+        for number, place, side, message, begin in zip(
+            numbers.tolist(),
+            places.tolist(),
+            sides.tolist(),
+            messages.tolist(),
+            begins[changed],
+            strict=True,
+        ):
+            if (number, place) not in known:
+                known[number, place] = np.full((2, len(self.clock)), inf)
+            known[number, place][side, message] = begin
+        raise Met(int(numbers.min()))
