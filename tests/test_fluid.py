@@ -332,6 +332,41 @@ def test_what_takes_nothing_from_others_is_not_computed(lab: Laboratory) -> None
     assert lab.fluid.shares == 0
 
 
+def test_what_holds_nobody_back_passes_no_change_on(lab: Laboratory) -> None:
+    """Four servers answer forty clients each: what a server does is felt by its own clients."""
+    servers = [Resource(f"server {number}", 40.0) for number in range(4)]
+    clients = [Resource(f"client {number}", 40.0) for number in range(40)]
+    for number, server in enumerate(servers):
+        for client in clients:
+            lab.start(f"from {number}", 100.0, server, client)
+    lab.clock.run(1.0)
+    assert lab.fluid.shares == 160
+    lab.start("one more", 10.0, servers[0], clients[0])
+    lab.clock.run(1.0)
+    assert lab.fluid.shares == 160 + 41  # from now on these are known to have equal shares
+    lab.start("another one", 10.0, servers[0], clients[0])
+    lab.clock.run(1.0)
+    assert lab.fluid.shares == 201 + 2
+    found = lab.run()
+    assert found["from 0"] == pytest.approx(100.5)
+    assert [found[f"from {number}"] for number in (1, 2, 3)] == [100.0] * 3
+    assert lab.fluid.shares < 203 + 10
+
+
+def test_what_comes_to_hold_somebody_back_passes_changes_on(lab: Laboratory) -> None:
+    """As its servers have fewer clients, the link of one of them is too little for its answers."""
+    servers = [Resource(f"server {number}", 40.0) for number in range(4)]
+    slow = Resource("slow", 6.0)
+    for number, server in enumerate(servers):
+        lab.start(f"slow {number}", 24.0, server, slow)
+        for _ in range(39):
+            lab.start(f"others {number}", 10.0, server)
+    found = lab.run()
+    assert [found[f"others {number}"] for number in range(4)] == [10.0] * 4
+    # Each has 1 a second for 10 s, and 6 / 4 after that.
+    assert [found[f"slow {number}"] for number in range(4)] == [pytest.approx(10 + 14 / 1.5)] * 4
+
+
 def test_ends_that_were_computed_and_changed_do_not_pile_up(lab: Laboratory) -> None:
     link = Resource("link", 1.0)
     for number in range(50):

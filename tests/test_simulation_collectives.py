@@ -24,6 +24,7 @@ from orchestra.engines.simulation import rounds
 from orchestra.engines.simulation.participant import Participant
 from orchestra.engines.simulation.rendezvous import Collective
 from orchestra.engines.simulation.ring_rounds import Ring
+from orchestra.engines.simulation.round_state import Met, State
 from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical, ring_reduce_scatter
 from orchestra.trainer.trace import SHOWN, Trace
@@ -287,6 +288,63 @@ def test_an_all_reduce_follows_before_all_messages_of_the_last_one_are_there(
     overhead = replace(COSTLY, buffer=buffer_bytes)
     edges = (0, 10, 20, 60_000, 60_010)
     check(Trial("ring", 4, 60_010, together(4, 4), overhead=overhead, edges=edges))
+
+
+def in_microseconds(*ranks: int) -> list[float]:
+    return [each * 1e-6 for each in ranks]
+
+
+BRIEF = in_microseconds(283, 195, 270, 34)
+BY_PAIRS = [
+    Trial("hierarchical", 4, 50_000, [BRIEF]),
+    Trial(
+        "hierarchical", 12, 50_000,
+        [
+            in_microseconds(248, 175, 102, 194, 59, 154, 148, 253, 182, 198, 282, 257),
+            in_microseconds(180, 222, 272, 230, 181, 50, 80, 246, 91, 229, 119, 162),
+        ],
+    ),
+]  # fmt: skip
+"""Where two messages at a time share a link; one of them at either end, with others."""
+
+
+@pytest.mark.parametrize("trial", BY_PAIRS)
+def test_two_messages_that_share_a_link_are_evaluated_at_once(trial: Trial) -> None:
+    trial = replace(trial, overhead=replace(COSTLY, buffer=1 << 17), on="lan_1gbit(nodes=12)")
+    with counted() as counts:
+        trial.run(at_once=True)
+    assert counts["participants"] == 0
+    assert counts["evaluated"] == len(trial.delays)
+    check(trial)
+    with mock.patch.object(State, "_note", side_effect=Met(None)), counted() as counts:
+        trial.run(at_once=True)
+    assert counts["participants"]
+
+
+@pytest.mark.parametrize(
+    ("name", "delays"),
+    [
+        # The second one is followed by messages, which queue up behind those of the first.
+        (
+            "halving_doubling",
+            [
+                in_microseconds(156, 29, 104, 172, 13, 244, 195, 94),
+                in_microseconds(89, 106, 90, 225, 150, 158, 45, 274),
+            ],
+        ),
+        # A message of the second one shares a link with one of the first, by another pair.
+        (
+            "butterfly",
+            [
+                in_microseconds(110, 71, 127, 260, 197, 198, 114, 94),
+                in_microseconds(218, 43, 30, 165, 277, 0, 44, 174),
+            ],
+        ),
+    ],
+)
+def test_messages_of_two_collectives_on_a_link_agree(name: str, delays: list[list[float]]) -> None:
+    overhead = replace(COSTLY, buffer=1 << 22)
+    check(Trial(name, 8, 50_000, delays, "lan_1gbit(nodes=8)", overhead))
 
 
 # What nobody disturbs is done at once, and what somebody does is not

@@ -72,11 +72,16 @@ class Resource:
         return used <= self.capacity * ROUNDING
 
     def fair_share(self, further: int = 0) -> float:
-        """What each has, and `further` ones, where all have the same; 0 where one has more."""
+        """What each has, and `further` ones, where all have the same; 0 where one has more.
+
+        Those that share another resource equally do not, if it becomes their `limit`.
+        """
         fair = self.capacity / (len(self.activities) + further)
         if self.fastest > fair * ROUNDING:
             self.fastest = max(
-                activity.rate if activity.equal is None else activity.equal.limit
+                activity.rate
+                if activity.equal is None
+                else max(activity.equal.rate, min(activity.equal.limit, fair))
                 for activity in self.activities
             )
         return fair if self.fastest <= fair * ROUNDING else 0.0
