@@ -329,7 +329,7 @@ def test_what_waits_of_a_tensor_arrives_though_nobody_uses_the_tensor(tmp_path: 
         "when=AfterSteps(20))",
         pytest.param(
             "Switch(ParameterServer(compression=TopK(0.1)), LocalSGD(4, outer=SlowMo(0.2), "
-            "fragments=2, overlap=1, compression=QSGD(7)), when=AfterSteps(20))",
+            "fragments=2, overlap=1, compression=QSGD(7)), when=AfterSteps(20), moments='reset')",
             marks=pytest.mark.matrix,
         ),
     ],

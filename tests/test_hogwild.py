@@ -106,6 +106,7 @@ def test_one_worker_is_sgd(tmp_path: Path) -> None:
     [
         ({"optimizer": "SGD(lr=0.1, momentum=0.9)"}, HOST, "set optimizer to SGD, without"),
         ({"optimizer": "Adam(lr=0.1)"}, HOST, "set optimizer to SGD, without"),
+        ({"record_order": True}, HOST, "record_order: what a rank reads in memory"),
         ({}, "lan_1gbit(nodes=2)", "rank 1 cannot share memory with rank 0: put all ranks on one"),
     ],
 )

@@ -13,6 +13,8 @@ from random import Random
 
 import pytest
 import torch
+from tests.test_trace import assert_well_formed, traced
+from tests.training import step_lines
 
 from orchestra.engines.processes import launch
 from orchestra.errors import PeerLost, RunFailed
@@ -156,3 +158,16 @@ def test_ranks_that_wait_for_each_other_are_found(background: bool) -> None:
     waits = r"rank 0 waits for rank 1 \(to receive, tag 60\), rank 1 waits for rank 0 \(in a coll"
     with pytest.raises(RunFailed, match=waits):
         launch(stuck, background, 2, patience=1.0)
+
+
+def test_a_timeline_shows_what_was_exchanged_in_memory(tmp_path: Path) -> None:
+    """One slice for each collective, with the bytes that the records count."""
+    trace = traced('AllReduce("ring")', 3, tmp_path)
+    assert_well_formed(trace)
+    for rank in range(2):
+        for line in step_lines(tmp_path, rank)[:5]:
+            slices = [e for e in trace.slices(rank=rank) if e["args"].get("step") == line["step"]]
+            (sums,) = [event for event in slices if event["cat"] == "native"]
+            assert sums["name"].startswith("all-reduce (ring), ")
+            assert sums["args"]["bytes_sent"] == line["bytes_sent"]
+            assert not [event for event in slices if event["cat"] in ("send", "receive")]

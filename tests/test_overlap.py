@@ -74,8 +74,8 @@ def test_one_worker_of_an_asynchronous_server_equals_single(tmp_path: Path) -> N
     assert equal(served.final, alone.final)
 
 
-STEPS = 12
-TENSORS = "synthetic(25_000_000, tensors=100, sample_flops=%g)"
+STEPS = 5
+TENSORS = "synthetic(25_000_000, tensors=64, sample_flops=%g)"
 
 
 def seconds(strategy: str, folder: Path, gradient: float = 1.0, ranks: int = 8) -> float:

@@ -253,9 +253,9 @@ def test_stochastic_gradient_push(mix: float) -> None:
 
 
 def test_overlapped_push() -> None:
-    """c + u P + 3 m P: a message is there before it is due, one step later"""
+    """c + u P + 2 m P: a share is made behind, and a message is there before it is due"""
     mix = 5e-10
-    formula = 2 * GRADIENT + UPDATE + 3 * mix * ELEMENTS
+    formula = 2 * GRADIENT + UPDATE + 2 * mix * ELEMENTS
     figures = replace(FIGURES, mix=mix, gradient=2 * GRADIENT)
     check("StochasticGradientPush(overlap=1)", 8, formula, figures)
 

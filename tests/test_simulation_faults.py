@@ -317,6 +317,7 @@ def test_a_slow_message_is_no_reason_to_give_up() -> None:
 
 ASYNCHRONOUS = ParameterServer(consistency="asynchronous")
 BOUNDED = ParameterServer(consistency="bounded", staleness=1)
+IN_PARTS: dict[str, Any] = {"bucket_megabytes": 0.01}  # of pushes, or of an all-reduce
 REPLICATED = ParameterServer(servers=2, consistency="asynchronous", replicas=1)
 
 
@@ -342,13 +343,15 @@ class Trained:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [ASYNCHRONOUS, BOUNDED, ElasticAveraging(4)],
-    ids=["asynchronous", "bounded", "elastic"],
+    ("strategy", "training"),
+    [(ASYNCHRONOUS, {}), (BOUNDED, {}), (BOUNDED, IN_PARTS), (ElasticAveraging(4), {})],
+    ids=["asynchronous", "bounded", "bounded in parts", "elastic"],
 )
-def test_a_run_goes_on_without_a_dead_worker(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_without_a_dead_worker(
+    strategy: Strategy[Any], training: dict[str, Any], tmp_path: Path
+) -> None:
     """As tests/test_failures.py has it of real processes."""
-    trained = Trained(strategy, tmp_path)
+    trained = Trained(strategy, tmp_path, **training)
     record = trained.with_faults(Death("rank 1", at=trained.half))
     assert record.left_out == {"1": "was killed by SIGKILL"}
     assert list(record.notices) == ["rank 1 on worker-1 was killed by SIGKILL; going on without it"]
@@ -362,13 +365,14 @@ def test_a_run_goes_on_without_a_dead_worker(strategy: Strategy[Any], tmp_path: 
 @pytest.mark.parametrize(
     ("strategy", "victim"),
     [(AllReduce(), 1), (AllReduce("native"), 2), (Gossip(), 3), (ParameterServer(), 3),
-     (Prague(), 0), (Prague(2), 3)],
-    ids=["ring", "native", "gossip", "server", "generator of groups", "member of a group"],
+     (ParameterServer(placement="beside"), 2), (Prague(), 0), (Prague(2), 3)],
+    ids=["ring", "native", "gossip", "server", "worker", "generator of groups",
+         "member of a group"],
 )  # fmt: skip
 def test_a_dead_rank_that_all_need_ends_the_run_by_name(
     strategy: Strategy[Any], victim: int, tmp_path: Path
 ) -> None:
-    trained = Trained(strategy, tmp_path)
+    trained = Trained(strategy, tmp_path, **IN_PARTS)
     with pytest.raises(RunFailed) as failed:
         trained.with_faults(Death(f"rank {victim}", at=trained.half))
     assert str(failed.value) == f"rank {victim} on worker-{victim} was killed by SIGKILL"

@@ -105,7 +105,8 @@ class Hogwild(Replicas[HogwildState]):
         self.settle(worker, state)
         if state.work is not None:
             state.work.close()
-        worker.snapshots.offer(worker.step.consumed, worker.parameters)
+        if worker.rank == worker.workers.ranks[0]:
+            worker.snapshots.offer(worker.step.consumed, worker.parameters)
         worker.move_parameters(worker.parameters.clone())
         self.settle(worker, state)
 

@@ -97,6 +97,11 @@ class Recording(Interceptor):
     def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
+        if what == "memory":
+            raise InputError(
+                "record_order: what a rank reads in memory that others write to cannot be written "
+                "down: leave record_order out, or choose another strategy than Hogwild"
+            )
         answer = proceed()
         kept = sorted(answer) if isinstance(answer, frozenset) else answer
         self.order.answers(flow.name, what).append(kept)

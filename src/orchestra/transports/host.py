@@ -24,17 +24,15 @@ from orchestra.errors import InputError
 from orchestra.schedules.sums import Pieces, Stage, local_stages
 from orchestra.transports.collective import StepKind, exchange, execute, steps_of
 from orchestra.transports.framing import byte_view, header_bytes, pack_header
+from orchestra.transports.host_rendezvous import HostRendezvous, make_memory, pass_on
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
 from orchestra.transports.shared_memory import (
     CHUNK_BYTES,
     SMALL_BYTES,
-    Meeting,
     SharedMemory,
-    make_memory,
     memory_bytes,
-    pass_on,
     share,
 )
 
@@ -189,7 +187,7 @@ class _Finding:
             if memory is not None:
                 os.close(memory)
             return None
-        meeting = Meeting(
+        rendezvous = HostRendezvous(
             place,
             len(self._ranks),
             self._tell,
@@ -197,7 +195,7 @@ class _Finding:
             CONNECT_SECONDS,
             lambda: self._engine.check(self._ranks),
         )
-        return meeting.connect(), memory
+        return rendezvous.connect(), memory
 
     def _tell(self, shown: bytes) -> None:
         for rank in self._ranks:

@@ -16,14 +16,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.futures import Future
 
-from orchestra.transports.shared_memory import (
-    Meeting,
-    Operation,
-    make_memory,
-    memory_bytes,
-    second_connections,
-    share,
-)
+from orchestra.transports.host_rendezvous import HostRendezvous, make_memory, second_connections
+from orchestra.transports.shared_memory import Operation, memory_bytes, share
 from orchestra.transports.unix_messages import UnixMessages
 
 _COMBINE: dict[Any, Operation] = {
@@ -63,14 +57,14 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
-        meeting = Meeting(
+        rendezvous = HostRendezvous(
             rank,
             size,
             lambda shown: store.set(str(rank), shown),
             lambda peer: store.get(str(peer)),
             seconds,
         )
-        peers = meeting.connect()
+        peers = rendezvous.connect()
         self._messages = UnixMessages(second_connections(rank, peers))
         memory = make_memory(memory_bytes(size)) if rank == 0 else None
         self._memory = share(rank, peers, memory, seconds)

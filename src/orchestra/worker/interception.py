@@ -119,8 +119,8 @@ class Interceptor:
     def ask(
         self, flow: Flow, what: str, proceed: Callable[[], T], operation: Operation | None = None
     ) -> T:
-        """`flow` asks for what depends on chance: "now", "lost", "done" (of `operation`), "stop"
-        or "seconds" (of computation)."""
+        """`flow` asks for what depends on chance: "now", "lost", "done" (of `operation`), "stop",
+        "seconds" (of computation) or "memory" (that ranks share)."""
         return proceed()
 
     def progress(self, step: int) -> None:
@@ -225,7 +225,8 @@ class InterceptedTransport(CollectiveMixin):
         return self.inner.native_all_reduce(vector)
 
     def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
-        return self.inner.share(like, group, tag)
+        share = functools.partial(self.inner.share, like, group, tag)
+        return self.chain.call("ask", self.flow, "memory", proceed=share)
 
     def new_hand_over(self) -> HandOver:
         return self.inner.new_hand_over()
