@@ -141,14 +141,17 @@ def with_sizes(rows: Sequence[Row]) -> list[Any]:
 
 
 def with_engines(rows: Sequence[Row]) -> list[Any]:
-    """Each row on real processes with one number of ranks, and with 2 or 3 in virtual time too:
-    `test_simulation` shows that both train alike. The matrix has all numbers on processes.
+    """Each row on real processes with one number of ranks. The matrix has all numbers, and 2 or 3
+    in virtual time: `test_simulation` shows that both train alike.
     """
     found = with_sizes(rows)
     for case in found[:]:
         row, size = case.values
         if case.marks and size in (2, 3):
-            found.append(pytest.param(row, size, True, id=f"{case.id}-simulated"))
+            virtual = pytest.param(
+                row, size, True, id=f"{case.id}-simulated", marks=pytest.mark.matrix
+            )
+            found.append(virtual)
     return [pytest.param(*(*c.values, False)[:3], id=c.id, marks=c.marks) for c in found]
 
 
