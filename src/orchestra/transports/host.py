@@ -8,6 +8,7 @@ and the traffic counts as its messages.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -39,6 +40,8 @@ from orchestra.transports.shared_memory import (
 MAX_MEMORIES = 16
 """Of a rank, which then refuses another one: each takes sockets, and some megabytes."""
 CONNECT_SECONDS = 60.0
+NOTICE_SECONDS = 2.0
+"""Until the end of a rank's messages has come, after that of another connection to it."""
 
 
 class Host:
@@ -120,9 +123,11 @@ class Host:
             made = sum(memory is not None for memory in self._memories.values())
             wanted = made < MAX_MEMORIES and not call.vector.is_cuda
             self._memories[key] = None
-            found = _Finding(self._engine, ranks, call.tag).find(memory_bytes(len(ranks)), wanted)
-            if found is not None:
-                memory = share(ranks.index(self._engine.rank), *found, None, ranks)
+            finding, place = _Finding(self._engine, ranks, call.tag), ranks.index(self._engine.rank)
+            with finding.naming_the_lost():
+                found = finding.find(memory_bytes(len(ranks)), wanted)
+                memory = None if found is None else share(place, *found, None, ranks)
+            if memory is not None:
                 self._memories[key] = memory
                 self._engine.memories.append(memory)
         return self._memories[key]
@@ -137,13 +142,15 @@ class Host:
             )
         if like.is_cuda:
             raise InputError("only memory on the CPU can be shared: set device to cpu")
-        found = _Finding(self._engine, ranks, tag).find(like.nbytes, True)
-        if found is None:
-            raise InputError("ulimit -f does not allow files, or shared memory, as large as needed")
-        peers, memory = found
-        if memory is not None:
-            _mapped(memory, like).copy_(like)
-        memory = pass_on(peers, memory)
+        finding = _Finding(self._engine, ranks, tag)
+        with finding.naming_the_lost():
+            found = finding.find(like.nbytes, True)
+            if found is None:
+                raise InputError("ulimit -f does not allow shared memory as large as is needed")
+            peers, memory = found
+            if memory is not None:
+                _mapped(memory, like).copy_(like)
+            memory = pass_on(peers, memory)
         values = _mapped(memory, like)
         os.close(memory)
         for connection in peers.values():
@@ -196,6 +203,18 @@ class _Finding:
             lambda: self._engine.check(self._ranks),
         )
         return rendezvous.connect(), memory
+
+    @contextlib.contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """If a rank goes while they connect, raise what a message from it would."""
+        try:
+            yield
+        except OSError:
+            deadline = time.monotonic() + NOTICE_SECONDS
+            while time.monotonic() < deadline:
+                self._engine.check(self._ranks)
+                time.sleep(0.01)
+            raise
 
     def _tell(self, shown: bytes) -> None:
         for rank in self._ranks:

@@ -136,8 +136,7 @@ def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:
         for connection in peers.values():
             socket.send_fds(connection, [_NOTE], [memory])
         return memory
-    _, (memory,), _, _ = socket.recv_fds(peers[0], 1, 1)
-    return memory
+    return _descriptor(peers[0])
 
 
 def second_connections(rank: int, peers: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
@@ -151,5 +150,11 @@ def _second(rank: int, peer: int, connection: socket.socket) -> socket.socket:
         with other:
             socket.send_fds(connection, [_NOTE], [other.fileno()])
         return own
-    _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
-    return socket.socket(fileno=descriptor)
+    return socket.socket(fileno=_descriptor(connection))
+
+
+def _descriptor(connection: socket.socket) -> int:
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        raise ConnectionError("a rank closed its connection while the ranks connected")
+    return descriptors[0]
