@@ -107,6 +107,7 @@ class Hogwild(Replicas[HogwildState]):
             state.work.close()
         if worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
+            worker.snapshots.renew(worker.step.consumed, worker.parameters)
         worker.move_parameters(worker.parameters.clone())
         self.settle(worker, state)
 
