@@ -157,7 +157,7 @@ def stuck(runtime: Runtime, background: bool) -> None:
 def test_ranks_that_wait_for_each_other_are_found(background: bool) -> None:
     waits = r"rank 0 waits for rank 1 \(to receive, tag 60\), rank 1 waits for rank 0 \(in a coll"
     with pytest.raises(RunFailed, match=waits):
-        launch(stuck, background, 2, patience=1.0)
+        launch(stuck, background, 2, patience=2.0)
 
 
 def test_a_timeline_shows_what_was_exchanged_in_memory(tmp_path: Path) -> None:
