@@ -106,8 +106,8 @@ class Host:
             with torch.no_grad():
                 used = _form(stage, call.group.ranks.index(flow.rank), memory, call)
         finally:
-            self._engine.check()
             flow.memory = None
+            self._engine.check()  # who is told to leave says so, not which socket was shut
             waited = memory.seconds_waiting - waited
             flow.traffic.seconds_waiting += waited
             flow.traffic.seconds_communicating += time.perf_counter() - started - waited
