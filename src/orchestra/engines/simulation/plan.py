@@ -50,7 +50,8 @@ class Plan:
         is_synchronizing: no rank can finish before every rank has begun.
         added_slots_bytes: what each rank adds up at the end, beside what it added before.
         streamed: every (source, target) that there is a message for; others are `stages`.
-        stages: what ranks do in shared memory. Bytes and messages are counted as if it were sent.
+        stages: what ranks do in shared memory. Bytes and messages are counted as if it were sent,
+            and of each rank the bytes also as `bytes_in_memory`.
     """
 
     def __init__(
@@ -82,8 +83,11 @@ class Plan:
         self.messages_sent, self.bytes_sent = self._by(source, messages, wire)
         self.messages_received, self.bytes_received = self._by(target, messages, wire)
         self.streamed: Iterable[tuple[int, int]] = self.pairs
+        self.bytes_in_memory = [0] * schedule.ranks
         if stages:
-            sent = ~stages.hold(self._number, source)
+            held = stages.hold(self._number, source)
+            (self.bytes_in_memory,) = self._by(source[held], wire[held])
+            sent = ~held
             self._transfers, self._number = self._transfers[:, sent], self._number[sent]
             self._elements, source, target = self._elements[sent], source[sent], target[sent]
             self.streamed = self._by_pair(source * schedule.ranks + target, self._elements)

@@ -94,6 +94,7 @@ class Member:
             plan.messages_sent[index],
             plan.messages_received[index],
             *self.seconds,
+            bytes_in_memory=plan.bytes_in_memory[index],
         )
 
     @property

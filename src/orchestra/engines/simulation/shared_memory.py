@@ -42,7 +42,7 @@ class Phase(NamedTuple):
     wake: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NodeStage:
     """Rounds that the ranks at `places`, all of one node, carry out among themselves.
 
