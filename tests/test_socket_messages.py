@@ -12,10 +12,11 @@ from torch import Tensor
 
 from orchestra.transports.framing import (
     DTYPES,
+    FAREWELL,
     MalformedFrame,
     header_bytes,
-    pack_farewell,
     pack_header,
+    pack_signal,
     unpack_header,
 )
 from orchestra.transports.protocol import Transport
@@ -46,9 +47,9 @@ def test_malformed_frames_are_refused() -> None:
     packed[11] += 1  # one payload byte more than the shape has
     with pytest.raises(MalformedFrame, match="13 bytes"):
         unpack_header(memoryview(packed))
-    farewell = unpack_header(memoryview(pack_farewell()))
+    farewell = unpack_header(memoryview(pack_signal(FAREWELL)))
     assert farewell is not None
-    assert farewell.frame_bytes == len(pack_farewell())
+    assert farewell.frame_bytes == len(pack_signal(FAREWELL))
 
 
 # --- messages --------------------------------------------------------------------------------
