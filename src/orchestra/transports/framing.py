@@ -169,7 +169,6 @@ class Signal:
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
     finished: bool = False
     awaited: bool = False
-    offers: bool = False
 
 
 class Stream:
@@ -182,6 +181,7 @@ class Stream:
         backlog: what is still to be written.
         offered: messages that the other end has still to take from this end's memory.
         takes_offers: the other end can read this end's memory.
+        taken_bytes: of the messages that it has taken from there.
         farewell: the other end has said that it leaves.
         read_wants_write: under TLS, reading goes on once something can be written.
     """
@@ -192,8 +192,9 @@ class Stream:
         self.rank = rank
         self.events = selectors.EVENT_READ
         self.backlog: deque[Send | Signal] = deque()
-        self.offered: deque[Send | Signal] = deque()
+        self.offered: deque[Send] = deque()
         self.takes_offers = False
+        self.taken_bytes = 0
         self.incoming: Incoming | None = None
         self.farewell = False
         self.encrypted = False
@@ -249,7 +250,7 @@ class Stream:
             send.payload = send.payload[count - in_header :]
             if not send.header and not send.payload:
                 self.backlog.popleft()
-                if send.offers:
+                if not isinstance(send, Signal) and send.offers:
                     self.offered.append(send)
                     continue
                 send.finished = True
@@ -331,6 +332,7 @@ class Stream:
             self.takes_offers = True
         elif self.offered:
             send = self.offered.popleft()
+            self.taken_bytes += send.tensor.nbytes
             send.finished = True
             self._mailbox.news = self._mailbox.news or send.awaited
 

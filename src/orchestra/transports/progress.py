@@ -181,16 +181,19 @@ class ProgressEngine:
             self.release()
 
     def acknowledged_bytes(self) -> int:
-        """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
+        """Bytes of all flows that the other ends have confirmed, hellos included: their kernels, or
+        those who took them from the memory of this process.
 
         Linux only, and before `close`: a check on `Traffic.bytes_sent`.
         """
         with self._lock:
+            streams = list(self._streams.values())
             infos = [
                 stream.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                for stream in self._streams.values()
+                for stream in streams
             ]
-        return sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
+            taken = sum(stream.taken_bytes for stream in streams)
+        return taken + sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
 
     def release(self) -> None:
         """Close this process's copies of the sockets."""
