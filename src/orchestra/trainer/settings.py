@@ -251,6 +251,11 @@ class Run(Settings):
     def check(self) -> None:
         """Without values, time can be told, and nothing else."""
         training = self.training
+        if training.shares == MEASURED and self.strategy.shards_parameters:
+            raise InputError(
+                f"shares: {MEASURED} takes gradients of the whole model, which {self.strategy!r} "
+                "keeps on no rank: give one number a rank, or leave it out"
+            )
         if training.tensors == "real":
             return
         if training.engine != "simulation":
