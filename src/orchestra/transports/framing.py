@@ -55,8 +55,9 @@ CALL_BYTES = 1 << 20
 COPIED_BYTES = 1 << 22
 # What is read ahead of a header: small messages then need one call each.
 INBOX_BYTES = 1 << 16
-# From here on a message is offered to a rank of the same host.
-OFFERED_BYTES = 1 << 17
+# From here on a message is offered to a rank of the same host: measured there and back, offers are
+# as fast from 256 KB on, and take less processor time from 512 KB on (decision 83).
+OFFERED_BYTES = 1 << 19
 
 
 class MalformedFrame(ConnectionError):
