@@ -30,9 +30,9 @@ def counted(runtime: Runtime, _: None) -> tuple[list[int], bool]:
     """What this rank has counted after messages of all sizes; whether some were in memory."""
     sockets = sockets_of(runtime.transport)
     for seed in range(4):
-        exchange_randomly(runtime.transport, seed)  # which compares what arrives
-    runtime.transport.send(torch.zeros(1), (runtime.rank + 1) % runtime.ranks, 9).wait()
-    runtime.transport.receive(None, 9).wait()
+        exchange_randomly(sockets, seed)  # which compares what arrives
+    sockets.send(torch.zeros(1), (runtime.rank + 1) % runtime.ranks, 9).wait()
+    sockets.receive(None, 9).wait()
     taken = sum(stream.taken_bytes for stream in sockets._engine._streams.values())
     return [getattr(sockets.traffic, name) for name in COUNTED], taken > 0
 
