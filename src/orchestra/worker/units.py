@@ -76,14 +76,18 @@ def cut_into_units(
     """
     units: list[Unit] = []
     at = 0
-    for number, ((slot, first), (end_slot, end)) in enumerate(pairwise(bucket_edges(layout, limit))):
+    for number, ((slot, first), (end_slot, end)) in enumerate(
+        pairwise(bucket_edges(layout, limit))
+    ):
         spans = [(s.offset - first, s.size) for s in layout.slots[slot:end_slot]]
         slices = place(spans, end - first, share.workers, divisible=divisible)
         mine = slices[share.index]
         edges = (*(part.first for part in slices), end - first)
         size = mine.end - mine.first
         units.append(
-            Unit(number, first, end, slot, end_slot, edges, first + mine.first, size, mine.pieces, at)
+            Unit(
+                number, first, end, slot, end_slot, edges, first + mine.first, size, mine.pieces, at
+            )
         )
         at += size
     return units
@@ -137,7 +141,9 @@ class ShardedGradients(Gradients):
     `vector` has the sums of the elements that this worker owns: shape [shard_size(units)].
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[Unit]) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[Unit]
+    ) -> None:
         self._units = units
         self._unit_of = [unit for unit in units for _ in range(unit.first_slot, unit.end_slot)]
         super().__init__(module, layout, ranks)
@@ -146,9 +152,7 @@ class ShardedGradients(Gradients):
         layout = self.layout
         self._memory = UnitMemory(layout, self._units)
         self.views = self._memory.views
-        self.vector = torch.zeros(
-            shard_size(self._units), dtype=layout.dtype, device=layout.device
-        )
+        self.vector = torch.zeros(shard_size(self._units), dtype=layout.dtype, device=layout.device)
         self.tail = torch.zeros(tail, dtype=layout.dtype, device=layout.device)
 
     def bucket(self, unit: Unit) -> Tensor:
