@@ -85,7 +85,7 @@ def test_a_model_whose_workers_use_other_parameters(tmp_path: Path) -> None:
     task = "images(model='partial')"
     whole = trained("nothing", 2, tmp_path / "whole", task=task)
     assert equal(trained("gradients", 2, tmp_path / "gradients", task=task), whole)
-    with pytest.raises(InputError, match="in the same order on all workers.*shard='gradients'"):
+    with pytest.raises(InputError, match=r"in the same order on all workers.*shard='gradients'"):
         trained("parameters", 2, tmp_path / "parameters", task=task)
 
 
