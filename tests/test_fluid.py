@@ -6,6 +6,7 @@ import itertools
 import math
 from functools import partial
 from math import inf
+from random import Random
 
 import pytest
 from tests.laboratory import Laboratory
@@ -132,7 +133,8 @@ def test_rates_that_change_often_leave_no_drift(lab: Laboratory) -> None:
         nonlocal crowd
         if crowd < 3000:
             crowd += 1
-            lab.start("one of many", 0.3, wide, then=come)
+            # At the same instant, but too late to take the place of the one that ends.
+            lab.start("one of many", 0.3, wide, then=lambda: lab.clock.at(lab.clock.now(), come))
 
     come()
     come()
@@ -375,3 +377,28 @@ def test_ends_that_were_computed_and_changed_do_not_pile_up(lab: Laboratory) -> 
         lab.clock.at(number, lambda: lab.start("short", 1e-3, link))
     lab.clock.run(1000.0)
     assert len(lab.fluid._ends) < 300
+
+
+@pytest.mark.parametrize("streams", [6, 80])  # fewer than share equally, and more
+def test_what_follows_at_once_takes_the_place_of_what_ends(streams: int) -> None:
+    """As if it began by an event of its own, when all is shared out anew."""
+
+    def run(lab: Laboratory, *, at_once: bool) -> dict[str, float]:
+        def follow(name: str, way: tuple[Resource, ...], amounts: list[float]) -> None:
+            if amounts:
+                again = partial(follow, name, way, amounts[1:])
+                then = again if at_once else lambda: lab.clock.at(lab.clock.now(), again)
+                lab.start(f"{name}, {len(amounts)} left", amounts[0], *way, then=then)
+
+        random = Random(streams)
+        up = [Resource(f"up {number}", 4.0) for number in range(streams // 2)]
+        down = [Resource("down", 3.0), Resource("other", 5.0)]
+        for number in range(streams):
+            way = up[number % len(up)], down[random.random() < 0.2]
+            follow(str(number), way, [random.uniform(0.1, 2.0) for _ in range(4)])
+        return lab.run()
+
+    labs = Laboratory(), Laboratory()
+    ends = run(labs[0], at_once=True)
+    assert ends == pytest.approx(run(labs[1], at_once=False), rel=1e-12)
+    assert 2 * labs[0].fluid.shares < labs[1].fluid.shares

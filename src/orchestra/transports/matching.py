@@ -82,12 +82,16 @@ class Operation:
 
 @dataclass(eq=False, slots=True)
 class Send(Operation):
-    """Bytes on their way to one rank: what the kernel has not taken of `header` and `payload`."""
+    """Bytes on their way to one rank: what the kernel has not taken of `header` and `payload`.
+
+    Where it `offers`, the receiver copies `tensor`, and says so.
+    """
 
     to: int
     tensor: Tensor
     header: bytes
     payload: memoryview
+    offers: bool = False
 
     @property
     def source(self) -> int:

@@ -51,6 +51,7 @@ class Fluid:
         self._alarm_at = inf
         self._dirty: dict[Resource, None] = {}  # a set in the order of insertion
         self._equal = 0  # how many resources are shared equally
+        self._places: dict[tuple[Resource, ...], list[Activity]] = {}  # of what ends now
 
     def start(self, amount: float, resources: Sequence[Resource], then: Call) -> Activity:
         """Let an activity of `amount` begin; `then` is called when it ends.
@@ -64,6 +65,9 @@ class Fluid:
         self._started += 1
         self._running += 1
         activity = Activity(self._started, amount, path, then, now)
+        if self._places.get(path):
+            self._take_place(activity, self._places[path].pop(), now)
+            return activity
         rate = inf
         for resource in path:
             if resource.capacity < rate:
@@ -92,7 +96,7 @@ class Fluid:
         activity.then = lambda: None
         if activity.running:
             self._end(activity)
-            self._released(activity)
+            self._release([activity])
 
     def set_capacity(self, resource: Resource, capacity: float) -> None:
         """Let `resource` have another capacity from now on; at 0 all that crosses it stalls."""
@@ -120,19 +124,40 @@ class Fluid:
         heapq.heappush(self._ends, (activity.finish, activity.order, activity))
 
     def _end(self, activity: Activity) -> None:
+        """It has nothing left, and keeps its rate until another one takes its place or it is
+        released."""
         self._running -= 1
         activity.running = False
         activity.finish = inf
-        for resource in activity.resources:
-            del resource.activities[activity]
+        if activity.equal is not None:
+            activity.rate, activity.equal = activity.equal.rate, None
+        activity.left = 0.0
 
-    def _released(self, activity: Activity) -> None:
-        """Let the others have what `activity` had, where that held them back."""
+    def _take_place(self, activity: Activity, before: Activity, now: float) -> None:
+        """Let `activity` go on where `before` ends: nobody else notices."""
+        equal = None
         for resource in activity.resources:
-            if resource.tight and resource.activities:
-                self._share_anew(resource)
-            elif resource.equal is not None:
-                self._part(resource.equal)
+            del resource.activities[before]
+            resource.activities[activity] = None
+            equal = equal or resource.equal
+        if equal is None:
+            self._change_rate(activity, before.rate, now)
+        else:
+            activity.limit = before.limit
+            equal.take_in([activity], now)
+            self._look_up_first(equal, now)
+
+    def _release(self, ended: Sequence[Activity]) -> None:
+        """Let others have what these had, where that held them back."""
+        for activity in ended:
+            for resource in activity.resources:
+                del resource.activities[activity]
+        for activity in ended:
+            for resource in activity.resources:
+                if resource.tight and resource.activities:
+                    self._share_anew(resource)
+                elif resource.equal is not None:
+                    self._part(resource.equal)
 
     # What happens at one instant is shared out once
 
@@ -268,11 +293,13 @@ class Fluid:
                     self._end(each)
                 ended += over
         for activity in ended:
-            self._released(activity)
-        if not self._dirty:  # else it is set when that is done
-            self._set_alarm()
+            self._places.setdefault(activity.resources, []).append(activity)
         for activity in ended:
             activity.then()
+        self._release([activity for left in self._places.values() for activity in left])
+        self._places.clear()
+        if not self._dirty:  # else it is set when that is done
+            self._set_alarm()
 
 
 def _are_equal(shared: Shared) -> bool:
