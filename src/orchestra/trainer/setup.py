@@ -25,8 +25,8 @@ from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, batch_samples, to_device
 from orchestra.worker.layout import Layout, buffer_places
 from orchestra.worker.runtime import Runtime, Work
-from orchestra.worker.sharded import ShardedWorker
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
+from orchestra.worker.sharded import ShardedWorker
 from orchestra.worker.snapshots import Part, Place, Places, Snapshots
 from orchestra.worker.worker import Worker
 
