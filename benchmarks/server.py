@@ -154,6 +154,7 @@ def pushes_of(size: str, block_bytes: int) -> int:
 
 def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, list[float]]]:
     """On each rank, the last being the server: the seconds of each contestant's blocks, by size."""
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
     join_gloo(runtime, str(Path(assignment.store) / "gloo"))
     if RPC in assignment.peers:
         _join_rpc(runtime, str(Path(assignment.store) / "rpc"))
