@@ -26,6 +26,7 @@ from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.building import in_files
 from orchestra.trainer.loop import Loop, Position, queue_of
+from orchestra.trainer.memory import kept_bytes, sizes_of
 from orchestra.trainer.order import Order, Recording, Repeating, write_order
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.trainer.settings import Run
@@ -241,8 +242,16 @@ class Session(Loop):
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),
             timeline=self.trace.timeline(self.runtime.clock),
+            memory=+self._kept_bytes(),
+            peak_memory_bytes=self.runtime.peak_memory(),
             shares=self.shares,
         )
+
+    def _kept_bytes(self) -> Counter[str]:
+        """What this rank keeps by the formula."""
+        worker, shared = self.worker, self.shared
+        sizes = shared.sizes if shared else sizes_of(worker.module, worker.optimizer)
+        return kept_bytes(self.run, worker.rank, sizes, worker.layout)
 
     # Set-up
 
