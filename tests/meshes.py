@@ -25,6 +25,8 @@ from orchestra.transports.sockets import SocketTransport, connect_mesh
 
 T = TypeVar("T")
 TOKEN = b"the run's token"
+SHARES_MEMORY = False
+"""Whether the ranks of a mesh usually copy large messages from each other's memory."""
 
 
 def in_threads(functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -70,13 +72,28 @@ def connect(
 
 
 @contextlib.contextmanager
-def mesh(size: int, tls: TLS | None = None) -> Iterator[list[SocketTransport]]:
+def mesh(
+    size: int, tls: TLS | None = None, memory: bool | None = None
+) -> Iterator[list[SocketTransport]]:
+    """`memory`: whether they copy large messages from each other's memory, if not as usual."""
     transports = connect(size, tls)
     try:
+        if SHARES_MEMORY if memory is None else memory:
+            share_memory(transports)
         yield transports
     finally:
         for transport in transports:
             transport.close()
+
+
+def share_memory(transports: Sequence[SocketTransport]) -> None:
+    """Let every rank offer large messages to every other one."""
+    for transport in transports:
+        transport.share_memory(range(len(transports)))
+    streams = [s for transport in transports for s in transport._engine._streams.values()]
+    while not all(stream.takes_offers for stream in streams):
+        for transport in transports:
+            transport._engine.check(range(len(transports)))
 
 
 def on_ranks(

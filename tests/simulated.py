@@ -10,7 +10,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from orchestra.cluster import Cluster, load_cluster
-from orchestra.cluster.costs import Line, Overhead
+from orchestra.cluster.costs import Line, MemoryCosts, Overhead
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import CostSource
 from orchestra.engines.simulation.costs import Costs
@@ -20,7 +20,14 @@ from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import AUTO, NONE, Run
 from orchestra.worker.runtime import Runtime, SilentReporter, Work
 
-FREE = Overhead(send=Line(1e-15, 0.0), receive=Line(1e-15, 0.0), add=0.0, buffer=0, wire=1.0)
+FREE = Overhead(
+    send=Line(1e-15, 0.0),
+    receive=Line(1e-15, 0.0),
+    add=0.0,
+    buffer=0,
+    wire=1.0,
+    in_memory=MemoryCosts(0.0, 0.0, 0.0, 0.0),
+)
 """Messages that cost nothing but their way."""
 
 

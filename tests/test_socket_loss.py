@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import meshes
 from tests.meshes import TOKEN, mesh, until, vanish
 
 from orchestra.errors import PeerLost, RunAborted
@@ -22,6 +23,12 @@ from orchestra.transports.protocol import Transport
 from orchestra.transports.sockets import SocketTransport, connect_mesh
 
 SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["sockets", "memory"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether large messages are copied from the memory of the sender changes nothing."""
+    monkeypatch.setattr(meshes, "SHARES_MEMORY", request.param)
 
 
 # --- loss, farewell, abort -------------------------------------------------------------------

@@ -7,19 +7,28 @@ import threading
 
 import pytest
 import torch
+from tests import meshes
 from tests.meshes import connect, exchange, exchange_randomly, in_threads, mesh, on_ranks, until
 from torch import Tensor
 
 from orchestra.transports.framing import (
     DTYPES,
+    FAREWELL,
     MalformedFrame,
     header_bytes,
-    pack_farewell,
     pack_header,
+    pack_signal,
     unpack_header,
 )
 from orchestra.transports.protocol import Transport
 from orchestra.transports.sockets import SocketTransport
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["sockets", "memory"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether large messages are copied from the memory of the sender changes nothing."""
+    monkeypatch.setattr(meshes, "SHARES_MEMORY", request.param)
+
 
 # --- framing ---------------------------------------------------------------------------------
 
@@ -46,9 +55,9 @@ def test_malformed_frames_are_refused() -> None:
     packed[11] += 1  # one payload byte more than the shape has
     with pytest.raises(MalformedFrame, match="13 bytes"):
         unpack_header(memoryview(packed))
-    farewell = unpack_header(memoryview(pack_farewell()))
+    farewell = unpack_header(memoryview(pack_signal(FAREWELL)))
     assert farewell is not None
-    assert farewell.frame_bytes == len(pack_farewell())
+    assert farewell.frame_bytes == len(pack_signal(FAREWELL))
 
 
 # --- messages --------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ def test_time_is_split_into_waiting_and_moving() -> None:
 
 def test_the_rest_of_a_message_that_has_begun_is_not_waited_for() -> None:
     """A link that is slow keeps its ends busy; nobody is late."""
-    with mesh(2) as (zero, one):
+    with mesh(2, memory=False) as (zero, one):
         sending = one.send(torch.zeros(16 << 20), 0, 0)  # more than the kernels' buffers hold
         receive = zero.receive(1, 0)
         until(lambda: not receive.done() and receive.frame_bytes > 0)

@@ -1,4 +1,4 @@
-"""Virtual times and bytes of 30 strategies on four clusters stay as kept in virtual_times.json.
+"""Virtual times and bytes of 30 strategies on five clusters stay as kept in virtual_times.json.
 
     python -m tests.test_virtual_times
 
@@ -63,6 +63,7 @@ CLUSTERS = [
     "stragglers(nodes=4)",
     "two_sites(nodes=4)",
     "one_host(cores=2)",
+    "one_host(cores=2, shared_memory=False)",
 ]
 
 

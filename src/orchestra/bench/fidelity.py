@@ -18,7 +18,6 @@ from orchestra.bench.calibrate import calibrate
 from orchestra.bench.cases import Case, predicted
 from orchestra.bench.turns import Progress, order
 from orchestra.cluster.calibration import Calibration, read_calibration
-from orchestra.engines.processes.environment import over_sockets
 from orchestra.engines.run import train_run
 from orchestra.trainer.settings import Run
 
@@ -72,7 +71,6 @@ class FidelityRow:
         return (max(self.runs) - min(self.runs)) / 2
 
 
-@over_sockets()
 def bench_fidelity(
     chosen: Sequence[Case],
     rounds: int = 3,

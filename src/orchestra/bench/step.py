@@ -6,7 +6,9 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from orchestra.bench.turns import Blocks, Progress, join_gloo, median_ratio, run_ranks, take_turns
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.tasks.classification import cross_entropy, lenet5
+from orchestra.strategies.base import Strategy
+from orchestra.tasks.characters import GPT, VOCABULARY, next_token_loss
+from orchestra.tasks.classification import cross_entropy, lenet5, resnet20
+from orchestra.tasks.settings import Characters
+from orchestra.tasks.task import Loss
+from orchestra.worker.batches import Batch
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 
@@ -24,22 +31,24 @@ from orchestra.worker.worker import Step, Worker
 class BenchmarkModel:
     """A model with a batch to measure it by.
 
-    `batch_size` is that of one worker; `steps` are timed together, as one block, so that a block
-    is long beside the clock and short beside the drift of the machine.
+    `batch_size` is that of one worker, `batch` makes one of a number of samples; `steps` are timed
+    together, as one block, so that a block is long beside the clock and short beside the drift of
+    the machine.
     """
 
     name: str
     build: Callable[[], nn.Module]
     batch_size: int
-    classes: int
-    input_shape: tuple[int, ...]
+    batch: Callable[[int], Batch]
     steps: int
+    loss: Loss = cross_entropy
 
-    def batch(self, samples: int) -> tuple[Tensor, Tensor]:
-        """Random inputs, [samples, *input_shape], and labels."""
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(samples, *self.input_shape, generator=generator)
-        return inputs, torch.randint(self.classes, (samples,), generator=generator)
+
+def images(shape: Sequence[int], samples: int) -> tuple[Tensor, Tensor]:
+    """Random inputs, [samples, *shape], and labels of ten classes."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, *shape, generator=generator)
+    return inputs, torch.randint(10, (samples,), generator=generator)
 
 
 def perceptron() -> nn.Module:
@@ -52,9 +61,25 @@ def perceptron() -> nn.Module:
     )  # fmt: skip
 
 
+def transformer() -> nn.Module:
+    """The GPT of the task `characters`: 116,705 parameters."""
+    chosen = Characters()
+    return GPT(VOCABULARY, chosen.context, chosen.layers, chosen.heads, chosen.width)
+
+
+def tokens(samples: int) -> tuple[Tensor, Tensor]:
+    """Random characters, [samples, context], and random ones that follow."""
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, samples, Characters().context
+    first, second = torch.randint(VOCABULARY, shape, generator=generator)
+    return first, second
+
+
 SUBJECTS = {
-    "lenet": BenchmarkModel("lenet", lenet5, 64, 10, (1, 28, 28), steps=25),
-    "mlp25m": BenchmarkModel("mlp25m", perceptron, 32, 10, (1024,), steps=3),
+    "lenet": BenchmarkModel("lenet", lenet5, 64, partial(images, (1, 28, 28)), steps=25),
+    "mlp25m": BenchmarkModel("mlp25m", perceptron, 32, partial(images, (1024,)), steps=3),
+    "resnet20": BenchmarkModel("resnet20", resnet20, 16, partial(images, (3, 32, 32)), steps=3),
+    "gpt": BenchmarkModel("gpt", transformer, 32, tokens, steps=5, loss=next_token_loss),
 }
 
 
@@ -148,13 +173,13 @@ def measure(runtime: Runtime, contest: Contest) -> Blocks:
     subject = contest.subject
     join_gloo(runtime, contest.store)
     steps = {PEER.format(size): _peer(subject, size) for size in BUCKET_MEGABYTES}
-    steps |= {repr(strategy): _ours(runtime, subject, strategy) for strategy in OURS}
-    blocks = {name: _block(step, subject.steps) for name, step in steps.items()}
-    blocks[ALONE] = _alone(runtime, contest)
+    steps |= {repr(strategy): our_step(runtime, subject, strategy) for strategy in OURS}
+    blocks = {name: block_of(step, subject.steps) for name, step in steps.items()}
+    blocks[ALONE] = alone(runtime, contest, subject.steps)
     return take_turns(runtime, blocks, contest.rounds)
 
 
-def _block(step: Callable[[], None], steps: int) -> Callable[[], None]:
+def block_of(step: Callable[[], None], steps: int) -> Callable[[], None]:
     def block() -> None:
         for _ in range(steps):
             step()
@@ -167,19 +192,17 @@ def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
     model = DistributedDataParallel(
         subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
     )
-    return _plain_step(subject, model, subject.batch_size)
+    return plain_step(subject, model, subject.batch_size)
 
 
-def _plain_step(
-    subject: BenchmarkModel, model: torch.nn.Module, samples: int
-) -> Callable[[], None]:
+def plain_step(subject: BenchmarkModel, model: torch.nn.Module, samples: int) -> Callable[[], None]:
     """Return a step as in a loop by hand, which reads the loss, as every step of ours does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     batch = subject.batch(samples)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = cross_entropy(model, batch)
+        loss = subject.loss(model, batch)
         loss.backward()
         loss.item()
         optimizer.step()
@@ -187,13 +210,13 @@ def _plain_step(
     return step
 
 
-def _alone(runtime: Runtime, contest: Contest) -> Callable[[], None]:
+def alone(runtime: Runtime, contest: Contest, steps_of_block: int) -> Callable[[], None]:
     """Give the first rank the batch of all ranks and all cores; the others wait meanwhile."""
     if runtime.rank != 0:
         return lambda: None
     subject = contest.subject
-    step = _plain_step(subject, subject.build(), subject.batch_size * runtime.ranks)
-    steps = _block(step, subject.steps)
+    step = plain_step(subject, subject.build(), subject.batch_size * runtime.ranks)
+    steps = block_of(step, steps_of_block)
 
     def block() -> None:
         threads = torch.get_num_threads()
@@ -204,12 +227,14 @@ def _alone(runtime: Runtime, contest: Contest) -> Callable[[], None]:
     return block
 
 
-def _ours(runtime: Runtime, subject: BenchmarkModel, strategy: AllReduce) -> Callable[[], None]:
+def our_step(
+    runtime: Runtime, subject: BenchmarkModel, strategy: Strategy[Any]
+) -> Callable[[], None]:
     torch.manual_seed(0)
     model = subject.build()
     names = frozenset(name for name, _ in model.named_parameters())
     spec = OptimizerSpec(torch.optim.SGD, {"lr": RATE}, ((names, {}),))
-    worker = Worker(runtime, model, spec, loss=cross_entropy)
+    worker = Worker(runtime, model, spec, loss=subject.loss)
     state = strategy.start(worker)
     batch, samples = subject.batch(subject.batch_size), subject.batch_size
 

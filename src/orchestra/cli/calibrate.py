@@ -187,6 +187,14 @@ def print_calibration(calibration: Calibration) -> None:
         ("around a message", "", _seconds(messages.handling), ""),
         ("an all-reduce itself", "", _seconds(messages.collective), ""),
     ]
+    if calibration.in_memory is not None:
+        costs = calibration.in_memory
+        rows += [
+            ("a collective in shared memory", "", _seconds(costs.collective), ""),
+            ("its barriers, for each other rank", "", _seconds(costs.barrier), ""),
+            ("until a rank wakes up", "", _seconds(costs.wake), ""),
+            ("a pass over a vector", "1 MB", _seconds(1e6 * costs.copy), ""),
+        ]
     for kind, curve in calibration.work.items():
         rows += _rows(kind, "elements", curve)
     print_table("a message, and work on float32", ("", "amount", "seconds", "spread"), rows)

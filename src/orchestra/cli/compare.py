@@ -15,7 +15,7 @@ from orchestra.cli.arguments import Parser, numbers
 from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError
-from orchestra.experiments.comparison import Comparison, carry_out
+from orchestra.experiments.comparison import SEARCH_SECONDS, Comparison, carry_out
 from orchestra.experiments.experiment import ranks_text
 from orchestra.experiments.file import load
 from orchestra.report.answer import answer
@@ -104,6 +104,7 @@ def _compare(options: Namespace) -> int:
         retry=options.retry,
         report=options.report,
         baseline=options.baseline,
+        search_seconds=options.search_seconds,
     )
     print_comparison(comparison, options.baseline)
     return 0 if comparison.well else 1
@@ -121,6 +122,14 @@ def _parser(command: str, description: str, epilog: str) -> Parser:
         out="the comparison's folder (default: a new one in runs/); one of the same goes on"
     )
     parser.option("--baseline", "LABEL", "the strategy that the report's differences refer to")
+    parser.option(
+        "--search-seconds",
+        "S",
+        "of a simulation: for each technique, at most so long to find the bandwidth at which it "
+        "begins to pay; 0: do not (default: 30)",
+        type=float,
+        default=SEARCH_SECONDS,
+    )
     parser.flag("--retry", "make failed runs again")
     parser.add_argument(
         "--no-report", action="store_false", dest="report", help="write no report.html"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from orchestra.cluster.costs import Overhead, Quality, Sharing, marked, together
+from orchestra.cluster.costs import MemoryCosts, Overhead, Quality, Sharing, marked, together
 from orchestra.cluster.nodes import Jitter, LogNormal
 from orchestra.cluster.units import BANDWIDTH, SECONDS
 from orchestra.errors import InputError
@@ -232,6 +232,7 @@ class Calibration:
         time_slice: seconds for which a thread keeps a core while others wait for it.
         work: seconds over elements of each kind of work that is the same for every task.
         messages: through sockets over loopback.
+        in_memory: collectives in shared memory; None in a file of an earlier version.
         quality: of all but the tasks, which have their own; None in a file of an earlier version.
     """
 
@@ -244,6 +245,7 @@ class Calibration:
     messages: Messages
     tasks: tuple[TaskCosts, ...] = ()
     quality: Quality | None = None
+    in_memory: MemoryCosts | None = None
 
     def quality_of(self, task: TaskCosts) -> Quality:
         """How far the figures that a simulation of `task` goes by can be trusted, all together."""
@@ -277,6 +279,7 @@ class Calibration:
             local=self.messages.local,
             cold=task.cold,
             collective=self.messages.collective,
+            in_memory=self.in_memory or MemoryCosts(),
         )
 
     def sharing(self, task: TaskCosts) -> Sharing:

@@ -52,6 +52,20 @@ EVENLY = Sharing()
 
 
 @dataclass(frozen=True, repr=False)
+class MemoryCosts(Settings):
+    """What a collective in shared memory costs each of its ranks, in processor seconds; and `wake`,
+    which passes.
+
+    The defaults are assumed, near what machines of two cores gave.
+    """
+
+    collective: float = quantity(SECONDS, 50e-6, "of a collective beside all else", low=0)
+    barrier: float = quantity(SECONDS, 10e-6, "of a barrier, for each other rank", low=0)
+    copy: float = quantity(SECONDS_PER_BYTE, 0.2e-9, "of a pass over a vector", low=0)
+    wake: float = quantity(SECONDS, 30e-6, "from the last rank's coming until all go on", low=0)
+
+
+@dataclass(frozen=True, repr=False)
 class Overhead(Settings):
     """What messages cost beside the links that they cross, in processor seconds.
 
@@ -68,6 +82,7 @@ class Overhead(Settings):
     _: KW_ONLY
     cold: float = quantity(SECONDS, 0.0, "of a step with messages beside both alone", low=0)
     collective: float = quantity(SECONDS, 0.0, "of an all-reduce beside its messages", low=0)
+    in_memory: MemoryCosts = setting(MemoryCosts(), "of collectives in shared memory")
 
     def message(self, frame_bytes: int) -> MessageCost:
         """Of a message of so many bytes, its header included."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.cluster import Cluster, Part, Unfit
-from orchestra.cluster.costs import Line
+from orchestra.cluster.costs import Line, MemoryCosts
 from orchestra.cluster.faults import FAULTS, Fault
 from orchestra.cluster.nodes import Drift, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS, Preset
@@ -42,6 +42,7 @@ READER: Reader = Reader(
         "down": LINK,
         "drift": "{sigma: 0.1, time_constant: 60 s}",
         "factor": "4",
+        "in_memory": "{copy: 0.2 ns/B, barrier: 10 us}",
         "local": LINE,
         "loopback": LINK,
         "node": "worker-3",
@@ -244,7 +245,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         unit = field.metadata.get("unit")
         if unit is not None:
             value = unit.write(value)
-        elif isinstance(value, Link | Drift | Line):
+        elif isinstance(value, Link | Drift | Line | MemoryCosts):
             value = _plain(value)
         elif isinstance(value, Settings):
             value = write(value, CLUSTERS)

@@ -192,6 +192,7 @@ class Node(Settings):
     up: Link | None = setting(None, "the link towards the switch")
     down: Link | None = setting(None, "the link back from the switch")
     loopback: Link = setting(REQUIRED, "between ranks of this node")
+    shared_memory: bool = setting(True, "whether its ranks carry out collectives in shared memory")
 
     def check(self) -> None:
         """Exactly one of speed and flops; a link in both directions, or none."""

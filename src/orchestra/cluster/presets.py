@@ -86,11 +86,14 @@ class OneHost(Preset):
     bandwidth: str = setting("3 GB/s", "what all ranks together move over loopback")
     latency: str = setting("15 us", "of a message over loopback, one way")
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
+    shared_memory: bool = setting(True, "whether ranks carry out collectives in shared memory")
 
     def cluster(self) -> Cluster:
         """One node, without a network."""
-        loopback = self._link("bandwidth", "latency")
-        node = Node("host", self.cores, speed=self.speed, jitter=self.jitter, loopback=loopback)
+        node = Node(
+            "host", self.cores, speed=self.speed, jitter=self.jitter,
+            loopback=self._link("bandwidth", "latency"), shared_memory=self.shared_memory,
+        )  # fmt: skip
         return Cluster(write(self, CLUSTERS), (node,), placement="packed")
 
 

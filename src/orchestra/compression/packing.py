@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Bytes = NDArray[np.uint8]
+CHUNK = 1 << 18
+"""Elements that are worked on at a time, and stay in the cache."""
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
@@ -38,9 +40,27 @@ def unpack_bits(payload: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.unpackbits(payload.cpu().numpy(), count=count)).to(payload.device)
 
 
+def pack_signs(values: Tensor) -> Tensor:
+    """A bit for each of `values`: whether it is 0 or more. NumPy compares in a third of torch's
+    time."""
+    if values.is_cuda or values.dtype is torch.bfloat16:
+        return pack_bits(values >= 0)
+    return torch.from_numpy(np.packbits(values.numpy() >= 0))
+
+
 def positions_of(bits: Tensor) -> Tensor:
     """Where `bits` (bool) are true: int64, rising. NumPy takes a third of the time of torch."""
     return torch.from_numpy(np.flatnonzero(bits.cpu().numpy())).to(bits.device)
+
+
+def positions_of_large(values: Tensor, least: float) -> Tensor:
+    """Where magnitudes are not below `least`, which is above 0: int64, rising; NaN, too."""
+    if values.is_cuda or values.dtype is torch.bfloat16:
+        return positions_of(~(values.abs() < least))
+    found = []
+    for first, part in zip(range(0, len(values), CHUNK), values.split(CHUNK), strict=True):
+        found.append(np.flatnonzero(~(np.abs(part.numpy()) < least)) + first)
+    return torch.from_numpy(np.concatenate(found))
 
 
 def index_bits(elements: int) -> int:

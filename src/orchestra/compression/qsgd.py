@@ -19,9 +19,6 @@ else:
     torch = LazyModule("torch")  # settings load without it
     packing = LazyModule("orchestra.compression.packing")
 
-CHUNK = 1 << 18
-"""Elements that are quantized at a time, and stay in the cache."""
-
 
 @dataclass(frozen=True, repr=False)
 class QSGD(Encoder):
@@ -51,7 +48,7 @@ class QSGD(Encoder):
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
         rows, random = self._in_runs(values), context.random(shared=False)
-        parts = rows.split(max(1, CHUNK // rows.shape[1]))
+        parts = rows.split(max(1, packing.CHUNK // rows.shape[1]))
         norms, digits = zip(*(self._quantized(part, random) for part in parts), strict=True)
         flat = torch.cat(digits).view(-1)[: len(values)]
         packed = packing.pack_digits(flat, 2 * self.levels + 1)

@@ -19,9 +19,6 @@ else:
     torch = LazyModule("torch")  # settings load without it
     packing = LazyModule("orchestra.compression.packing")
 
-CHUNK = 1 << 18
-"""Signs that are decoded at a time, and stay in the cache."""
-
 
 @dataclass(frozen=True, repr=False)
 class SignSGD(Encoder):
@@ -48,7 +45,7 @@ class SignSGD(Encoder):
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
         magnitude = values.abs().mean().float().reshape(1)
-        return torch.cat([packing.to_bytes(magnitude), packing.pack_bits(values >= 0)])
+        return torch.cat([packing.to_bytes(magnitude), packing.pack_signs(values)])
 
     def add(self, payload: Tensor, out: Tensor, context: Context, alpha: float = 1.0) -> None:
         magnitude = self._magnitude(payload)
@@ -72,5 +69,5 @@ class SignSGD(Encoder):
     def _signs(self, payload: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Give parts of `out` with their signs of 1 and -1: as many as stay in the cache."""
         bits = packing.unpack_bits(payload[4:], len(out))
-        for part, own in zip(out.split(CHUNK), bits.split(CHUNK), strict=True):
+        for part, own in zip(out.split(packing.CHUNK), bits.split(packing.CHUNK), strict=True):
             yield part, own.to(out.dtype).mul_(2).sub_(1)

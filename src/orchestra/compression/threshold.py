@@ -43,10 +43,12 @@ class Threshold(Encoder):
         return 4 + 2 * elements
 
     def encode(self, values: Tensor, context: Context) -> Tensor:
-        size = values.abs()
-        some = size[:: max(1, len(size) // self.sample)][: self.sample]
-        threshold = some.topk(kept(len(some), self.keep)).values[-1]
-        positions = packing.positions_of(~(size < threshold) & (size != 0))  # NaN, too
+        some = values[:: max(1, len(values) // self.sample)][: self.sample].abs()
+        threshold = float(some.topk(kept(len(some), self.keep)).values[-1])
+        if threshold == 0:
+            positions = packing.positions_of(values != 0)
+        else:
+            positions = packing.positions_of_large(values, threshold)
         chosen, where = values[positions].half(), packing.pack_positions(positions, len(values))
         if 2 * len(chosen) + len(where) >= 2 * len(values):
             chosen, where = values.half(), where[:0]

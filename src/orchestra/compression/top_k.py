@@ -51,16 +51,15 @@ def largest(values: Tensor, count: int) -> Tensor:
 
     A sample gives a threshold that about twice as many exceed, which are found in a few passes.
     """
-    size = values.abs()
-    some = size[:: max(1, len(size) // SAMPLE)]
-    enough = 2 * count * len(some) // len(size) + 16
-    if enough < len(some) < len(size):
-        threshold = some.topk(enough, sorted=False).values.min()
-        candidates = packing.positions_of(~(size < threshold))
+    some = values[:: max(1, len(values) // SAMPLE)].abs()
+    enough = 2 * count * len(some) // len(values) + 16
+    if enough < len(some) < len(values):
+        threshold = float(some.topk(enough, sorted=False).values.min())
+        candidates = packing.positions_of_large(values, threshold)
         if len(candidates) >= count:
-            chosen = size[candidates].topk(count, sorted=False).indices
+            chosen = values[candidates].abs().topk(count, sorted=False).indices
             return candidates[chosen.sort().values]
-    return size.topk(count, sorted=False).indices.sort().values
+    return values.abs().topk(count, sorted=False).indices.sort().values
 
 
 def sparse_bytes(count: int, elements: int, itemsize: int) -> int:

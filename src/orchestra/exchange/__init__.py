@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from orchestra.exchange.parts import *  # noqa: F403
     from orchestra.exchange.pipeline import *  # noqa: F403
     from orchestra.exchange.servers import *  # noqa: F403
+    from orchestra.exchange.shards import *  # noqa: F403
     from orchestra.exchange.shared_work import *  # noqa: F403
 else:
     __getattr__ = lazy_package(
         __name__, "agreement", "average", "compression", "partial", "parts", "servers",
         "shared_work",
-        "common_step", "pipeline", "choco",
+        "shards", "common_step", "pipeline", "choco",
     )  # fmt: skip

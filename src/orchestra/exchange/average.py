@@ -11,19 +11,10 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.errors import InputError
-from orchestra.optimizers.spec import set_rates
-from orchestra.optimizers.state import OptimizerPart, install_moments
-from orchestra.parameter_server.placement import place
-from orchestra.schedules import (
-    ALL_REDUCE,
-    Schedule,
-    hierarchical,
-    ring_all_gather,
-    ring_reduce_scatter,
-)
+from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.transports.tags import Tag
-from orchestra.worker.runtime import Work
+from orchestra.worker.units import bucket_edges
 from orchestra.worker.worker import Worker
 
 
@@ -46,12 +37,9 @@ class Bucket:
 
 def cut_into_buckets(worker: Worker) -> list[Bucket]:
     """The flat gradient in buckets of about `worker.bucket_bytes`; the tail is in the last."""
-    storage, slots = worker.gradients.storage, worker.layout.slots
-    edges = [(0, 0)]
-    for index, slot in enumerate(slots[1:] if worker.overlap else (), start=1):
-        if (slot.offset - edges[-1][1]) * storage.element_size() >= worker.bucket_bytes:
-            edges.append((index, slot.offset))
-    edges.append((len(slots), storage.numel()))
+    storage = worker.gradients.storage
+    edges = bucket_edges(worker.layout, worker.bucket_bytes if worker.overlap else None)
+    edges[-1] = (edges[-1][0], storage.numel())
     return [
         Bucket(start, storage[start:end], first, last)
         for (first, start), (last, end) in pairwise(edges)
@@ -78,13 +66,16 @@ class GradientAverage:
 
     The flat gradient is cut into buckets; the sum of each begins as soon as backward has filled
     it, and goes on while backward does. The loss of every worker, the wish to stop, and which
-    tensors were used travel with the last bucket. `begin` begins the sum of a bucket.
+    tensors were used travel with the last bucket. `begin` begins the sum of a bucket; the buckets
+    are those of `cut_into_buckets` unless others are given.
     """
 
-    def __init__(self, worker: Worker, begin: Begin) -> None:
+    def __init__(
+        self, worker: Worker, begin: Begin, buckets: Sequence[Bucket] | None = None
+    ) -> None:
         self._worker = worker
         self._begin = begin
-        self._buckets = cut_into_buckets(worker)
+        self._buckets = cut_into_buckets(worker) if buckets is None else buckets
         self._bucket_of = [i for i, bucket in enumerate(self._buckets) for _ in range(bucket.slots)]
         self._ready = [0] * len(self._buckets)  # slots of each that have their gradient
         self._next = 0  # the first bucket that was not begun yet
@@ -234,105 +225,3 @@ def native_sum(worker: Worker) -> BeginSum:
     # The process group is made now, not inside the first step.
     all_reduce(torch.zeros(1, device=worker.parameters.device)).wait()
     return begin
-
-
-@dataclass(frozen=True)
-class Part:
-    """A tensor of which this worker updates the elements from `first` on: it, or a cut of it.
-
-    `values` and `gradient` share memory with the flat vectors.
-    """
-
-    slot: int
-    first: int
-    values: Tensor
-    gradient: Tensor
-
-
-class Shards:
-    """ZeRO, stage 1 (Rajbhandari et al., SC 2020): the ring's first half, an update, its second.
-
-    Every bucket is cut into one slice a worker, each of which owns the slice of which the
-    reduce-scatter leaves it the sum. Tensors are cut only where the optimizer treats each element
-    alone. `optimizer` holds the state of this worker's parts, and nothing else.
-    """
-
-    def __init__(self, worker: Worker, ring: Group) -> None:
-        self._worker = worker
-        self._reduce_scatter = ScheduledGroup(ring_reduce_scatter(len(ring)), ring)
-        self._all_gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
-        self._tail = ScheduledGroup(ALL_REDUCE["butterfly"](len(ring)), ring)
-        self._buckets = cut_into_buckets(worker)
-        self._edges: dict[int, tuple[int, ...]] = {}  # of the slices of a bucket, by its beginning
-        self._parts: list[Part] = []
-        for bucket in self._buckets:
-            self._cut(bucket, len(ring), own=(ring.index(worker.rank) + 1) % len(ring))
-        names = [worker.layout.slots[part.slot].name for part in self._parts]
-        tensors = {
-            name: (part.values, part.first) for name, part in zip(names, self._parts, strict=True)
-        }
-        self.optimizer = worker.optimizer.build({name: t for name, (t, _) in tensors.items()})
-        install_moments(self.optimizer, tensors, worker.inherited)
-        self.part = OptimizerPart(self.optimizer, tensors)
-
-    def _cut(self, bucket: Bucket, workers: int, own: int) -> None:
-        layout = self._worker.layout
-        slots = layout.slots[bucket.first_slot : bucket.end_slot]
-        spans = [(slot.offset - bucket.first, slot.size) for slot in slots]
-        size = min(bucket.values.numel(), layout.size - bucket.first)
-        divisible = self._worker.optimizer.elementwise
-        slices = place(spans, size, workers, divisible=divisible)
-        self._edges[bucket.first] = (*(part.first for part in slices), size)
-        for piece in slices[own].pieces:
-            start, end = bucket.first + piece.first, bucket.first + piece.end
-            self._parts.append(self._part(bucket.first_slot + piece.tensor, start, end))
-
-    def _part(self, index: int, start: int, end: int) -> Part:
-        """Elements [start, end) of the flat vectors; a tensor that is there whole has its shape."""
-        slot, worker = self._worker.layout.slots[index], self._worker
-        shape = slot.shape if end - start == slot.size else (end - start,)
-        values = worker.parameters[start:end].view(shape)
-        gradient = worker.gradients.vector[start:end].view(shape)
-        return Part(index, start - slot.offset, values, gradient)
-
-    def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
-        """Begin the sum of this worker's slice of `bucket`; of the tail behind it everybody's."""
-        transport = self._worker.transport
-        edges = self._edges[bucket.first]
-        gradient, tail = bucket.values[: edges[-1]], bucket.values[edges[-1] :]
-        begun = [
-            self._reduce_scatter.begin(transport, gradient, edges=edges, background=background)
-        ]
-        if tail.numel():
-            begun.append(self._tail.begin(transport, tail, background=background))
-        return begun
-
-    def update(self) -> None:
-        """Clip and step on the own slices; then everybody's parameters are collected."""
-        worker = self._worker
-        for part in self._parts:
-            part.values.grad = part.gradient if worker.gradients.used[part.slot] else None
-        self._clip()
-        set_rates(self.optimizer, worker.step.rates)
-        elements = sum(part.values.numel() for part in self._parts)
-        worker.compute.run(Work("update", elements), self.optimizer.step)
-        for bucket in self._buckets:
-            edges = self._edges[bucket.first]
-            values = worker.parameters[bucket.first : bucket.first + edges[-1]]
-            self._all_gather.begin(worker.transport, values, Tag.SHARDS, edges).wait()
-
-    def _clip(self) -> None:
-        """By the norm of the whole gradient: each worker knows the square of its part."""
-        worker, group = self._worker, self._reduce_scatter.group
-        if worker.clip_norm is None or len(group) == 1:
-            worker.clip()
-            return
-        gradients = [part.gradient for part in self._parts if part.values.grad is not None]
-        square = torch.zeros(1, dtype=torch.float64, device=worker.layout.device)
-        for gradient in gradients:
-            square += gradient.double().square().sum()
-        all_reduce(worker.transport, square, "butterfly", group, Tag.NORM)
-        factor = worker.clip_norm / (float(square.sqrt()) + 1e-6)
-        if factor < 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from orchestra.engines.events import Event, Interrupted, Notice
 from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
 from orchestra.engines.run import failed_record, train_run
@@ -38,10 +39,20 @@ from orchestra.experiments.run import (
     make_run,
     write_failure,
 )
+from orchestra.experiments.techniques import (
+    Judged,
+    break_even,
+    on_most_ranks,
+    read_techniques,
+    techniques,
+    write_techniques,
+)
 from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
 from orchestra.records.layout import run_folder
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.trainer.settings import Run
+
+SEARCH_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ def carry_out(
     retry: bool = False,
     report: bool = True,
     baseline: str | None = None,
+    search_seconds: float = SEARCH_SECONDS,
     quiet: bool = False,
 ) -> Comparison:
     """Make the runs of `experiment` that are still missing in `folder`, and the report.
@@ -86,6 +98,8 @@ def carry_out(
         retry: make the failed runs again, too.
         report: write report.html.
         baseline: the label that the report's differences refer to; the report's choice if None.
+        search_seconds: to search, for each technique of a simulated comparison, for the
+            bandwidth at which it begins to pay; 0: no search.
         quiet: no progress, no notices.
 
     Raises:
@@ -97,7 +111,9 @@ def carry_out(
         raise InputError(f"baseline: there is no strategy {baseline!r}; {hint}")
     folder = folder or fresh_folder(PARENT, experiment.name)
     with held(folder, experiment):
-        execution = _Execution(experiment, folder, retry=retry, quiet=quiet)
+        execution = _Execution(
+            experiment, folder, retry=retry, search_seconds=search_seconds, quiet=quiet
+        )
         stopped = execution.run()
     records, page = execution.rows(), None
     if report and records:
@@ -113,7 +129,15 @@ class _Execution:
     A run that fails is a record, too: the others go on.
     """
 
-    def __init__(self, experiment: Experiment, folder: Path, *, retry: bool, quiet: bool) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: Path,
+        *,
+        retry: bool,
+        search_seconds: float,
+        quiet: bool,
+    ) -> None:
         first = runs(replace(experiment, seeds=experiment.seeds[:1]))
         lacking = [(run, training.lacking(run)) for run in first]
         self.not_run = not_run(experiment) + [
@@ -125,7 +149,11 @@ class _Execution:
         self._experiment, self._folder, self._retry = experiment, folder, retry
         self._trials = [it for it in trials(experiment) if training.lacking(it.run) is None]
         self._choices: Mapping[tuple[str, int], Choice] = {}
-        self._progress = Progress(len(self._trials) + len(self.runs), quiet=quiet)
+        self._pairs = techniques(experiment.strategies)
+        simulates = experiment.training.engine == "simulation"
+        self._seconds = search_seconds if simulates else 0.0
+        searches = len(self._pairs) if self._seconds else 0
+        self._progress = Progress(len(self._trials) + len(self.runs) + searches, quiet=quiet)
         self._bad_input: list[InputError] = []
         self._made = 0
         self._records = {
@@ -146,6 +174,7 @@ class _Execution:
                 if self._experiment.tune is not None:
                     self._choices = self._tuned(self._experiment.tune)
                 self._compare()
+                self._judge()
             except KeyboardInterrupt:
                 return True
         return False
@@ -183,6 +212,27 @@ class _Execution:
                 self._records[self._place(run)] = self._one(run)
                 self._write_summary()
             self._require_good_input()
+
+    def _judge(self) -> None:
+        """Write down which rows differ in one setting, and at which bandwidth that pays."""
+        records = self.rows()
+        known = {(j.technique, j.ranks): j.break_even for j in read_techniques(self._folder)}
+        judged: list[Judged] = []
+        for pair, technique, plain in on_most_ranks(self._pairs, self.runs, records):
+            ranks = technique.training.ranks
+            found = known.get((pair, ranks))
+            if self._seconds and (found is None or found.pays is None):
+                self._progress.begin(f"where {pair.name} pays")
+                found = break_even(technique, plain, records, self._seconds, self._on_event)
+                self._progress.finish(str(found))
+            elif self._seconds:
+                self._progress.skip()
+            judged.append(Judged(pair, ranks, found, "" if found is None else str(found)))
+            write_techniques(self._folder, judged)
+
+    def _on_event(self, event: Event | Notice) -> None:
+        if isinstance(event, Interrupted):
+            self._progress.interrupted = True
 
     def _one(self, run: Run) -> RunRecord:
         """Make a run with the settings that were chosen for it, or give it up without any."""

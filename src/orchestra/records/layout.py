@@ -1,6 +1,6 @@
 """Where things lie: in the folder of a comparison, and what is kept from one run to the next.
 
-    DIR/experiment.yaml, summary.json, tuning.json, report.html, figures/
+    DIR/experiment.yaml, summary.json, tuning.json, techniques.json, report.html, figures/
     DIR/runs/LABEL/N-ranks/seed-S/       the folder of a run, as that of a training
     DIR/tuning/LABEL/N-ranks/trial-T/    the same for a trial, judged on the validation data
 
@@ -14,6 +14,10 @@ from pathlib import Path
 
 CLUSTER = "cluster.yaml"
 """In the folder of a simulated run: the cluster, written out in full."""
+
+
+TECHNIQUES = "techniques.json"
+"""In the folder of a comparison: the rows that differ in one setting, and where each pays."""
 
 
 def run_folder(comparison: Path, label: str, ranks: int, seed: int) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 from orchestra.cluster import Cluster
 from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
-from orchestra.records.layout import CLUSTER, run_folder
+from orchestra.records.layout import CLUSTER, TECHNIQUES, run_folder
 from orchestra.records.record import Links, RunRecord, read_links, read_summary
 from orchestra.records.report import Point
 from orchestra.settings.reading import yaml_value
@@ -65,7 +65,8 @@ class Source:
 
     `experiment` is its file as plain data, `environment` that of its first run, `tuning` what
     `tuning.json` says, and `not_run` the name, ranks and reason of each row that could not be; each
-    empty where there is none.
+    empty where there is none. `techniques` are the rows that differ in one setting, as
+    `techniques.json` has them.
     """
 
     folder: Path
@@ -74,6 +75,7 @@ class Source:
     tuning: Mapping[str, Any] = field(default_factory=dict)
     runs: Sequence[RunData] = ()
     not_run: Sequence[Mapping[str, Any]] = ()
+    techniques: Sequence[Mapping[str, Any]] = ()
 
     @property
     def name(self) -> str:
@@ -117,6 +119,7 @@ def _source(folder: Path) -> Source:
         _json(folder / "tuning.json"),
         runs,
         _json(folder / "summary.json").get("not_run", ()),
+        _json(folder / TECHNIQUES).get("techniques", ()),
     )
 
 

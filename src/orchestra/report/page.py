@@ -27,6 +27,7 @@ from orchestra.report.numbers import count, listed, percent, significant
 from orchestra.report.rows import grouped
 from orchestra.report.study import Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
+from orchestra.report.techniques import verdicts
 from orchestra.settings.reading import yaml_text
 
 SCHEMA = 1
@@ -108,6 +109,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         clusters=[figure for figure in figures if figure.section == HEAD],
         fairness=fairness(study),
         table=table(study),
+        verdicts=list(verdicts(study)),
         sections=sections,
         captions=_captions(sections),
         lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},

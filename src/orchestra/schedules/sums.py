@@ -64,6 +64,15 @@ class Sums:
     def __bool__(self) -> bool:
         return bool(self.copied or self.chained or self.others)
 
+    def read(self, cuts: Sequence[int]) -> int:
+        """How many elements of all vectors together are read for these sums."""
+        found = sum(cuts[end] - cuts[first] for first, end, _ in self.copied)
+        for first, end, _, other in self.chained:
+            found += (cuts[end] - cuts[first]) * (1 if other is None else 2)
+        for run in self.others:
+            found += (cuts[run.end] - cuts[run.first]) * sum(1 for _ in _leaves(run.tree))
+        return found
+
     def form(
         self,
         vectors: Sequence[Tensor] | Mapping[int, Tensor],
@@ -143,11 +152,11 @@ def _interleaved(chains: list[tuple[int, int, list[int]]]) -> list[Chained]:
 
 
 class _Names:
-    """Runs rounds on names: of each rank and piece the tree that it holds."""
+    """Runs rounds on names: of each rank that takes part, and piece, the tree that it holds."""
 
-    def __init__(self, ranks: int, pieces: int) -> None:
-        self.trees: list[Tree] = list(range(ranks))
-        self.held = [[rank] * pieces for rank in range(ranks)]
+    def __init__(self, schedule: Schedule, ranks: Iterable[int]) -> None:
+        self.trees: list[Tree] = list(range(schedule.ranks))
+        self.held = {rank: [rank] * schedule.pieces for rank in ranks}
         self._pairs: dict[tuple[int, int], int] = {}
 
     def run(self, rounds: Iterable[Round]) -> None:
@@ -190,9 +199,9 @@ def sums_of(schedule: Schedule) -> Sums:
     """The sums that every rank ends with after an all-reduce; with slots of one piece."""
     if schedule.slots:
         return Sums([PieceRun(0, 1, _in_order(schedule.ranks))])
-    names = _Names(schedule.ranks, schedule.pieces)
+    names = _Names(schedule, range(schedule.ranks))
     names.run(schedule.rounds())
-    same = all(pieces == names.held[0] for pieces in names.held)
+    same = all(pieces == names.held[0] for pieces in names.held.values())
     assert same, f"{schedule.name} is no all-reduce"
     return Sums(
         PieceRun(first, end, names.trees[name]) for first, end, name in _runs(names.held[0])
@@ -269,17 +278,12 @@ def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[Stage | Rou
         return (_stage(ends, (0, count)),)
     rounds = [_of_ranks(transfers, local) for transfers in schedule.rounds()]
     inside = [local.issuperset(transfers[:, :2].flat) for transfers in rounds]
-    live = _live(schedule)
-    found: list[Stage | Rounds] = []
-    first = 0
-    for is_inside, group in groupby(inside):
-        end = first + len(list(group))
-        if is_inside:
-            found.append(_local(schedule, rounds, (first, end), live[end]))
-        else:
-            found.append((first, end))
-        first = end
-    return tuple(found)
+    runs = list(_runs(inside))
+    live = _live(schedule, frozenset(end for _, end, is_inside in runs if is_inside))
+    return tuple(
+        _local(schedule, rounds, (first, end), live[end]) if is_inside else (first, end)
+        for first, end, is_inside in runs
+    )
 
 
 def _of_ranks(transfers: Round, ranks: Collection[int]) -> Round:
@@ -287,24 +291,27 @@ def _of_ranks(transfers: Round, ranks: Collection[int]) -> Round:
     return transfers[np.isin(transfers[:, :2], list(ranks)).any(axis=1)]
 
 
-def _live(schedule: Schedule) -> list[NDArray[np.bool_]]:
-    """What the result depends on before each round, and at the end; shape [ranks, pieces]."""
+@functools.lru_cache(maxsize=4)
+def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np.bool_]]:
+    """What the result depends on before each of the `wanted` rounds; shape [ranks, pieces]."""
     live = np.ones((schedule.ranks, schedule.pieces), dtype=bool)
     if schedule.result is not None:
         for rank in range(schedule.ranks):
             live[rank] = np.arange(schedule.pieces) == schedule.result(rank)
-    found = [live]
-    for transfers in reversed(list(schedule.rounds())):
+    rounds = list(schedule.rounds())
+    found = {len(rounds): live}
+    for number in range(len(rounds) - 1, min(wanted, default=len(rounds)) - 1, -1):
         before = live.copy()
-        rows = transfers.tolist()
+        rows = rounds[number].tolist()
         for _, target, first, end, operation in rows:
             if operation == COPY:
                 before[target, first:end] = False
         for source, target, first, end, _ in rows:
             before[source, first:end] |= live[target, first:end]
         live = before
-        found.append(live)
-    return found[::-1]
+        if number in wanted:
+            found[number] = live
+    return found
 
 
 def _local(
@@ -312,11 +319,11 @@ def _local(
 ) -> Stage | Rounds:
     """The rounds of `span` as a stage, where it can be one."""
     within = rounds[span[0] : span[1]]
-    names = _Names(schedule.ranks, schedule.pieces)
+    ranks = sorted({int(rank) for transfers in within for rank in transfers[:, :2].flat})
+    names = _Names(schedule, ranks)
     names.run(within)
-    ranks = sorted({rank for transfers in within for rank in transfers[:, :2].flat})
     ends: dict[int, list[Tree | None]] = {
-        int(rank): [
+        rank: [
             names.trees[name] if live[rank, piece] and name != rank else None
             for piece, name in enumerate(names.held[rank])
         ]

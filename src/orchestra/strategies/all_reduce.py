@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
+    from orchestra.worker.units import Share
     from orchestra.worker.worker import Worker
 
 
@@ -104,8 +105,10 @@ class AllReduce(Strategy[AllReduceState]):
         low=1,
         high=MAX_RANKS,
     )
-    shard: Literal["nothing", "optimizer"] = setting(
-        "nothing", "optimizer: each worker keeps its state for 1/N of the parameters (ZeRO-1)"
+    shard: Literal["nothing", "optimizer", "gradients", "parameters"] = setting(
+        "nothing",
+        "of what each worker keeps 1/N: the optimizer's state (ZeRO-1), also gradients (ZeRO-2), "
+        "also parameters (ZeRO-3, FSDP)",
     )
     backup: int = setting(
         0, "workers not waited for: the first N - backup make the average", low=0, high=MAX_RANKS
@@ -124,10 +127,10 @@ class AllReduce(Strategy[AllReduceState]):
             )
         if self.ranks_per_node is not None and self.algorithm != "hierarchical":
             raise InputError("AllReduce: ranks_per_node needs algorithm='hierarchical'")
-        if self.shard == "optimizer" and self.algorithm != "ring":
-            raise InputError("AllReduce: shard='optimizer' needs algorithm='ring'")
-        if self.shard == "optimizer" and self.backup:
-            raise InputError("AllReduce: backup does not go with shard='optimizer'")
+        if self.shard != "nothing" and self.algorithm != "ring":
+            raise InputError(f"AllReduce: shard={self.shard!r} needs algorithm='ring'")
+        if self.shard != "nothing" and self.backup:
+            raise InputError(f"AllReduce: backup does not go with shard={self.shard!r}")
         if self.algorithm == "native" and (self.order is not None or self.backup):
             raise InputError(
                 "AllReduce: order and backup do not go with algorithm='native': name a schedule"
@@ -141,15 +144,23 @@ class AllReduce(Strategy[AllReduceState]):
                 f"AllReduce: payloads of {self.compression!r} do not add, so that they can only be "
                 f"gathered: set algorithm='ring' in place of {self.algorithm!r}"
             )
-        if self.shard == "optimizer" or self.backup:
+        if self.shard != "nothing" or self.backup:
             raise InputError(
-                "AllReduce: compression does not go with shard='optimizer' or backup: leave these "
-                "out"
+                "AllReduce: compression does not go with shard or backup: leave these out"
             )
 
     @property
     def native(self) -> bool:
         return self.algorithm == "native"
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.shard == "parameters"
+
+    def share_of(self, rank: int, ranks: int) -> Share | None:
+        if not self.shards_parameters or ranks == 1:
+            return None
+        return exchange.share_of(self.order or tuple(range(ranks)), rank)
 
     def roles(self, ranks: int) -> Roles:
         if self.order is not None and len(self.order) != ranks:
@@ -187,7 +198,11 @@ class AllReduce(Strategy[AllReduceState]):
                 "AllReduce: backup needs orchestra's own loop (orchestra train): a late worker "
                 "leaves out forward and backward passes, which a loop of your own cannot"
             )
-        exchange.agree_on_parameters(worker)
+        self._check_sharded(worker)
+        if self.shards_parameters and len(worker.workers) > 1:
+            exchange.broadcast_buffers(worker, worker.everyone)
+        else:
+            exchange.agree_on_parameters(worker)
         worker.reporter.expendable(False)
         if self.native:
             return self._averaging(worker, exchange.native_sum(worker), worker.workers)
@@ -201,10 +216,29 @@ class AllReduce(Strategy[AllReduceState]):
         begin_sum = collective.sums(worker.transport)
         if self.shard == "nothing":
             return self._averaging(worker, begin_sum, collective.group)
-        shards = exchange.Shards(worker, collective.group)
-        # A loop of the user's own may read the gradient, to clip it: it gets the whole of it.
-        begin = collective.of_buckets(worker) if worker.own_loop else shards.sum
-        return AllReduceState(shards.optimizer, exchange.GradientAverage(worker, begin), shards)
+        several = len(collective.group) > 1
+        shards = exchange.Shards(
+            worker, collective.group, scatter=several and self.shard != "optimizer",
+            gather=several and self.shard == "parameters",
+        )  # fmt: skip
+        if worker.own_loop:  # it may read the gradient, to clip it: it gets the whole of it
+            average = exchange.GradientAverage(worker, collective.of_buckets(worker))
+        else:
+            average = shards.average()
+        return AllReduceState(shards.optimizer, average, shards)
+
+    def _check_sharded(self, worker: Worker) -> None:
+        if self.shard in ("gradients", "parameters"):
+            if worker.own_loop:
+                raise InputError(
+                    f"AllReduce: shard={self.shard!r} needs orchestra's own loop (orchestra "
+                    "train): a loop of your own has whole gradients; set shard='optimizer'"
+                )
+            if not worker.overlap:
+                raise InputError(
+                    f"AllReduce: shard={self.shard!r} sums gradients while backward goes on: set "
+                    "overlap to true, or shard='optimizer'"
+                )
 
     def _averaging(self, worker: Worker, begin_sum: BeginSum, ring: Group) -> AllReduceState:
         """Whole optimizers, and averages by `begin_sum`, compressed if that is set."""
@@ -241,7 +275,7 @@ class AllReduce(Strategy[AllReduceState]):
         else:
             worker.clip()
             worker.update_locally(state.optimizer)
-        if worker.rank == worker.workers.ranks[0]:
+        if self.shards_parameters or worker.rank == worker.workers.ranks[0]:
             worker.snapshots.offer(worker.step.consumed, worker.parameters)
 
     def agree(self, worker: Worker, state: AllReduceState) -> None:
@@ -251,6 +285,8 @@ class AllReduce(Strategy[AllReduceState]):
 
     def stop(self, worker: Worker, state: AllReduceState) -> None:
         state.average.close()
+        if state.shards is not None:
+            state.shards.close()
         self.agree(worker, state)
 
     def optimizer_parts(self, worker: Worker, state: AllReduceState) -> list[OptimizerPart]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from orchestra.parameter_server.state import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
+    from orchestra.worker.units import Share
     from orchestra.worker.worker import Worker
 
 S = TypeVar("S")
@@ -159,6 +160,15 @@ class Strategy(Settings, ABC, Generic[S]):
 
     divides_model: ClassVar[bool] = False
     """Each rank has a part of the model only."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each rank keeps a shard of the model only, and what it needs of the rest at the time."""
+        return False
+
+    def share_of(self, rank: int, ranks: int) -> Share | None:
+        """The shard of `rank`, where `shards_parameters`; None: it keeps all parameters."""
+        return None
 
     @property
     def synchronous(self) -> bool:

@@ -72,7 +72,7 @@ class Switch(Strategy[SwitchState]):
     def check(self) -> None:
         """Phases train whole models; gradients are compared where their average is at hand."""
         for phase in (self.first, self.then):
-            if phase.divides_model:
+            if phase.divides_model or phase.shards_parameters:
                 raise InputError(
                     f"Switch: {phase!r} gives each rank a part of the model, which no other phase "
                     "can go on with: use it alone"

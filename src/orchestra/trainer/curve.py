@@ -379,10 +379,12 @@ def put_together(module: nn.Module, part: Part) -> None:
         return
     named = dict(module.named_parameters())
     for slot in Layout.of_module(module).slots:
-        first = slot.offset - part.offset
-        if 0 <= first < part.values.numel():
+        start, end = part.covered.start - slot.offset, part.covered.stop - slot.offset
+        first, last = max(start, 0), min(end, slot.size)  # of the tensor's elements
+        if first < last:
             with torch.no_grad():
-                named[slot.name].copy_(part.values[first : first + slot.size].view(slot.shape))
+                flat = named[slot.name].view(-1)
+                flat[first:last] = part.values[first - start : last - start]
 
 
 # While others wait

@@ -33,6 +33,7 @@ from orchestra.worker.batches import Batch, to_device
 from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel
 from orchestra.worker.runtime import Runtime
+from orchestra.worker.sharded import ShardedWorker
 from orchestra.worker.snapshots import Part
 from orchestra.worker.worker import Worker
 
@@ -112,7 +113,7 @@ class Session(Loop):
     def train(self) -> None:
         """From the warm-up to the agreement on the final parameters."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
-        warms_up = self.runtime.warms_up and self.part is None
+        warms_up = self.runtime.warms_up and not self.in_parts
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples)
         if not self.shares and self.run.measures_shares:
@@ -167,7 +168,7 @@ class Session(Loop):
         if self.shared is not None:
             self.shared.parts += snapshots.parts
             snapshots.parts = []
-        elif self.part is not None:
+        elif self.in_parts:
             buffers = curve.buffers_vector(self.worker.buffers)
             snapshots.parts += snapshots.conclude("parameters", self.worker.parameters)
             if buffers is not None:
@@ -182,7 +183,7 @@ class Session(Loop):
             points: list[Point] = []
             final = len(worker.snapshots.due)
             if any(index < final for index in gathered.indices):
-                model = worker if self.part is None else FlatModel(module)
+                model = FlatModel(module) if self.in_parts else worker
                 points = curve.points_of(model, task, gathered, nodes, below=final)
             gathered.close()
             figures: dict[str, float] = {}
@@ -199,7 +200,7 @@ class Session(Loop):
 
     def _whole(self, gathered: curve.Gathered) -> nn.Module:
         """Return the final model, on the leader."""
-        if self.part is None:
+        if not self.in_parts:
             return self.worker.module
         self.state = None  # the optimizer makes room
         with undisturbed():
@@ -261,6 +262,11 @@ class Session(Loop):
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
         return worker
+
+    @property
+    def in_parts(self) -> bool:
+        """This rank has a part or a shard of the model, which only the leader puts together."""
+        return self.part is not None or isinstance(self.worker, ShardedWorker)
 
     def _check_target(self, module: nn.Module) -> None:
         """Refuse a run towards a metric that the task does not have: it would never arrive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -25,6 +26,7 @@ from orchestra.worker.batches import Batch, batch_samples, to_device
 from orchestra.worker.layout import Layout, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
+from orchestra.worker.sharded import ShardedWorker
 from orchestra.worker.snapshots import Part, Place, Places, Snapshots
 from orchestra.worker.worker import Worker
 
@@ -65,8 +67,9 @@ def device_of(training: Training, runtime: Runtime) -> torch.device:
 def make_worker(
     runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
 ) -> Worker:
-    """The worker of this rank, which trains `module`, or `part` of it."""
+    """The worker of this rank, which trains `module`, or `part` or a shard of it."""
     training = run.training
+    make: Callable[..., Worker] = Worker
     spec = _optimizer(run, module)
     options = _worker_options(runtime, training, budget, Layout.of_module(module))
     if part is not None:
@@ -76,7 +79,10 @@ def make_worker(
             if id(parameter) not in kept:
                 parameter.data = parameter.new_empty(0)
         module = part.module
-    return Worker(
+    share = run.strategy.share_of(runtime.rank, runtime.ranks)
+    if share is not None:
+        make = functools.partial(ShardedWorker, share=share)
+    return make(
         runtime,
         module,
         spec,

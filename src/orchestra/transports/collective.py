@@ -24,6 +24,8 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.schedules import REDUCE, Schedule
+from orchestra.schedules.sums import Stage, local_stages
+from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import (
     CollectiveCall,
     Group,
@@ -225,6 +227,51 @@ def exchange(transport: Transport, call: CollectiveCall, order: Iterable[Step]) 
             receives.clear()
             scratch.clear()
     return peak
+
+
+def execute_in_stages(
+    transport: Transport,
+    call: CollectiveCall,
+    local: frozenset[int],
+    carry_out: Callable[[Stage], int | None],
+) -> int:
+    """`execute` a collective of which the places `local` share memory with this rank.
+
+    Args:
+        carry_out: does this rank's part in a stage; the bytes of buffer used. None: it is to be
+            done by messages.
+    """
+    schedule, rank = call.schedule, transport.rank
+    assert schedule is not None
+    if len(local) < 2 or not call.vector.numel():
+        return execute(transport, call)
+    peak, place = 0, call.group.index(rank)
+    for stage in local_stages(schedule, local):
+        used = None
+        if isinstance(stage, Stage) and place in stage.ranks:
+            used = carry_out(stage)
+        if used is None and schedule.slots:
+            used = execute(transport, call)
+        elif used is None:
+            rounds = stage.rounds if isinstance(stage, Stage) else stage
+            used = exchange(transport, call, steps_of(call, rank, *rounds))
+        peak = max(peak, used)
+    return peak
+
+
+def stage_traffic(call: CollectiveCall, rank: int, stage: Stage) -> Traffic:
+    """What the messages of a stage would have counted."""
+    traffic = Traffic()
+    size, header = call.vector.element_size(), header_bytes(1)
+    for kind, _, _, first, end, _ in steps_of(call, rank, *stage.rounds):
+        if kind is StepKind.SEND:
+            traffic.messages_sent += 1
+            traffic.bytes_sent += (end - first) * size + header
+        elif kind is StepKind.POST:
+            traffic.messages_received += 1
+            traffic.bytes_received += (end - first) * size + header
+    traffic.bytes_in_memory = traffic.bytes_sent
+    return traffic
 
 
 class ThreadHandOver:

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import InputError
-from orchestra.schedules.sums import Pieces, Stage, local_stages
-from orchestra.transports.collective import StepKind, exchange, execute, steps_of
-from orchestra.transports.framing import byte_view, header_bytes, pack_header
+from orchestra.schedules.sums import Pieces, Stage
+from orchestra.transports.collective import execute_in_stages, stage_traffic
+from orchestra.transports.framing import byte_view, pack_header
 from orchestra.transports.host_rendezvous import HostRendezvous, make_memory, pass_on
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
+from orchestra.transports.protocol import CollectiveCall, Transport
 from orchestra.transports.shared_memory import (
     CHUNK_BYTES,
     SMALL_BYTES,
@@ -68,29 +68,19 @@ class Host:
             flow: whose traffic it is.
             transport: that of the flow, or an interceptor of it, for what goes by messages.
         """
-        ranks, schedule = call.group.ranks, call.schedule
-        assert schedule is not None
+        ranks = call.group.ranks
         local = self._local.get(ranks)
         if local is None:
             places = (place for place, rank in enumerate(ranks) if rank in self._neighbours)
             local = self._local[ranks] = frozenset(places)
-        if len(local) < 2 or not call.vector.numel():
-            return execute(transport, call)
-        peak, place = 0, ranks.index(flow.rank)
-        for stage in local_stages(schedule, local):
-            memory = None
-            if isinstance(stage, Stage) and place in stage.ranks:
-                memory = self._memory(tuple(ranks[each] for each in stage.ranks), call)
-            if memory is not None:
-                assert isinstance(stage, Stage)
-                used = self._carry_out(stage, memory, flow, transport, call)
-            elif schedule.slots:
-                used = execute(transport, call)
-            else:
-                rounds = stage.rounds if isinstance(stage, Stage) else stage
-                used = exchange(transport, call, steps_of(call, flow.rank, *rounds))
-            peak = max(peak, used)
-        return peak
+
+        def carry_out(stage: Stage) -> int | None:
+            memory = self._memory(tuple(ranks[each] for each in stage.ranks), call)
+            if memory is None:
+                return None
+            return self._carry_out(stage, memory, flow, transport, call)
+
+        return execute_in_stages(transport, call, local, carry_out)
 
     def _carry_out(
         self,
@@ -111,7 +101,7 @@ class Host:
             waited = memory.seconds_waiting - waited
             flow.traffic.seconds_waiting += waited
             flow.traffic.seconds_communicating += time.perf_counter() - started - waited
-        moved = _traffic(call, flow.rank, stage)
+        moved = stage_traffic(call, flow.rank, stage)
         flow.traffic.add(moved)
         transport.executed(call, started, started + waited, moved.bytes_sent)
         return used
@@ -227,21 +217,6 @@ class _Finding:
         receive = Receive(self._flow, self._ranks[place], self._tag, None)
         self._engine.post(receive)
         return receive.wait().numpy().tobytes()
-
-
-def _traffic(call: CollectiveCall, rank: int, stage: Stage) -> Traffic:
-    """What the messages of a stage would have counted."""
-    traffic = Traffic()
-    size, header = call.vector.element_size(), header_bytes(1)
-    for kind, _, _, first, end, _ in steps_of(call, rank, *stage.rounds):
-        if kind is StepKind.SEND:
-            traffic.messages_sent += 1
-            traffic.bytes_sent += (end - first) * size + header
-        elif kind is StepKind.POST:
-            traffic.messages_received += 1
-            traffic.bytes_received += (end - first) * size + header
-    traffic.bytes_in_memory = traffic.bytes_sent
-    return traffic
 
 
 class Span(NamedTuple):

@@ -19,8 +19,9 @@ from collections.abc import Collection, Mapping
 import torch
 
 from orchestra.errors import PeerLost
-from orchestra.transports.framing import Stream, StreamEnded, pack_farewell
+from orchestra.transports.framing import FAREWELL, Signal, Stream, StreamEnded, pack_signal
 from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
+from orchestra.transports.peer_memory import let_siblings_read
 from orchestra.transports.shared_memory import SharedMemory
 
 TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
@@ -50,18 +51,34 @@ class ProgressEngine:
             peer: Stream(connection, peer, self._mailbox)
             for peer, connection in connections.items()
         }
+        self._copying: set[Stream] = set()
         for stream in self._streams.values():
             self._selector.register(stream.connection, stream.events, stream)
         _engines.add(self)
 
-    def send(self, send: Send) -> None:
-        """Queue `send`, and hand over at once what the kernel takes."""
+    def share_memory(self, neighbours: Collection[int]) -> None:
+        """Offer large messages to those of `neighbours` that can read this process's memory."""
+        with self._lock:
+            near = self._streams.keys() & set(neighbours)
+            if near:
+                let_siblings_read()
+            for rank in near:
+                self._streams[rank].show_memory()
+                self._serve(self._streams[rank], selectors.EVENT_WRITE)
+
+    def send(self, send: Send, offer: bytes | None = None) -> None:
+        """Queue `send`, and hand over at once what the kernel takes.
+
+        `offer` goes in place of its bytes to a rank that can read the memory of this process.
+        """
         with self._lock:
             self._raise_failure()
             if send.to in self._mailbox.gone:
                 send.fail(PeerLost(send.to, self._mailbox.gone[send.to]))
                 return
             stream = self._streams[send.to]
+            if offer is not None and stream.takes_offers:
+                send.header, send.payload, send.offers = offer, memoryview(b""), True
             stream.backlog.append(send)
             if len(stream.backlog) == 1:
                 self._serve(stream, selectors.EVENT_WRITE)
@@ -143,7 +160,7 @@ class ProgressEngine:
         with self._lock:
             self._fail(error)
 
-    def close(self, flow: Flow, timeout: float) -> None:
+    def close(self, timeout: float) -> None:
         """Hand over what is queued, and a farewell, within `timeout` seconds; then disconnect.
 
         After `abort` there is neither: to the other ranks this one is lost.
@@ -153,7 +170,7 @@ class ProgressEngine:
                 return
             self._closed = True
             if self._failure is None:
-                self._say_farewell(flow, time.perf_counter() + timeout)
+                self._say_farewell(time.perf_counter() + timeout)
             self._fail(AssertionError(f"rank {self.rank} uses its transport after closing it"))
             while self._leading:
                 self._advance(None)
@@ -164,16 +181,19 @@ class ProgressEngine:
             self.release()
 
     def acknowledged_bytes(self) -> int:
-        """Bytes of all flows that the other ends' kernels have confirmed, hellos included.
+        """Bytes of all flows that the other ends have confirmed, hellos included: their kernels, or
+        those who took them from the memory of this process.
 
         Linux only, and before `close`: a check on `Traffic.bytes_sent`.
         """
         with self._lock:
+            streams = list(self._streams.values())
             infos = [
                 stream.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                for stream in self._streams.values()
+                for stream in streams
             ]
-        return sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
+            taken = sum(stream.taken_bytes for stream in streams)
+        return taken + sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
 
     def release(self) -> None:
         """Close this process's copies of the sockets."""
@@ -184,12 +204,11 @@ class ProgressEngine:
         self._wake_in.close()
         self._wake_out.close()
 
-    def _say_farewell(self, flow: Flow, deadline: float) -> None:
-        nothing, farewell = torch.empty(0), pack_farewell()
+    def _say_farewell(self, deadline: float) -> None:
         for stream in list(self._streams.values()):
-            stream.backlog.append(Send(flow, stream.rank, nothing, farewell, memoryview(b"")))
+            stream.backlog.append(Signal(pack_signal(FAREWELL)))
             self._serve(stream, selectors.EVENT_WRITE)
-        while self._failure is None and any(s.backlog for s in self._streams.values()):
+        while self._failure is None and any(s.backlog or s.offered for s in self._streams.values()):
             remaining = deadline - time.perf_counter()
             if remaining <= 0:
                 return
@@ -201,6 +220,8 @@ class ProgressEngine:
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
+        for stream in self._streams.values():
+            stream.withdraw()
         for memory in self.memories:
             memory.shut()
         self._mailbox.news = True
@@ -217,9 +238,10 @@ class ProgressEngine:
                 self._followers -= 1
             return time.perf_counter() - started
         self._leading = True
+        copying = list(self._copying)
         self._lock.release()
         try:
-            ready = self._selector.select(timeout)
+            ready = self._selector.select(0 if copying else timeout)
         finally:
             blocked = time.perf_counter() - started
             self._lock.acquire()
@@ -231,6 +253,9 @@ class ProgressEngine:
                 self._woken = False
             elif stream.rank in self._streams:  # else dropped since
                 self._serve(stream, events)
+        for stream in copying:
+            if stream in self._copying:
+                self._serve(stream, selectors.EVENT_READ)
         self._announce()
         return blocked
 
@@ -276,14 +301,21 @@ class ProgressEngine:
                 stream.events = events
                 self._selector.modify(stream.connection, events, stream)
                 self._wake_leader()  # not every selector sees the change while it blocks
+            if not stream.copies:
+                self._copying.discard(stream)
+            elif stream not in self._copying:
+                self._copying.add(stream)
+                self._wake_leader()  # no selector sees what is left to copy
 
     def _drop(self, stream: Stream, reason: str, *, lost: bool) -> None:
         del self._streams[stream.rank]
+        self._copying.discard(stream)
         self._selector.unregister(stream.connection)
         stream.close()
         self._mailbox.depart(stream.rank, reason, stream.incoming, lost=lost)
-        for send in stream.backlog:
-            send.fail(PeerLost(stream.rank, reason))
+        for send in (*stream.offered, *stream.backlog):
+            if isinstance(send, Send):
+                send.fail(PeerLost(stream.rank, reason))
         if lost:
             for memory in self.memories:
                 memory.shut(stream.rank)

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.transports.collective import CollectiveMixin
-from orchestra.transports.framing import byte_view, header_bytes, pack_header
+from orchestra.transports.framing import (
+    OFFERED_BYTES,
+    byte_view,
+    header_bytes,
+    pack_header,
+    pack_offer,
+)
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
 from orchestra.transports.host import Host, HostTensor
 from orchestra.transports.matching import Flow, Receive, Send
@@ -79,7 +85,10 @@ class SocketTransport(Flow, CollectiveMixin):
                 on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 on_host.copy_(tensor)
             send = Send(self, to, tensor, pack_header(tensor, tag), byte_view(on_host))
-            self._engine.send(send)
+            large = tensor.nbytes >= OFFERED_BYTES and not tensor.is_cuda
+            # The kernel may not read memory that a device driver has mapped.
+            offer = pack_offer(tensor, tag) if large and not tensor.is_pinned() else None
+            self._engine.send(send, offer)
             self.traffic.bytes_sent += header_bytes(tensor.dim()) + tensor.nbytes
         self.traffic.messages_sent += 1
         self.traffic.seconds_communicating += time.perf_counter() - started
@@ -109,8 +118,10 @@ class SocketTransport(Flow, CollectiveMixin):
         return host.share(like, group.ranks, tag)
 
     def share_memory(self, neighbours: Collection[int]) -> None:
-        """From now on, carry out collectives with `neighbours` in memory that they share."""
+        """From now on, carry out collectives with `neighbours` in memory that they share, and let
+        them read large messages out of the memory of this process."""
         self.host = Host(self._engine, frozenset(neighbours))
+        self._engine.share_memory(neighbours)
 
     def add(self, own: Tensor, *arrived: Tensor) -> None:
         """Add all that has arrived to what is there, in this order."""
@@ -147,7 +158,7 @@ class SocketTransport(Flow, CollectiveMixin):
 
         After `abort` nothing is flushed or said, and the others see this rank as lost.
         """
-        self._engine.close(self, timeout)
+        self._engine.close(timeout)
 
 
 class FlowTask(Generic[T]):

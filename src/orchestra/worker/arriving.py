@@ -36,7 +36,7 @@ class AwaitParameters(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        for tensor in _tensors(args):
+        for tensor in tensors_among(args):
             slot = self._slots.get(id(tensor), self._needed)
             if slot < self._needed:
                 self._arriving.await_for(slot)
@@ -44,9 +44,10 @@ class AwaitParameters(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+def tensors_among(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among the arguments of an operation, in lists as well."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_among(value)

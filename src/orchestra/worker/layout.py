@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from orchestra.errors import InputError
+
+if TYPE_CHECKING:
+    from orchestra.worker.units import Unit
 
 STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
 ALIGNMENT_BYTES = 64  # other alignments change the last bits of some kernels
@@ -138,10 +142,7 @@ class Gradients:
         by_name = dict(module.named_parameters())
         self.layout = layout
         self.parameters = [by_name[slot.name] for slot in layout.slots]
-        self.storage = layout.allocate(extra=LOSSES + ranks + len(layout.slots))
-        self.vector = self.storage[: layout.size]
-        self.tail = self.storage[layout.size :]
-        self.views = layout.views(self.storage)
+        self._allocate(tail=LOSSES + ranks + len(layout.slots))
         self.used = [False] * len(layout.slots)
         self.measures_square = False
         self.square = 0.0
@@ -155,6 +156,12 @@ class Gradients:
             for index, parameter in enumerate(self.parameters)
         ]
 
+    def _allocate(self, tail: int) -> None:
+        self.storage = self.layout.allocate(extra=tail)
+        self.vector = self.storage[: self.layout.size]
+        self.tail = self.storage[self.layout.size :]
+        self.views = self.layout.views(self.storage)
+
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
             if self.on_backward is not None:
@@ -164,6 +171,17 @@ class Gradients:
                 self.on_ready(index, index + 1)
 
         return mark
+
+    def bucket(self, unit: Unit) -> Tensor:
+        """The memory in which the gradients of `unit` are summed, flat."""
+        return self.storage[unit.first : unit.end]
+
+    def own(self, unit: Unit) -> Tensor:
+        """The elements of `unit` of which this worker owns the sum, flat."""
+        return self.vector[unit.own : unit.own + unit.size]
+
+    def keep_own(self, unit: Unit) -> None:
+        """The sum of `unit` is there: what is not `own` is not needed any more."""
 
     def close(self) -> None:
         """Hear no more of the parameters' gradients."""

@@ -8,7 +8,7 @@ serves for all tensors of a kind, on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, Self
 
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.batches import Batch
+from orchestra.worker.gathering import Gathering
 from orchestra.worker.layout import LOSSES, Gradients, Layout, buffer_places
 from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.units import Unit
 from orchestra.worker.worker import Step, Worker
 
 
@@ -276,6 +278,9 @@ class ShapeWorker(Worker):
         self.parameters = self._shared.parameters
         self.gradients = ShapeGradients(self._shared)
 
+    def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
+        """There is no memory to be saved."""
+
     @property
     def buffers(self) -> list[tuple[str, Tensor]]:
         return self._shared.buffers
@@ -294,6 +299,9 @@ class ShapeWorker(Worker):
 
     def _pass(self) -> None:
         assert isinstance(self.gradients, ShapeGradients)
+        if isinstance(self.arriving, Gathering):
+            self.arriving.follow(self.accumulation - 1)
+            self.arriving.begin_pass(last=True)
         if self.arriving is not None:
             self.arriving.await_for(0)
         self.gradients.pass_backward()

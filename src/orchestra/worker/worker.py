@@ -19,6 +19,7 @@ from orchestra.worker.batches import Batch, split_batch
 from orchestra.worker.layout import FlatModel, Gradients
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.snapshots import Snapshots
+from orchestra.worker.units import ShardedGradients, Unit
 
 
 @dataclass
@@ -154,6 +155,15 @@ class Worker(FlatModel):
     def _lay_out(self, module: nn.Module) -> None:
         super().__init__(module)
         self.gradients = Gradients(module, self.layout, self.runtime.ranks)
+
+    def lay_out_gradients(self, units: Sequence[Unit] | None) -> None:
+        """From now on gradients of `units` have memory until they are summed; None: always."""
+        self.gradients.close()
+        ranks = self.runtime.ranks
+        if units is None:
+            self.gradients = Gradients(self.module, self.layout, ranks)
+        else:
+            self.gradients = ShardedGradients(self.module, self.layout, ranks, units)
 
     @property
     def everyone(self) -> Group:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from orchestra.bench.calibrate.memory import CASES, measure_memory, memory_costs, ranks_wanted
 from orchestra.bench.calibrate.messages import SIZES, measure_messages, messages_of
 from orchestra.bench.calibrate.sharing import TURNS, measure_slices, measure_speeds
 from orchestra.bench.calibrate.stopwatch import (
@@ -23,7 +24,6 @@ from orchestra.bench.calibrate.training import Workload, measure_task
 from orchestra.bench.turns import Progress, run_ranks
 from orchestra.cluster.calibration import Calibration, TaskCosts
 from orchestra.cluster.costs import Quality
-from orchestra.engines.processes.environment import over_sockets
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
 
@@ -38,7 +38,6 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({2**k for k in range(cores.bit_length()) if 2**k < cores} | {cores}))
 
 
-@over_sockets()
 def calibrate(
     subjects: Sequence[Workload],
     seconds: float = 0.5,
@@ -58,13 +57,13 @@ def calibrate(
     limit = LIMIT * len(subjects) if limit is None else limit
     with tempfile.TemporaryDirectory(prefix="orchestra-calibrate-") as folder:
         kept = measure_all(_measurements(subjects, seconds, folder), limit, on_progress)
-    messages, slices = kept[:2]
+    messages, memory, slices = kept[:3]
     first, second = messages.value
     time_slice = statistics.median(itertools.chain(*slices.value))
     machine = environment()
     del machine["command"], machine["modules"]
     spread = statistics.median((*first.send.spread, *first.receive.spread))
-    quality = _quality([messages, slices], spread)
+    quality = _quality([messages, memory, slices], spread)
     return Calibration(
         measured_at=quality.measured_at,
         machine=machine,
@@ -73,9 +72,10 @@ def calibrate(
         time_slice=time_slice,
         work=first.work,
         messages=messages_of(first, second, len(usable_cores())),
+        in_memory=memory_costs(memory.value),
         tasks=tuple(
             _costs(steps, speeds, time_slice)
-            for steps, speeds in zip(kept[2::2], kept[3::2], strict=True)
+            for steps, speeds in zip(kept[3::2], kept[4::2], strict=True)
         ),
         quality=quality,
     )
@@ -91,6 +91,7 @@ def _measurements(subjects: Sequence[Workload], seconds: float, folder: str) -> 
 
     found = [
         _measurement("messages", 3.0, measure_messages, general, 2, 3 * len(SIZES)),
+        _measurement("shared memory", 1.5, measure_memory, general, ranks_wanted(cores), CASES),
         _measurement("one thread more", 0.5, measure_slices, general, cores + 1, 1),
     ]
     for subject in subjects:

@@ -18,8 +18,10 @@ from orchestra.bench.turns import Progress, run_ranks
 from orchestra.cluster.calibration import Curve, Messages
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.environment import Launched
+from orchestra.schedules import ALL_REDUCE
+from orchestra.transports.collective import execute
 from orchestra.transports.framing import header_bytes
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import CollectiveCall, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 
@@ -156,14 +158,16 @@ def _all_reduces(transport: Transport, most: float) -> tuple[float, float]:
 
     Of two rounds with messages of the same size, added in the first; and of the first alone.
     """
-    group = Group((0, 1))
     whole, half = torch.zeros(REDUCED // 2), torch.zeros(REDUCED // 4)
 
+    def by_messages(schedule: str, vector: Tensor) -> None:
+        execute(transport, CollectiveCall(ALL_REDUCE[schedule](2), vector, Group((0, 1)), TAG))
+
     def ring() -> None:
-        all_reduce(transport, whole, "ring", group, TAG)
+        by_messages("ring", whole)
 
     def butterfly() -> None:
-        all_reduce(transport, half, "butterfly", group, TAG)
+        by_messages("butterfly", half)
 
     two: list[float] = []
     one: list[float] = []

@@ -7,8 +7,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestra.errors import InputError
@@ -28,19 +27,6 @@ def memory_is_shared(environ: Mapping[str, str]) -> bool:
     if wanted not in ("0", "1"):
         raise InputError(f"{_SHARED_MEMORY} is {wanted!r}: set it to 1, or to 0 for sockets")
     return wanted == "1"
-
-
-@contextmanager
-def over_sockets() -> Iterator[None]:
-    """While inside, the ranks that are launched share no memory: what simulations predict."""
-    before = os.environ.get(_SHARED_MEMORY)
-    os.environ[_SHARED_MEMORY] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_SHARED_MEMORY]
-        if before is not None:
-            os.environ[_SHARED_MEMORY] = before
 
 
 @dataclass(frozen=True)

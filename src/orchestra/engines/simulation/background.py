@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
-from orchestra.transports.collective import execute
-from orchestra.transports.protocol import Traffic, Transport
+from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
+
+
+class Exchanging(Transport, Protocol):
+    """A transport whose flow can take part in a collective by itself."""
+
+    def exchange(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        """Carry out `call` now, with messages where ranks do not share memory."""
+        ...
 
 
 class Queued:
@@ -70,7 +78,7 @@ class BackgroundQueue:
         rendezvous: Rendezvous,
         port: Port,
         caches: Port,
-        new_transport: Callable[[], Transport],
+        new_transport: Callable[[], Exchanging],
         traffic: Traffic,
         signal_seconds: float = 0.0,
     ) -> None:
@@ -107,8 +115,8 @@ class BackgroundQueue:
         if time > self.kernel.now() and not steady:
             self.kernel.call_at(time, self._start, time)
         else:
-            overhead = self._port.net.overhead
-            self._compute(time, self._caches.warm_up() + overhead.collective, self._join)
+            beginning = self._tasks[0].given.placed.beginning
+            self._compute(time, self._caches.warm_up() + beginning, self._join)
 
     def _compute(self, time: float, seconds: float, then: Callable[[float], None]) -> None:
         """Let the thread compute from `time` on; `then` is called with the time of its end."""
@@ -150,7 +158,7 @@ class BackgroundQueue:
         transport = self._new_transport()
 
         def live() -> None:
-            self._tasks[0].buffer_bytes = execute(transport, given.call)
+            self._tasks[0].buffer_bytes = transport.exchange(given.call)
 
         def ended(flow: Flow) -> None:
             if flow.error is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Protocol
@@ -264,6 +264,11 @@ class Net:
     `delay` tells how many seconds later a message from one rank to another arrives if it is sent at
     a time; None: never. `before_arrival` is called before a message begins to cross these links.
     `message` gives the costs of one of so many bytes, its header included.
+
+    Attributes:
+        nodes: the name of each rank's node.
+        hosts: of each rank, what it has in common with those that it shares memory with; empty:
+            nobody does.
     """
 
     def __init__(
@@ -280,8 +285,10 @@ class Net:
         self.message = functools.lru_cache(maxsize=1024)(overhead.message)
         self.before_arrival: Callable[[Sequence[Resource]], None] = lambda links: None
         self.ports: list[Port] = []
-        self.nodes: list[str] = []  # of each rank
+        self.nodes: list[str] = []
+        self.hosts: list[Hashable] = []
         self.shared: dict[tuple[tuple[int, ...], int, int], Tensor] = {}  # by ranks, tag, number
+        self.shown: dict[Hashable, dict[int, Tensor]] = {}  # by stage and place
         self.streams: dict[tuple[int, int], Stream] = {}
         self._route = route
         self._delay = delay

@@ -13,12 +13,13 @@ from math import inf
 from orchestra.engines.simulation.fluid import Fluid
 from orchestra.engines.simulation.kernel import Events, Processor
 from orchestra.engines.simulation.network import Stream
-from orchestra.engines.simulation.rounds import ADD, FREE, SEND, PlacedPlan
+from orchestra.engines.simulation.rounds import ADD, BARRIER, FREE, SEND, PlacedPlan
+from orchestra.engines.simulation.shared_memory import Barriers
 
 Call = Callable[[], None]
 
 BLOCKED = None
-"""In place of seconds of computation: a packet wakes the participant."""
+"""In place of seconds of computation: a packet, or a barrier, wakes the participant."""
 
 
 class Packet:
@@ -88,6 +89,7 @@ class Messages:
     def __init__(self, placed: PlacedPlan, scene: Scene) -> None:
         self.placed = placed
         self.scene = scene
+        self.barriers = Barriers(scene.events)
         self._packets: dict[tuple[int, int], list[Packet]] = defaultdict(list)
 
     def packet(self, pair: tuple[int, int], number: int, frame_bytes: int) -> Packet:
@@ -165,7 +167,7 @@ class Participant:
         messages, own = self._messages, self.index
         streams = messages.placed.streams
         counts: dict[tuple[int, int], int] = defaultdict(int)
-        leaving: list[Packet] = []
+        leaving: dict[int, Packet] = {}
         for kind, number, peer, frame_bytes, seconds, rest in messages.placed.steps(own):
             began = self._time
             if kind is FREE:
@@ -178,11 +180,20 @@ class Participant:
             if kind is ADD:
                 if not self._goes_ahead(seconds):
                     yield seconds
+            elif kind is BARRIER:
+                if not self._goes_ahead(seconds):
+                    yield seconds
+                here = self._time
+                self.communicating += here - began
+                messages.barriers.arrive(number, peer, own, here, rest, self.go_on)
+                yield BLOCKED
+                self.waiting += self._time - here
+                continue
             elif kind is SEND:
                 pair = own, peer
                 packet = messages.packet(pair, counts[pair], frame_bytes)
                 counts[pair] += 1
-                leaving.append(packet)
+                leaving[number] = packet
                 if not self._goes_ahead(seconds):
                     yield seconds
                 streams[pair].send(packet, self._time)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestra.cluster.costs import MemoryCosts
+from orchestra.engines.simulation.shared_memory import (
+    NodeStage,
+    NodeStages,
+    Phase,
+    buffer_bytes,
+)
 from orchestra.schedules import REDUCE, Schedule
 from orchestra.transports import collective
 from orchestra.transports.collective import RoundPart, Step
@@ -18,6 +25,7 @@ from orchestra.transports.framing import header_bytes
 Integers = NDArray[np.int64]
 
 HEADER = header_bytes(1)
+NO_STAGES = NodeStages()
 
 
 @functools.lru_cache(maxsize=2)
@@ -41,16 +49,25 @@ class Plan:
         bytes_sent, messages_sent, bytes_received, messages_received, buffer_bytes: of each rank.
         is_synchronizing: no rank can finish before every rank has begun.
         added_slots_bytes: what each rank adds up at the end, beside what it added before.
+        streamed: every (source, target) that there is a message for; others are `stages`.
+        stages: what ranks do in shared memory. Bytes and messages are counted as if it were sent,
+            and of each rank the bytes also as `bytes_in_memory`.
     """
 
     def __init__(
-        self, schedule: Schedule, length: int, edges: Sequence[int] | None, itemsize: int
+        self,
+        schedule: Schedule,
+        length: int,
+        edges: Sequence[int] | None,
+        itemsize: int,
+        stages: NodeStages = NO_STAGES,
     ) -> None:
         self.schedule = schedule
         self.itemsize = itemsize
         self.segment = collective.SEGMENT_BYTES // itemsize
         self.length = length
-        self._slot_bytes = length * itemsize if schedule.slots else 0
+        self.stages = stages
+        self._slot_bytes = length * itemsize if schedule.slots and not stages else 0
         self.added_slots_bytes = self._slot_bytes * (schedule.ranks - 1)
         self.cuts = tuple(schedule.edges(length) if edges is None else edges)
         cuts = np.array(self.cuts)
@@ -65,7 +82,19 @@ class Plan:
         self.pairs = self._by_pair(source * schedule.ranks + target, wire)
         self.messages_sent, self.bytes_sent = self._by(source, messages, wire)
         self.messages_received, self.bytes_received = self._by(target, messages, wire)
+        self.streamed: Iterable[tuple[int, int]] = self.pairs
+        self.bytes_in_memory = [0] * schedule.ranks
+        if stages:
+            held = stages.hold(self._number, source)
+            (self.bytes_in_memory,) = self._by(source[held], wire[held])
+            sent = ~held
+            self._transfers, self._number = self._transfers[:, sent], self._number[sent]
+            self._elements, source, target = self._elements[sent], source[sent], target[sent]
+            self.streamed = self._by_pair(source * schedule.ranks + target, self._elements)
         self.buffer_bytes = self._buffers()
+        for place in stages.sections:
+            used = buffer_bytes(length * itemsize)
+            self.buffer_bytes[place] = max(self.buffer_bytes[place], used)
         self.is_synchronizing = schedule.all_reduce or (
             schedule.synchronizing and bool(np.diff(cuts).all())
         )
@@ -95,9 +124,9 @@ class Plan:
         """Of a message with its header."""
         return elements * self.itemsize + HEADER
 
-    def parts(self, rank: int) -> Iterator[RoundPart]:
-        """What `rank` does in each round."""
-        for number in range(len(self.rounds)):
+    def parts(self, rank: int, first: int = 0, end: int | None = None) -> Iterator[RoundPart]:
+        """What `rank` does in each round, from `first` to before `end`."""
+        for number in range(len(self.rounds))[first:end]:
             if number not in self._parts:
                 parts: dict[int, RoundPart] = defaultdict(lambda: RoundPart([], []))
                 for source, target, piece, end, operation, _ in self.rounds[number].tolist():
@@ -111,9 +140,14 @@ class Plan:
             if part is not None:
                 yield part
 
-    def steps(self, rank: int) -> Iterator[Step]:
-        """What the executor does on `rank`."""
-        return collective.steps(self.parts(rank), self.cuts, self.segment)
+    def steps(self, rank: int, first: int = 0, end: int | None = None) -> Iterator[Step]:
+        """What the executor does on `rank` in these rounds."""
+        return collective.steps(self.parts(rank, first, end), self.cuts, self.segment)
+
+    def phases(self, stage: NodeStage, rank: int, costs: MemoryCosts) -> Sequence[Phase]:
+        """What `rank` does in `stage`."""
+        cuts = (0, self.length) if self.schedule.slots else self.cuts
+        return stage.phases(rank, cuts, self.itemsize, costs)
 
     def _place_of(self, rank: Integers) -> Integers:
         """A number for each pair of a round and the `rank` of a transfer in it."""

@@ -25,6 +25,7 @@ from orchestra.engines.simulation.participant import Messages, Participant, Scen
 from orchestra.engines.simulation.plan import Plan
 from orchestra.engines.simulation.round_state import Usage
 from orchestra.engines.simulation.rounds import PlacedPlan, Ranks
+from orchestra.engines.simulation.shared_memory import Barriers, node_stages
 from orchestra.schedules.sums import add_up
 from orchestra.transports.protocol import CollectiveCall, Traffic
 
@@ -99,6 +100,7 @@ class Member:
             plan.messages_sent[index],
             plan.messages_received[index],
             *self.seconds,
+            bytes_in_memory=plan.bytes_in_memory[index],
         )
 
     @property
@@ -278,6 +280,7 @@ class Rendezvous:
         self, kernel: Kernel, crowded: Callable[[Ranks], bool], *, faults: bool = False
     ) -> None:
         self.faults = faults
+        self.barriers = Barriers(kernel)
         self._kernel = kernel
         self._crowded = crowded
         self._open: dict[tuple[int, int], Collective | None] = {}  # None: message by message
@@ -309,7 +312,8 @@ class Rendezvous:
         cuts = None if call.edges is None else tuple(call.edges)
         key = net, schedule, ranks, length, cuts, itemsize
         if key not in self._plans:
-            plan = Plan(schedule, length, cuts, itemsize)
+            hosts = tuple(net.hosts[rank] for rank in ranks) if net.hosts else ()
+            plan = Plan(schedule, length, cuts, itemsize, node_stages(schedule, hosts))
             group = self._groups.setdefault((net, ranks), len(self._groups))
             self._plans[key] = PlacedPlan(net, ranks, plan, group)
         return self._plans[key]

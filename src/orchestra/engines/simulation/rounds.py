@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, groupby
+from typing import Literal
 
 import numpy as np
 
@@ -19,14 +20,17 @@ from orchestra.engines.simulation.network import Net
 from orchestra.engines.simulation.plan import HEADER, Plan
 from orchestra.engines.simulation.ring_rounds import SAME, Floats, Integers, Rolls, Segment
 from orchestra.engines.simulation.round_state import NOBODY, Meetings, Met, State, Usage
+from orchestra.engines.simulation.shared_memory import NodeStage
 from orchestra.schedules import REDUCE
 from orchestra.transports.collective import StepKind
 
 # Attributes of an Enum are slow to look up.
 SEND, TAKE, FREE, ADD = StepKind.SEND, StepKind.TAKE, StepKind.FREE, StepKind.ADD
-ChargedStep = tuple[StepKind, int, int, int, float, float]
+BARRIER: Literal["barrier"] = "barrier"
+ChargedStep = tuple[StepKind | Literal["barrier"], int, int, int, float, float]
 """A `Step`: kind, number, peer, bytes of the message with its header, seconds of computation; of
-SEND until the first byte leaves, and then until the last one has."""
+SEND until the first byte leaves, and then until the last one has. BARRIER: its number and
+its ranks, seconds of computation before it, and those that pass from the last arrival on."""
 
 Ranks = tuple[int, ...]
 
@@ -70,6 +74,7 @@ class PlacedPlan:
             receives from it, each `NOBODY` where there are several.
         contention_free: whether no link is shared by several pairs at a time, as far as the
             schedule tells: then the times can be evaluated over arrays.
+        beginning: processor seconds of each rank before all of it.
     """
 
     def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
@@ -80,7 +85,7 @@ class PlacedPlan:
         self.place = {rank: place for place, rank in enumerate(ranks)}
         self.streams = {
             (source, target): net.stream(ranks[source], ranks[target])
-            for source, target in plan.pairs
+            for source, target in plan.streamed
         }
         self.sent: list[dict[int, int]] = [{} for _ in ranks]
         for (source, target), size in plan.pairs.items():
@@ -91,9 +96,12 @@ class PlacedPlan:
                 known = self.links.setdefault(link, ends)
                 if known != ends:
                     self.links[link] = _common(known, ends)
-        self.contention_free = plan.sends_one_at_a_time and all(
-            ends != (NOBODY, NOBODY) for ends in self.links.values()
+        self.contention_free = (
+            not plan.stages
+            and plan.sends_one_at_a_time
+            and all(ends != (NOBODY, NOBODY) for ends in self.links.values())
         )
+        self.beginning = net.overhead.collective if self.links or not plan.stages else 0.0
         capacities = {link.capacity for link in self.links}
         self._halves = len(capacities) == 1
         self._steps: dict[int, Sequence[ChargedStep]] = {}
@@ -142,8 +150,24 @@ class PlacedPlan:
         return steps
 
     def _charged(self, index: int) -> Iterator[ChargedStep]:
+        plan, stages = self.plan, self.plan.stages
+        for section in stages.sections.get(index, [(0, None)]):
+            if isinstance(section, NodeStage):
+                phases = plan.phases(section, index, self.net.overhead.in_memory)
+                for part, (seconds, wake) in enumerate(phases):
+                    if wake is None:
+                        yield ADD, -1, -1, 0, seconds, 0.0
+                    else:
+                        number = len(phases) * stages.numbers[section] + part
+                        yield BARRIER, number, len(section.places), 0, seconds, wake
+            else:
+                yield from self._messages(index, *section)
+        if plan.added_slots_bytes:
+            yield ADD, -1, -1, 0, self.net.overhead.add * plan.added_slots_bytes, 0.0
+
+    def _messages(self, index: int, begin: int, stop: int | None) -> Iterator[ChargedStep]:
         plan, overhead = self.plan, self.net.overhead
-        for kind, number, peer, first, end, _ in plan.steps(index):
+        for kind, number, peer, first, end, _ in plan.steps(index, begin, stop):
             frame_bytes = plan.frame_bytes(end - first)
             if kind is SEND:
                 cost = self.net.message(frame_bytes)
@@ -155,8 +179,6 @@ class PlacedPlan:
                 yield kind, number, peer, 0, overhead.add * (end - first) * plan.itemsize, 0.0
             elif kind is FREE and frame_bytes > overhead.buffer:
                 yield kind, number, peer, 0, 0.0, 0.0
-        if plan.added_slots_bytes:
-            yield ADD, -1, -1, 0, overhead.add * plan.added_slots_bytes, 0.0
 
     def ends(
         self, arrivals: Sequence[float], rates: tuple[float, ...], before: Usage | None = None

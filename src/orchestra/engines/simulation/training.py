@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from orchestra.cluster import Jitter
     from orchestra.engines.simulation.costs import Costs
     from orchestra.engines.simulation.simulate import Outcome
-    from orchestra.worker.runtime import Runtime
+    from orchestra.worker.runtime import Reporter, Runtime
 
 
 def train_run(
@@ -96,6 +96,26 @@ class Assignment:
 
 def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     """What the process of the simulation runs; here, so that a launcher can name it."""
+    run, folder = assignment.run, assignment.folder
+    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
+    outcome, cluster, wire = simulate_run(
+        run, assignment.source, cluster, assignment.ranks, folder, runtime.reporter
+    )
+    if outcome.failure is None and outcome.bad_input is None:
+        keep_links(folder, cluster, outcome, wire)
+    alone = assignment.ranks == 1 < len(cluster.nodes)
+    return replace(outcome, sent=(), node=cluster.nodes_of(1)[0].name if alone else None)
+
+
+def simulate_run(
+    run: Run, source: CostSource, cluster: Cluster, ranks: int, folder: Path, reporter: Reporter
+) -> tuple[Outcome, Cluster, float]:
+    """Simulate `run` on `cluster` in this process, on `ranks` processes of it.
+
+    Returns:
+        What became of it; the cluster, in which one process has the best node; and the bytes on a
+        link for each byte of a message.
+    """
     from orchestra.cluster.costs import EVENLY
     from orchestra.cluster.nodes import ASSUMED
     from orchestra.engines.simulation.costs import OVERHEAD, CalibratedCosts, assumed_costs
@@ -103,8 +123,6 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     from orchestra.engines.simulation.simulate import described_speeds, simulate
     from orchestra.trainer.program import train
 
-    run, source, ranks = assignment.run, assignment.source, assignment.ranks
-    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     costs: Costs
     overhead, sharing = OVERHEAD, EVENLY
     jitter: Jitter = ASSUMED
@@ -122,7 +140,6 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         node = memory.best_node(cluster, costs)
         cluster = replace(cluster, placement=(node.name,))
     memory.require_room(cluster, ranks)
-    values = run.training.tensors == "real"
     overhead = cluster.overhead or overhead
     speeds: tuple[float, ...] = ()
     if run.measures_shares:
@@ -130,7 +147,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         speeds = described_speeds(cluster, ranks, costs, overhead, sharing, batch, threads)
 
     def rank_program(rank: Runtime) -> RankReport:
-        return train(replace(rank, speeds=speeds), (run, assignment.folder))
+        return train(replace(rank, speeds=speeds), (run, folder))
 
     outcome = simulate(
         rank_program,
@@ -138,18 +155,15 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         ranks,
         costs,
         overhead,
-        runtime.reporter,
+        reporter,
         seed_number=run.seed,
         sharing=sharing,
         jitter=jitter,
         patience=run.training.patience,
         threads=run.training.threads,
-        values=values,
+        values=run.training.tensors == "real",
     )
-    if outcome.failure is None and outcome.bad_input is None:
-        keep_links(assignment.folder, cluster, outcome, overhead.wire)
-    named = cluster.nodes_of(1)[0].name if ranks == 1 < len(cluster.nodes) else None
-    return replace(outcome, sent=(), node=named)
+    return outcome, cluster, overhead.wire
 
 
 # What the links carried

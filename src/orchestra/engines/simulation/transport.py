@@ -15,10 +15,12 @@ from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
+from orchestra.engines.simulation.shared_memory import buffer_bytes, carry_out
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import ALL_REDUCE
+from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
-from orchestra.transports.collective import CollectiveMixin
+from orchestra.transports.collective import CollectiveMixin, execute_in_stages, stage_traffic
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (
@@ -164,17 +166,17 @@ class SimulatedTransport(CollectiveMixin):
         assert schedule is not None
         together = schedule.all_reduce or schedule.synchronizing
         if not together or len(call.group) == 1 or not vector.numel():
-            return super().execute(call, over)
+            return self.exchange(call, over)
         port, kernel, current = self._port, self._kernel, self._kernel.current
-        traffic = self.traffic
+        traffic, given = self.traffic, self._rendezvous.contribution(self._port.net, call)
         port.keep_order()
         waited, start = traffic.seconds_waiting, kernel.here()
-        port.spend(port.warm_up() + port.net.overhead.collective, traffic)
+        port.spend(port.warm_up() + given.placed.beginning, traffic)
         moves_values = not (schedule.all_reduce or vector.is_meta)
         by_messages = call.message_by_message or moves_values or self._rendezvous.faults
-        member = self._join(self._rendezvous.contribution(port.net, call), by_messages)
+        member = self._join(given, by_messages)
         if member is None:
-            return super().execute(call, over)
+            return self.exchange(call, over)
         while not member.done:
             kernel.park()
         current.waits = None
@@ -184,6 +186,25 @@ class SimulatedTransport(CollectiveMixin):
         moving = start + traffic.seconds_waiting - waited
         (over or self).executed(call, start, moving, moved.bytes_sent)
         return member.buffer_bytes
+
+    def exchange(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        """Carry out `call` now, with messages where ranks do not share memory."""
+        ranks, hosts = call.group.ranks, self._port.net.hosts
+        local = frozenset(
+            place for place, rank in enumerate(ranks) if hosts and hosts[rank] == hosts[self.rank]
+        )
+        transport = over or self
+
+        def carry_out_here(stage: Stage) -> int:
+            started, waited = self._kernel.here(), self.traffic.seconds_waiting
+            carry_out(stage, call, self._port, self._rendezvous.barriers, self.traffic)
+            moving = started + self.traffic.seconds_waiting - waited
+            moved = stage_traffic(call, self.rank, stage)
+            self.traffic.add(moved)
+            transport.executed(call, started, moving, moved.bytes_sent)
+            return buffer_bytes(call.vector.nbytes)
+
+        return execute_in_stages(transport, call, local, carry_out_here)
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Begin what stands for the all-reduce of torch.distributed."""

@@ -59,6 +59,11 @@ class World:
         for net in (self.net, self._native):
             net.before_arrival = self.rendezvous.disturb
             net.nodes = [node.name for node in self.nodes]
+        self.net.hosts = [
+            # collectives of tensors that are on devices are messages
+            node.name if node.shared_memory and not node.devices else rank
+            for rank, node in enumerate(self.nodes)
+        ]
         self._native_threads: Counter[str] = Counter()  # by node
         self._cluster = cluster
         self._channels: dict[Channel, Resource] = {}

@@ -1,0 +1,279 @@
+"""Techniques that PyTorch and its neighbours have, too, beside theirs: a step of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from orchestra.bench.step import (
+    ALONE,
+    RATE,
+    SUBJECTS,
+    BenchmarkModel,
+    Contest,
+    alone,
+    block_of,
+    our_step,
+)
+from orchestra.bench.turns import (
+    Blocks,
+    Progress,
+    join_gloo,
+    median_ratio,
+    run_ranks,
+    take_turns,
+)
+from orchestra.cli.bench import (
+    bench_parser,
+    listed,
+    print_remarks,
+    print_table,
+    progress_line,
+    rank_counts,
+    read_options,
+    write_figures,
+)
+from orchestra.cli.main import guarded
+from orchestra.settings import parse
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.worker.runtime import Runtime
+
+EVERY = 8
+"""Steps between two averages of local SGD, and of a block."""
+PLAIN = "DDP"
+FP16, POWER = (f"{PLAIN}, {hook}" for hook in ("fp16", "PowerSGD"))
+POST_LOCAL, ACCELERATE = "PostLocalSGD", "Accelerate"
+ONE_BUCKET = 1000
+"""Megabytes. The PowerSGD hook waits for all-reduces in callbacks of gloo's two threads: with
+several buckets it hangs, or ranks call them in different orders (torch 2.13)."""
+OURS = {
+    "AllReduce('native')": PLAIN,
+    "AllReduce()": PLAIN,
+    "AllReduce(compression=FP16())": FP16,
+    "AllReduce(compression=BF16())": FP16,
+    "AllReduce(compression=PowerSGD(1))": POWER,
+    f"LocalSGD({EVERY})": POST_LOCAL,
+    ALONE: PLAIN,
+}
+"""Each with the peer that does the same; PyTorch's hook for bf16 is for GPUs only."""
+HEADINGS = ("technique", "ms", "peer", "ms", "ratio")
+DESCRIPTION = """\
+Time a step of each technique that PyTorch has, too, beside that of its peer, in turn, in the same
+processes: plain DistributedDataParallel, its hooks for fp16 (beside our BF16, too) and PowerSGD,
+its PostLocalSGD optimizer, and the LocalSGD of Hugging Face Accelerate where that is installed. One
+process with all cores and the batch of all ranks stands beside the plain one.
+"""
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """A technique with one model on one number of ranks.
+
+    `step_seconds` and `peer_seconds` are medians over the rounds; `ratio` is the median of ours
+    over the peer's in the same round, between its `least` and `most`.
+    """
+
+    model: str
+    ranks: int
+    technique: str
+    step_seconds: float
+    peer: str
+    peer_seconds: float
+    ratio: float
+    least: float
+    most: float
+
+
+def bench_peers(
+    ranks: Sequence[int],
+    rounds: int,
+    subjects: Sequence[BenchmarkModel],
+    on_progress: Progress | None = None,
+) -> Iterator[PeerRow]:
+    """Measure every subject on every number of ranks.
+
+    Raises KeyboardInterrupt where the user stopped it.
+    """
+    contestants = len(OURS) + len(set(OURS.values())) + 1
+    for subject in subjects:
+        for count in ranks:
+            with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+                store = str(Path(folder) / "store")
+                contest = Contest(subject, rounds, store, torch.get_num_threads())
+                blocks, *_ = run_ranks(
+                    measure,
+                    contest,
+                    count,
+                    steps=(rounds + 1) * contestants,
+                    what=f"{subject.name}, {count} ranks",
+                    on_progress=on_progress,
+                )
+            yield from _rows(subject.name, count, blocks)
+
+
+def _rows(model: str, ranks: int, blocks: Blocks) -> Iterator[PeerRow]:
+    beside = dict(OURS)
+    pairs = [(ours, peer) for ours, peer in beside.items() if peer in blocks]
+    if ACCELERATE in blocks:
+        pairs.insert(-1, (f"LocalSGD({EVERY})", ACCELERATE))
+    for ours, peer in pairs:
+        ratios = [a / b for a, b in zip(blocks[ours], blocks[peer], strict=True)]
+        seconds, others = (statistics.median(blocks[name]) / EVERY for name in (ours, peer))
+        ratio = median_ratio(blocks[ours], blocks[peer])
+        yield PeerRow(model, ranks, ours, seconds, peer, others, ratio, min(ratios), max(ratios))
+
+
+def measure(runtime: Runtime, contest: Contest) -> Blocks:
+    """On each rank: the seconds of each contestant's blocks."""
+    subject = contest.subject
+    join_gloo(runtime, contest.store)
+    steps: dict[str, Callable[[], None]] = {
+        PLAIN: _hooked(subject),
+        FP16: _hooked(subject, default_hooks.fp16_compress_hook),
+        POWER: _hooked(subject, powerSGD_hook.powerSGD_hook, _power_sgd(), ONE_BUCKET),
+        POST_LOCAL: _post_local(subject, runtime),
+    }
+    if importlib.util.find_spec("accelerate") is not None:
+        steps[ACCELERATE] = _accelerate(subject, runtime)
+    for text in OURS:
+        if text != ALONE:
+            strategy: Strategy[Any] = parse(text, STRATEGIES, where="benchmark")
+            steps[text] = our_step(runtime, subject, strategy)
+    blocks = {name: block_of(step, EVERY) for name, step in steps.items()}
+    blocks[ALONE] = alone(runtime, contest, EVERY)
+    return take_turns(runtime, blocks, contest.rounds)
+
+
+def _hooked(
+    subject: BenchmarkModel,
+    hook: Callable[..., Any] | None = None,
+    state: object = None,
+    bucket_megabytes: int | None = None,
+) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        subject.build(), bucket_cap_mb=bucket_megabytes, gradient_as_bucket_view=True
+    )
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    return _loop(subject, model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+
+def _power_sgd() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=2
+    )
+
+
+def _post_local(subject: BenchmarkModel, runtime: Runtime) -> Callable[[], None]:
+    """No gradient is averaged from the first step on; parameters are, every `EVERY` steps."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(subject.build(), gradient_as_bucket_view=True)
+    groups = [dist.new_group([rank]) for rank in range(runtime.ranks)]
+    state = post_localSGD_hook.PostLocalSGDState(None, groups[runtime.rank], 0)
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=RATE), PeriodicModelAverager(EVERY, warmup_steps=0)
+    )
+    return _loop(subject, model, optimizer)
+
+
+def _accelerate(subject: BenchmarkModel, runtime: Runtime) -> Callable[[], None]:
+    os.environ |= {
+        "RANK": str(runtime.rank),
+        "LOCAL_RANK": str(runtime.rank),
+        "WORLD_SIZE": str(runtime.ranks),
+        "LOCAL_WORLD_SIZE": str(runtime.ranks),
+        "MASTER_ADDR": "127.0.0.1",  # asked for, but the process group is there already
+        "ACCELERATE_USE_CPU": "true",
+    }
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    plain = subject.build()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=RATE))
+    local = LocalSGD(accelerator, model, EVERY)
+    local.__enter__()  # left with the process
+    return _loop(subject, model, optimizer, accelerator.backward, local.step)
+
+
+def _loop(
+    subject: BenchmarkModel,
+    model: nn.Module,
+    optimizer: Any,
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+    then: Callable[[], object] = lambda: None,
+) -> Callable[[], None]:
+    """Return a step as in a loop by hand, which reads the loss."""
+    batch = subject.batch(subject.batch_size)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = subject.loss(model, batch)
+        backward(loss)
+        loss.item()
+        optimizer.step()
+        then()
+
+    return step
+
+
+def print_rows(rows: Sequence[PeerRow]) -> None:
+    """A table for each model and number of ranks."""
+    for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
+        lines = [_line(row) for row in group]
+        print_table(f"{model}, {ranks} ranks", HEADINGS, lines)
+    print_remarks("DDP: DistributedDataParallel on gloo. Ratios below 1: faster than the peer.")
+    if importlib.util.find_spec("accelerate") is None:
+        print_remarks("Accelerate is not installed: no row for its LocalSGD.")
+
+
+def _line(row: PeerRow) -> tuple[str, ...]:
+    return (
+        row.technique,
+        f"{1e3 * row.step_seconds:.3g}",
+        row.peer,
+        f"{1e3 * row.peer_seconds:.3g}",
+        f"{row.ratio:.2f}",
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print the times."""
+    parser = bench_parser("python -m benchmarks.peers", DESCRIPTION, rounds=7)
+    parser.option("--ranks", "N,...", "numbers of processes (default: 2,4)", default="2,4")
+    parser.option("--models", "NAME,...", f"some of {', '.join(SUBJECTS)}")
+    options = read_options(parser, arguments)
+    subjects = list(listed("--models", options.models, SUBJECTS).values())
+    with progress_line() as tell:
+        rows = list(bench_peers(rank_counts(options.ranks), options.rounds, subjects, tell))
+    print_rows(rows)
+    write_figures(options.json, "peers", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,253 @@
+"""ZeRO: each worker updates its slice of the parameters, and keeps what it needs of the rest.
+
+Stage 1 keeps the optimizer's state of that slice, stage 2 also its gradients, stage 3 also its
+parameters (Rajbhandari et al., SC 2020; FSDP: Zhao et al., VLDB 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestra.collectives import Group, all_reduce
+from orchestra.exchange.average import Bucket, GradientAverage, ScheduledGroup
+from orchestra.optimizers.spec import set_rates
+from orchestra.optimizers.state import OptimizerPart, install_moments
+from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
+from orchestra.transports.protocol import CollectiveCall, Task
+from orchestra.transports.tags import Tag
+from orchestra.worker.gathering import Gathering, through_layout
+from orchestra.worker.runtime import Work
+from orchestra.worker.sharded import ShardedWorker
+from orchestra.worker.units import Share, Unit, cut_into_units
+from orchestra.worker.worker import Worker
+
+
+def share_of(ring: Sequence[int], rank: int) -> Share:
+    """The slices that a reduce-scatter around the ranks of `ring` leaves `rank` the sum of."""
+    return Share((ring.index(rank) + 1) % len(ring), len(ring))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of which this worker updates the elements from `first` on: it, or a cut of it.
+
+    `values` and `gradient` share memory with the flat vectors.
+    """
+
+    slot: int
+    first: int
+    values: Tensor
+    gradient: Tensor
+
+
+class Shards:
+    """The ring's first half, an update, its second, for each of the model's units.
+
+    Every unit is cut into one slice a worker, each of which owns the slice of which the
+    reduce-scatter leaves it the sum. Tensors are cut only where the optimizer treats each element
+    alone. `optimizer` holds the state of this worker's parts, and nothing else. With `scatter`
+    gradients have memory only from backward to the reduce-scatter of their unit. On a
+    `ShardedWorker`, or one of shapes with `gather`, parameters do only while they are used.
+    """
+
+    def __init__(
+        self, worker: Worker, ring: Group, *, scatter: bool = False, gather: bool = False
+    ) -> None:
+        self._worker = worker
+        self._scatter = scatter
+        self._reduce_scatter = ScheduledGroup(ring_reduce_scatter(len(ring)), ring)
+        self._all_gather = ScheduledGroup(ring_all_gather(len(ring)), ring)
+        self._tail = ScheduledGroup(ALL_REDUCE["butterfly"](len(ring)), ring)
+        limit = worker.bucket_bytes if worker.overlap or scatter else None
+        divisible = worker.optimizer.elementwise
+        share = share_of(ring.ranks, worker.rank)
+        self.units = cut_into_units(worker.layout, limit, share, divisible=divisible)
+        if scatter and not isinstance(worker, ShardedWorker):
+            worker.lay_out_gradients(self.units)
+        self._sharded = isinstance(worker, ShardedWorker)
+        self.gathering = self._gathered() if gather else None
+        self._parts = [
+            self._part(unit, piece.tensor, piece.first, piece.end)
+            for unit in self.units
+            for piece in unit.pieces
+        ]
+        names = [worker.layout.slots[part.slot].name for part in self._parts]
+        tensors = {
+            name: (part.values, part.first) for name, part in zip(names, self._parts, strict=True)
+        }
+        self.optimizer = worker.optimizer.build({name: t for name, (t, _) in tensors.items()})
+        install_moments(self.optimizer, tensors, worker.inherited)
+        self.part = OptimizerPart(self.optimizer, tensors)
+
+    def _gathered(self) -> Gathering:
+        """The parameters of this worker, gathered when they are used."""
+        worker, transport = self._worker, self._worker.transport
+
+        def gather(unit: Unit, values: Tensor) -> Task[int]:
+            ring = self._all_gather  # on the flow that sums gradients: in the same order everywhere
+            call = CollectiveCall(ring.schedule, values, ring.group, Tag.SHARDS, unit.edges)
+            return transport.in_background(lambda flow: flow.execute(call))
+
+        if isinstance(worker, ShardedWorker):
+            values_of, memory = worker.values_of, worker.memory
+            worker.gathering = Gathering(
+                self.units, memory.parts, worker.compute,
+                lambda unit: gather(unit, values_of(unit)), memory.free, self._all_say,
+            )  # fmt: skip
+            return worker.gathering
+        whole = worker.parameters
+        worker.arriving = shapes = Gathering(
+            self.units, (), worker.compute,
+            lambda unit: gather(unit, whole[unit.first : unit.end]), lambda _: None, self._all_say,
+            through_layout(worker.layout, self.units),
+        )  # fmt: skip
+        return shapes
+
+    def _all_say(self, number: int) -> bool:
+        """Collective: whether all workers call with the same number."""
+        group = self._all_gather.group
+        moments = torch.tensor([number, number**2], dtype=torch.float64)
+        all_reduce(self._worker.transport, moments, "butterfly", group, Tag.AGREE)
+        total, squares = moments.tolist()
+        return bool(len(group) * squares == total**2)
+
+    def _part(self, unit: Unit, tensor: int, first: int, end: int) -> Part:
+        """Elements [first, end) of `unit`; a tensor that is there whole has its shape."""
+        worker, index = self._worker, unit.first_slot + tensor
+        slot, start = worker.layout.slots[index], unit.first + first
+        shape = slot.shape if end - first == slot.size else (end - first,)
+        own = slice(start - unit.own, start - unit.own + end - first)
+        at = unit.at if self._sharded else unit.own
+        values = worker.parameters[at : at + unit.size][own].view(shape)
+        gradient = worker.gradients.own(unit)[own].view(shape)
+        return Part(index, start - slot.offset, values, gradient)
+
+    def average(self) -> GradientAverage:
+        """What sums the gradients, of each the slice that this worker owns."""
+        if not self._scatter:
+            return GradientAverage(self._worker, self.sum)
+        return ScatteredAverage(self._worker, self)
+
+    def sum(self, bucket: Bucket, background: bool) -> list[Task[int]]:
+        """Begin the sum of this worker's slice of `bucket`; of the tail behind it everybody's."""
+        transport = self._worker.transport
+        unit = next(unit for unit in self.units if unit.first == bucket.first)
+        gradient = self._worker.gradients.bucket(unit)
+        begun = [
+            self._reduce_scatter.begin(transport, gradient, edges=unit.edges, background=background)
+        ]
+        if unit is self.units[-1]:
+            tail = self._worker.gradients.tail
+            begun.append(self._tail.begin(transport, tail, background=background))
+        return begun
+
+    def update(self) -> None:
+        """Clip and step on the own slices; then all parameters are collected, if they are kept."""
+        worker = self._worker
+        for part in self._parts:
+            part.values.grad = part.gradient if worker.gradients.used[part.slot] else None
+        self._clip()
+        set_rates(self.optimizer, worker.step.rates)
+        elements = sum(part.values.numel() for part in self._parts)
+        worker.compute.run(Work("update", elements), self.optimizer.step)
+        if self.gathering is not None:
+            return  # they are when they are used
+        for unit in self.units:
+            values = worker.parameters[unit.first : unit.end]
+            self._all_gather.begin(worker.transport, values, Tag.SHARDS, unit.edges).wait()
+
+    def close(self) -> None:
+        """The next phase has whole gradients again."""
+        if self._scatter and not self._sharded:
+            self._worker.lay_out_gradients(None)
+
+    def _clip(self) -> None:
+        """By the norm of the whole gradient: each worker knows the square of its part."""
+        worker, group = self._worker, self._reduce_scatter.group
+        if worker.clip_norm is None or len(group) == 1:
+            worker.clip()
+            return
+        gradients = [part.gradient for part in self._parts if part.values.grad is not None]
+        square = torch.zeros(1, dtype=torch.float64, device=worker.layout.device)
+        for gradient in gradients:
+            square += gradient.double().square().sum()
+        all_reduce(worker.transport, square, "butterfly", group, Tag.NORM)
+        factor = worker.clip_norm / (float(square.sqrt()) + 1e-6)
+        if factor < 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+
+@dataclass
+class Scattering:
+    """The reduce-scatter of `unit` under way; `wait` frees what other workers own of the sum."""
+
+    worker: Worker
+    unit: Unit
+    task: Task[int]
+    over: bool = False
+
+    def wait(self) -> int:
+        size = self.task.wait()
+        if not self.over:
+            self.worker.gradients.keep_own(self.unit)
+            self.over = True
+        return size
+
+    def done(self) -> bool:
+        return self.task.done()
+
+
+class ScatteredAverage(GradientAverage):
+    """Has the gradients of at most two units at a time: of one under way, and of one in backward.
+
+    That is so for models whose backward pass fills them in the order of their units.
+    """
+
+    def __init__(self, worker: Worker, shards: Shards) -> None:
+        self._shards = shards
+        buckets = [
+            Bucket(unit.first, worker.gradients.vector[unit.shard], unit.first_slot, unit.end_slot)
+            for unit in shards.units
+        ]
+        super().__init__(worker, self._begin_unit, buckets)
+        worker.gradients.on_ready = self._slots_are_ready
+
+    def finish(self) -> None:
+        """After backward; a worker without samples has to take part in the gathers of one."""
+        gathering = self._shards.gathering
+        if gathering is not None:
+            if not self._worker.step.samples:
+                gathering.sit_out(self._worker.accumulation, self._sum_nothing)
+            gathering.end_pass()
+        super().finish()
+
+    def _begin_unit(self, bucket: Bucket, background: bool) -> Sequence[Task[int]]:
+        unit, gathering = self._shards.units[self._next], self._shards.gathering
+        if gathering is not None and unit is not self._shards.units[-1]:
+            gathering.note_sum(unit)
+        scatter, *tail = self._shards.sum(bucket, background)
+        return [Scattering(self._worker, unit, scatter), *tail]
+
+    def _slots_are_ready(self, first: int, end: int) -> None:
+        for number in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
+            bucket, gathering = self._buckets[number], self._shards.gathering
+            if gathering is not None and self._worker.parameters.is_meta:
+                gathering.pass_backward(number)
+            super()._slots_are_ready(max(first, bucket.first_slot), min(end, bucket.end_slot))
+            while len(self._under_way) > 1:
+                before = self._under_way.pop(0)
+                self._worker.compute.needs(len(self._bucket_of) - 1, before.wait)
+
+    def _sum_nothing(self) -> None:
+        """The sum of the next unit, to which this worker has nothing to add."""
+        bucket = self._buckets[self._next]
+        for slot in range(bucket.first_slot, bucket.end_slot):
+            self._worker.gradients.collect(slot, 0.0)
+        self._begin_next()
+        while len(self._under_way) > 1:
+            self._under_way.pop(0).wait()

@@ -1,0 +1,172 @@
+"""Rows of a comparison that differ in one setting: beside which row each technique is judged, and
+at which bandwidth it would begin to pay."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from orchestra.engines.events import Event, Notice
+from orchestra.engines.processes.launch import launch
+from orchestra.engines.simulation.break_even import (
+    BreakEven,
+    Question,
+    Rival,
+    find_break_even,
+)
+from orchestra.engines.simulation.cost_source import cost_source_of
+from orchestra.errors import InputError, RunFailed
+from orchestra.experiments.experiment import tuned
+from orchestra.records.layout import TECHNIQUES
+from orchestra.records.record import RunRecord, write_atomically
+from orchestra.settings.base import default_of, from_plain, to_plain
+from orchestra.strategies.base import Strategy
+from orchestra.trainer.settings import Run
+
+PATIENCE = 600.0
+"""Seconds that one simulation of a search may take."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """The row `name` is the row `plain` with one `setting` more, "compression=BF16()"."""
+
+    name: str
+    plain: str
+    setting: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A technique on so many ranks; `break_even` is None where it was not searched, and `text` says
+    it in words."""
+
+    technique: Technique
+    ranks: int
+    break_even: BreakEven | None
+    text: str
+
+
+def techniques(strategies: Mapping[str, Strategy[Any]]) -> list[Technique]:
+    """Every pair of strategies of one kind that are equal but for a setting, which has its default
+    in one of them."""
+    return [
+        Technique(name, plain, setting)
+        for name, strategy in strategies.items()
+        for plain, other in strategies.items()
+        if (setting := _one_more(strategy, other)) is not None
+    ]
+
+
+def _one_more(strategy: Strategy[Any], plain: Strategy[Any]) -> str | None:
+    """Return the only setting that differs, where `plain` has its default."""
+    if type(strategy) is not type(plain):
+        return None
+    differing = [
+        field
+        for field in fields(plain)
+        if getattr(strategy, field.name) != getattr(plain, field.name)
+    ]
+    if len(differing) != 1:
+        return None
+    name = differing[0].name
+    is_default = getattr(plain, name) == default_of(differing[0])
+    return f"{name}={getattr(strategy, name)!r}" if is_default else None
+
+
+def on_most_ranks(
+    pairs: Sequence[Technique], runs: Sequence[Run], records: Sequence[RunRecord]
+) -> Iterator[tuple[Technique, Run, Run]]:
+    """Each technique with its run and the plain one, with the first seed and the settings that were
+    chosen for them, on the most ranks that both completed."""
+    settings = {
+        (record.name, record.ranks): record.tuned
+        for record in records
+        if record.status == "completed"
+    }
+    for pair in pairs:
+        ranks = [n for name, n in settings if name == pair.name and (pair.plain, n) in settings]
+        if ranks:
+            both = (
+                next(r for r in runs if (r.name, r.training.ranks) == (name, max(ranks)))
+                for name in (pair.name, pair.plain)
+            )
+            technique, plain = (tuned(r, settings[r.name, max(ranks)]) for r in both)
+            yield pair, technique, plain
+
+
+def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
+    """Steps to the target, or without a target all; the mean over the seeds. None if some did not
+    reach it."""
+    own = [r for r in records if (r.name, r.ranks) == (run.name, run.training.ranks)]
+    found = []
+    for record in own:
+        seconds = record.train_seconds
+        if run.training.target is not None and seconds:
+            seconds = record.time_to_target_seconds
+        if record.status != "completed" or not record.train_seconds or seconds is None:
+            return None
+        found.append(record.steps * seconds / record.train_seconds)
+    return statistics.fmean(found)
+
+
+def break_even(
+    technique: Run,
+    plain: Run,
+    records: Sequence[RunRecord],
+    seconds: float,
+    on_event: Callable[[Event | Notice], None],
+) -> BreakEven:
+    """At which bandwidth `technique` begins to pay.
+
+    Args:
+        seconds: that the search may take.
+
+    Raises:
+        KeyboardInterrupt: the user stopped it.
+    """
+    if technique.training.engine != "simulation":
+        return BreakEven(reason="these are no simulations")
+    needed = [steps_needed(run, records) for run in (technique, plain)]
+    if None in needed:
+        return BreakEven(reason="not every run reached the target")
+    first, second = (
+        Rival(run, steps or 0.0, cost_source_of(run))
+        for run, steps in zip((technique, plain), needed, strict=True)
+    )
+    try:
+        outcome = launch(
+            find_break_even,
+            Question(first, second, seconds),
+            1,
+            patience=PATIENCE,
+            on_event=on_event,
+        )
+    except (InputError, RunFailed) as failure:
+        return BreakEven(reason=str(failure).splitlines()[0])
+    if outcome.stopped:
+        raise KeyboardInterrupt
+    (found,) = outcome.results
+    return cast("BreakEven", found)
+
+
+def read_techniques(folder: Path) -> list[Judged]:
+    """What `techniques.json` in `folder` holds; nothing where there is no such file."""
+    try:
+        document = json.loads((folder / TECHNIQUES).read_text(encoding="utf-8"))
+        judged: list[Judged] = from_plain(list[Judged], document["techniques"])
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{folder / TECHNIQUES}: is damaged; delete it") from None
+    return judged
+
+
+def write_techniques(folder: Path, judged: Sequence[Judged]) -> None:
+    """`techniques.json`."""
+    document = {"techniques": to_plain(list(judged))}
+    write_atomically(folder / TECHNIQUES, json.dumps(document, indent=2) + "\n")
