@@ -190,7 +190,7 @@ class SameCuts(AllReduce):
 
         def begin(bucket: Any, background: bool) -> list[Task[int]]:
             begun = shards.sum(bucket, background)
-            edges = shards._edges[bucket.first]
+            edges = next(unit.edges for unit in shards.units if unit.first == bucket.first)
             gather = shards._all_gather.begin(
                 worker.transport, bucket.values[: edges[-1]], Tag.GRADIENTS, edges,
                 background=background,

@@ -65,6 +65,8 @@ TABLE = [
     Row("tree", 'AllReduce("tree")'),
     Row("hierarchical", 'AllReduce("hierarchical", ranks_per_node=2)'),
     Row("sharded optimizer", 'AllReduce(shard="optimizer")'),
+    Row("sharded gradients", 'AllReduce(shard="gradients")'),
+    Row("sharded parameters", 'AllReduce(shard="parameters")'),
     Row("partial all-reduce", "AllReduce(backup=1)", 2, exact=False),
     Row("server", f"{SERVER}()", 2),
     Row("server beside", f'{SERVER}(placement="beside")'),

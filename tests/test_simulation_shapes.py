@@ -155,6 +155,7 @@ IN_BUCKETS = [
         (strategy, CLUSTERS[-2], COSTLY)
         for strategy in (
             "AllReduce('tree')", "AllReduce('native')", "AllReduce(shard='optimizer')",
+            "AllReduce(shard='gradients')",
             "AllReduce(backup=1)", "LocalSGD(3, fragments=2, overlap=1)",
             "Switch(AllReduce(), LocalSGD(2), when=Straggler())",
             "Switch(AllReduce(), ParameterServer(consistency='asynchronous'), when=AfterSteps(4))",
@@ -171,6 +172,16 @@ def test_buckets(strategy: str, on: str, overhead: Overhead, tmp_path: Path) -> 
         steps=8, bucket_megabytes=0.0005, optimizer="Adam(lr=0.01)",
     )  # fmt: skip
     check(run, tmp_path, on, overhead)
+
+
+def test_units_are_gathered_in_forward_and_in_backward(tmp_path: Path) -> None:
+    """Each layer of this model is a unit, but for the last two, which are one."""
+    strategy = parse("AllReduce(shard='parameters')", STRATEGIES, where="test")
+    run = settings(
+        strategy, 3, "images(model='deep')", steps=6, bucket_megabytes=0.001,
+        optimizer="Adam(lr=0.01)",
+    )  # fmt: skip
+    check(run, tmp_path, "stragglers(nodes=3)")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""ZeRO: each worker updates its slice of the parameters, and keeps no more than it needs of the rest.
+"""ZeRO: each worker updates its slice of the parameters, and keeps what it needs of the rest.
 
 Stage 1 keeps the optimizer's state of that slice, stage 2 also its gradients, stage 3 also its
 parameters (Rajbhandari et al., SC 2020; FSDP: Zhao et al., VLDB 2023).
@@ -17,9 +17,9 @@ from orchestra.exchange.average import Bucket, GradientAverage, ScheduledGroup
 from orchestra.optimizers.spec import set_rates
 from orchestra.optimizers.state import OptimizerPart, install_moments
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
-from orchestra.transports.protocol import Task
+from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.transports.tags import Tag
-from orchestra.worker.gathering import Gathering
+from orchestra.worker.gathering import Gathering, through_layout
 from orchestra.worker.runtime import Work
 from orchestra.worker.sharded import ShardedWorker
 from orchestra.worker.units import Share, Unit, cut_into_units
@@ -88,9 +88,9 @@ class Shards:
         worker, transport = self._worker, self._worker.transport
 
         def gather(unit: Unit, values: Tensor) -> Task[int]:
-            return self._all_gather.begin(
-                transport, values, Tag.SHARDS, unit.edges, background=True
-            )
+            ring = self._all_gather  # on the flow that sums gradients: in the same order everywhere
+            call = CollectiveCall(ring.schedule, values, ring.group, Tag.SHARDS, unit.edges)
+            return transport.in_background(lambda flow: flow.execute(call))
 
         if isinstance(worker, ShardedWorker):
             values_of, memory = worker.values_of, worker.memory
@@ -101,8 +101,9 @@ class Shards:
             return worker.gathering
         whole = worker.parameters
         worker.arriving = shapes = Gathering(
-            self.units, None, worker.compute,
+            self.units, (), worker.compute,
             lambda unit: gather(unit, whole[unit.first : unit.end]), lambda _: None, self._all_say,
+            through_layout(worker.layout, self.units),
         )  # fmt: skip
         return shapes
 
@@ -137,9 +138,7 @@ class Shards:
         unit = next(unit for unit in self.units if unit.first == bucket.first)
         gradient = self._worker.gradients.bucket(unit)
         begun = [
-            self._reduce_scatter.begin(
-                transport, gradient, edges=unit.edges, background=background
-            )
+            self._reduce_scatter.begin(transport, gradient, edges=unit.edges, background=background)
         ]
         if unit is self.units[-1]:
             tail = self._worker.gradients.tail
@@ -238,7 +237,7 @@ class ScatteredAverage(GradientAverage):
         for number in range(self._bucket_of[first], self._bucket_of[end - 1] + 1):
             bucket, gathering = self._buckets[number], self._shards.gathering
             if gathering is not None and self._worker.parameters.is_meta:
-                gathering.need((number,), gathering.in_backward)
+                gathering.pass_backward(number)
             super()._slots_are_ready(max(first, bucket.first_slot), min(end, bucket.end_slot))
             while len(self._under_way) > 1:
                 before = self._under_way.pop(0)

@@ -256,6 +256,11 @@ class Run(Settings):
                 f"shares: {MEASURED} takes gradients of the whole model, which {self.strategy!r} "
                 "keeps on no rank: give one number a rank, or leave it out"
             )
+        if training.precision == "bf16" and self.strategy.shards_parameters:
+            raise InputError(
+                f"precision: bf16 keeps a copy of every parameter until its gradient is there, "
+                f"for which {self.strategy!r} has no room: leave it out, or set shard='gradients'"
+            )
         if training.tensors == "real":
             return
         if training.engine != "simulation":

@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from orchestra.errors import InputError
 from orchestra.transports.protocol import Task
 from orchestra.worker.arriving import tensors_among
+from orchestra.worker.layout import Layout
 from orchestra.worker.runtime import Compute
 from orchestra.worker.units import Unit
 
 NO_ORDER = (
-    "shard='parameters': the model does not use its parameters in the same order on all workers and "
-    "in every pass, so that they would wait for different ones: set shard='gradients'"
+    "shard='parameters': the model does not use its parameters in the same order on all workers "
+    "and in every pass, so that they would wait for different ones: set shard='gradients'"
 )
 Wait = Callable[[Unit, Callable[[], object]], object]
 """wait(unit, until): `until` returns once the parameters of `unit` are there."""
@@ -33,32 +34,33 @@ class Gathering(TorchDispatchMode):
     while one is used, so that two have memory (more, where one operation uses several).
 
     Args:
-        memory: the parameters of each unit, flat. None in a run of shapes, whose passes go through
-            the layout.
-        begin: makes room for the parameters of a unit, and begins to gather them, in the background.
+        memory: the parameters of each unit, flat; none in a run of shapes.
+        begin: makes room for the parameters of a unit, and begins to gather them.
         free: gives the memory of a unit back.
         agree: whether all workers call with the same number.
+        order: of the gathers of a pass in a run of shapes, as `through_layout` guesses it.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        memory: Sequence[Tensor] | None,
+        memory: Sequence[Tensor],
         compute: Compute,
         begin: Callable[[Unit], Task[int]],
         free: Callable[[Unit], None],
         agree: Callable[[int], bool],
+        order: Sequence[int] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._units, self._compute = units, compute
         self._begin_gather, self._free, self._agree = begin, free, agree
-        self._unit_of = {part.untyped_storage()._cdata: n for n, part in enumerate(memory or ())}
-        self._layout = _through_layout(len(units)) if memory is None else []
+        self._unit_of = {part.untyped_storage()._cdata: n for n, part in enumerate(memory)}
+        self._guess = order
         self._there: set[int] = set()
         self._arriving: tuple[int, Task[int]] | None = None
         self._order: list[int] = []  # of the gathers of a pass, once that is known
-        self._events: list[int] = []  # of a step's last pass: the same, and ~n where n was summed
-        self._noted: list[int] | None = None  # of the pass under way
+        self._events: list[int] = []  # of a step's last pass: what was used, and ~n for a sum of n
+        self._noted: list[int] | None = None  # the same of the pass under way
         self._place = 0
         self._last = True
 
@@ -89,7 +91,7 @@ class Gathering(TorchDispatchMode):
             raise InputError(NO_ORDER)
         noted, self._noted = self._noted, None
         order = [event for event in noted if event >= 0]
-        if self._order and order != self._order:
+        if self._arriving is not None or (self._order and order != self._order):
             raise InputError(NO_ORDER)
         self._order = order
         if self._last:
@@ -101,6 +103,7 @@ class Gathering(TorchDispatchMode):
         missing = [number for number in numbers if number not in self._there]
         if not missing:
             return
+        assert self._noted is not None, "parameters are used outside of a pass"
         self._free_but(numbers)
         for number in missing:
             if self._arriving is None:
@@ -112,30 +115,31 @@ class Gathering(TorchDispatchMode):
                 raise InputError(NO_ORDER)
             self._arriving = None
             self._there.add(number)
+            self._noted.append(number)
         if self._place < len(self._order):
             self._begin(self._order[self._place], wait)
 
     def note_sum(self, unit: Unit) -> None:
-        """In backward: the sum of the gradients of `unit` begins."""
-        self._note(~unit.number, lambda until: self.in_backward(unit, until))
+        """The sum of the gradients of `unit` begins, which counts in backward."""
+        if self._noted is not None:
+            self._agree_on(-1 - unit.number, lambda until: self.in_backward(unit, until))
+            self._noted.append(~unit.number)
 
     def _begin(self, number: int, wait: Wait) -> None:
         unit = self._units[number]
         if self._order and self._order[self._place : self._place + 1] != [number]:
             raise InputError(NO_ORDER)
-        self._note(number, lambda until: wait(unit, until))
+        self._agree_on(1 + number, lambda until: wait(unit, until))
         self._place += 1
         self._arriving = number, self._begin_gather(unit)
 
-    def _note(self, event: int, wait: Callable[[Callable[[], object]], object]) -> None:
-        """What comes next in the pass; in the first one all workers have to say the same."""
-        assert self._noted is not None
+    def _agree_on(self, event: int, wait: Callable[[Callable[[], object]], object]) -> None:
+        """In the first pass all workers have to say the same of what comes next."""
         agreed = [True]
         if not self._order:
-            wait(lambda: agreed.append(self._agree(1 + 2 * event if event >= 0 else -2 * event)))
+            wait(lambda: agreed.append(self._agree(event)))
         if not agreed[-1]:
             raise InputError(NO_ORDER)
-        self._noted.append(event)
 
     def _free_but(self, numbers: Collection[int]) -> None:
         for number in self._there.difference(numbers):
@@ -160,7 +164,7 @@ class Gathering(TorchDispatchMode):
         """Inside a gradient: take part in passes that are not a step's last."""
         for _ in range(passes):
             self.begin_pass(last=False)
-            for number in self._layout or self._known(self._order):
+            for number in self._guess or self._known(self._order):
                 self.need((number,), self.in_backward)
 
     def sit_out(self, passes: int, begin_sum: Callable[[], None]) -> None:
@@ -190,7 +194,23 @@ class Gathering(TorchDispatchMode):
             if unit.end_slot > slot:
                 self.need((unit.number,), self.in_forward)
 
+    def pass_backward(self, number: int) -> None:
+        """In backward: what of unit `number` is needed."""
+        if number in self._guess[len(self._units) :]:
+            self.need((number,), self.in_backward)
 
-def _through_layout(units: int) -> list[int]:
-    """The gathers of a pass: forward from the last unit to the first, and back."""
-    return [*range(units - 1, -1, -1), *range(1, units)]
+
+def through_layout(layout: Layout, units: Sequence[Unit]) -> list[int]:
+    """The units that a pass through the layers in their order gathers, one after the other.
+
+    Backward needs no bias, nor the matrix of the first layer, whose inputs need no gradient.
+    """
+    weights = [n for n, slot in enumerate(layout.slots) if not slot.name.endswith("bias")]
+    if weights and len(layout.slots[weights[-1]].shape) == 2:
+        weights.pop()
+    again = [
+        unit.number
+        for unit in units[1:]
+        if any(unit.first_slot <= slot < unit.end_slot for slot in weights)
+    ]
+    return [*range(len(units) - 1, -1, -1), *again]

@@ -14,8 +14,8 @@ from orchestra.worker.layout import Layout, buffer_places
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.snapshots import Place
 from orchestra.worker.units import (
-    Share,
     ShardedGradients,
+    Share,
     Unit,
     UnitMemory,
     cut_into_units,
@@ -41,9 +41,7 @@ class ShardedWorker(Worker):
         **options: Any,
     ) -> None:
         layout = Layout.of_module(module)
-        self.units = cut_into_units(
-            layout, bucket_bytes, share, divisible=optimizer.elementwise
-        )
+        self.units = cut_into_units(layout, bucket_bytes, share, divisible=optimizer.elementwise)
         self.gathering: Gathering | None = None
         super().__init__(runtime, module, optimizer, bucket_bytes=bucket_bytes, **options)
         buffers = sum(buffer.numel() for _, buffer in self.buffers)

@@ -1,4 +1,4 @@
-"""A model in units: runs of parameters that are gathered, or whose gradients are scattered, at once.
+"""A model in units: runs of parameters that are gathered, or whose gradients are summed, at once.
 
 Of each unit every worker owns one slice (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et al., VLDB
 2023). The slices that a worker owns lie end to end in one vector, its shard.
@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from orchestra.parameter_server.placement import Piece, place
 from orchestra.worker.layout import Gradients, Layout
@@ -61,7 +62,9 @@ def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
     None: one run.
     """
     edges = [(0, 0)]
-    for index, slot in enumerate(layout.slots[1:] if limit is not None else (), start=1):
+    for index, slot in enumerate(layout.slots[1:], start=1):
+        if limit is None:
+            break
         if (slot.offset - edges[-1][1]) * layout.dtype.itemsize >= limit:
             edges.append((index, slot.offset))
     return [*edges, (len(layout.slots), layout.size)]
@@ -70,20 +73,23 @@ def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
 def cut_into_units(
     layout: Layout, limit: int | None, share: Share, *, divisible: bool
 ) -> list[Unit]:
-    """Units of about `limit` bytes; tensors are cut only where the optimizer makes them `divisible`.
+    """Units of about `limit` bytes; if `divisible`, owners may have a part of a tensor.
 
     They follow the layout, not the modules: what lies side by side is used one after the other.
     """
     units: list[Unit] = []
     at = 0
-    for number, ((slot, first), (end_slot, end)) in enumerate(pairwise(bucket_edges(layout, limit))):
+    edges = pairwise(bucket_edges(layout, limit))
+    for number, ((slot, first), (end_slot, end)) in enumerate(edges):
         spans = [(s.offset - first, s.size) for s in layout.slots[slot:end_slot]]
         slices = place(spans, end - first, share.workers, divisible=divisible)
         mine = slices[share.index]
-        edges = (*(part.first for part in slices), end - first)
+        cuts = (*(part.first for part in slices), end - first)
         size = mine.end - mine.first
         units.append(
-            Unit(number, first, end, slot, end_slot, edges, first + mine.first, size, mine.pieces, at)
+            Unit(
+                number, first, end, slot, end_slot, cuts, first + mine.first, size, mine.pieces, at
+            )
         )
         at += size
     return units
@@ -91,7 +97,7 @@ def cut_into_units(
 
 def shard_size(units: Sequence[Unit]) -> int:
     """The elements that this worker owns of all `units`."""
-    return units[-1].shard.stop
+    return units[-1].at + units[-1].size
 
 
 class UnitMemory:
@@ -122,7 +128,7 @@ class UnitMemory:
         if not self._held[unit.number]:
             part.untyped_storage().resize_(part.nbytes)
             self._held[unit.number] = True
-        return torch.from_dlpack(part)
+        return from_dlpack(part)
 
     def free(self, unit: Unit) -> None:
         """Give the memory of `unit` back; what it held is lost."""
@@ -137,7 +143,9 @@ class ShardedGradients(Gradients):
     `vector` has the sums of the elements that this worker owns: shape [shard_size(units)].
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[Unit]) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[Unit]
+    ) -> None:
         self._units = units
         self._unit_of = [unit for unit in units for _ in range(unit.first_slot, unit.end_slot)]
         super().__init__(module, layout, ranks)
@@ -146,9 +154,7 @@ class ShardedGradients(Gradients):
         layout = self.layout
         self._memory = UnitMemory(layout, self._units)
         self.views = self._memory.views
-        self.vector = torch.zeros(
-            shard_size(self._units), dtype=layout.dtype, device=layout.device
-        )
+        self.vector = torch.zeros(shard_size(self._units), dtype=layout.dtype, device=layout.device)
         self.tail = torch.zeros(tail, dtype=layout.dtype, device=layout.device)
 
     def bucket(self, unit: Unit) -> Tensor:
