@@ -50,6 +50,12 @@ def deep() -> nn.Module:
     )
 
 
+def large() -> nn.Module:
+    """Of 2 MB."""
+    hidden = [layer for _ in range(12) for layer in (nn.Linear(200, 200), nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 200), *hidden, nn.Linear(200, CLASSES))
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES)
@@ -106,7 +112,8 @@ class Pair(nn.Module):
 
 
 MODELS = {
-    "cnn": cnn, "mlp": mlp, "deep": deep, "normalised": normalised, "dropping": dropping,
+    "cnn": cnn, "mlp": mlp, "deep": deep, "large": large,
+    "normalised": normalised, "dropping": dropping,
     "tied": Tied, "partial": Partial,
 }  # fmt: skip
 

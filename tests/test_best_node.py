@@ -110,6 +110,8 @@ def test_what_has_no_room_is_refused_with_the_sum(write: Write, tmp_path: Path) 
     [
         ("AllReduce()", 4, False),  # parameters, gradients, and two of Adam
         ('AllReduce(shard="optimizer")', 2.5, True),
+        ('AllReduce(shard="gradients")', 1.8, True),  # 1.75, and two buckets of 26 MB
+        ('AllReduce(shard="parameters")', 1.11, True),  # 1, and four
         ("ParameterServer()", 7, False),  # the server: 4, and a push of each of 3 workers
         ("ParameterServer(servers=2)", 3, True),
         ("Gossip()", 7, False),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
 from tests.simulated import simulated
 from tests.threads import run_ranks
 from tests.training import State, equal, settings, step_lines, train_processes
+from torch import Tensor
 
 from orchestra import AllReduce
 from orchestra.errors import InputError
+from orchestra.strategies.all_reduce import SHARDS
+from orchestra.trainer.memory import kept_bytes, sizes_of
 from orchestra.trainer.program import Session
 from orchestra.worker.runtime import Runtime
+from orchestra.worker.units import Unit, UnitMemory
 
 LEVELS = ["gradients", "parameters"]
 ADAM = "Adam(lr=0.01)"
@@ -117,3 +123,101 @@ def test_they_resume_bit_for_bit(level: Any, tmp_path: Path) -> None:
     assert step_lines(tmp_path, 0)[:5] == before[:5]
     assert step_lines(tmp_path, 0)[5:] != before[5:]
     assert equal(resumed, first)
+
+
+# Memory
+
+
+class Held(UnitMemory):
+    """Counts the bytes that units of a thread have, and the most that they had."""
+
+    now: ClassVar[dict[int, int]] = {}
+    most: ClassVar[dict[int, int]] = {}
+
+    def hold(self, unit: Unit) -> Tensor:
+        self._count(unit, +1, when=False)
+        return super().hold(unit)
+
+    def free(self, unit: Unit) -> None:
+        self._count(unit, -1, when=True)
+        super().free(unit)
+
+    def _count(self, unit: Unit, sign: int, *, when: bool) -> None:
+        thread = threading.get_ident()
+        if self._held[unit.number] is when:
+            self.now[thread] = self.now.get(thread, 0) + sign * self.parts[unit.number].nbytes
+        self.most[thread] = max(self.most.get(thread, 0), self.now.get(thread, 0))
+
+
+def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
+    """The most bytes of tensors that a rank kept from step to step and in one, and by formula."""
+    strategy = AllReduce(shard=shard)
+    run = settings(
+        strategy, ranks, "images(model='large')", steps=3, optimizer=ADAM, bucket_megabytes=0.15,
+        snapshots=0,
+    )  # fmt: skip
+    folder.mkdir()
+    Held.now.clear()
+    Held.most.clear()
+
+    def program(runtime: Runtime) -> tuple[int, int]:
+        session = Session(runtime, run, strategy, folder)
+        session.train()
+        worker, state = session.worker, session.state
+        moments = [v for each in state.optimizer.state.values() for v in each.values()]
+        parts = [part.gradient for part in state.shards._parts] if state.shards else []
+        tensors = [worker.parameters, *(parts or [worker.gradients.vector]), *moments]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        own = sum(storage.nbytes() for storage in storages.values())
+        formula = kept_bytes(
+            run, worker.rank, sizes_of(worker.module, worker.optimizer), worker.layout
+        )
+        session.finish()
+        return own + Held.most.get(threading.get_ident(), 0), formula.total()
+
+    with (
+        mock.patch("orchestra.worker.units.UnitMemory", Held),
+        mock.patch("orchestra.worker.sharded.UnitMemory", Held),
+    ):
+        found = run_ranks(ranks, program)
+    return max(size for size, _ in found), max(size for _, size in found)
+
+
+def test_a_rank_keeps_what_the_formula_says(tmp_path: Path) -> None:
+    """A model of 2 MB in 13 units; of whole ones four times that, with Adam's moments."""
+    found = {
+        (level, ranks): kept(level, ranks, tmp_path / f"{level} {ranks}")
+        for level in SHARDS
+        for ranks in (2, 4)
+    }
+    for case, (measured, formula) in found.items():
+        assert measured == pytest.approx(formula, rel=0.02), case
+    whole = found["nothing", 2][0]
+    for ranks in (2, 4):
+        sizes = [found[level, ranks][0] for level in SHARDS]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[-1] < whole * (1 / ranks + 0.1)  # and buckets in use
+
+
+def test_a_model_that_fits_no_node_trains_in_shards(tmp_path: Path) -> None:
+    """In the simulation; the whole takes 8 MB, with gradients and moments in shards 5.3 MB."""
+    node = "{cores: 1, speed: 1, memory: 5 MB, link: {bandwidth: 1 Gbit/s, latency: 50 us}}"
+    cluster = tmp_path / "cluster.yaml"
+    loopback = "all_nodes: {loopback: {bandwidth: 3 GB/s, latency: 15 us}}"
+    cluster.write_text(f"{loopback}\nnodes:\n  n0: {node}\n  n1: {node}\nranks: spread\n")
+
+    def train(shard: Any) -> Any:
+        run = settings(
+            AllReduce(shard=shard), 2, "images(model='large')", steps=2, optimizer=ADAM,
+            bucket_megabytes=0.15, snapshots=0,
+        )  # fmt: skip
+        return simulated(run, tmp_path / shard, str(cluster))
+
+    for level in SHARDS[:-1]:
+        with pytest.raises(InputError, match=r"memory: n0 has 5 MB, but rank 0 would need"):
+            train(level)
+    record = train("parameters")
+    assert record.status == "completed"
+    memory = record.by_rank[0]["memory"]
+    assert set(memory) == {"parameters", "gradients", "state of Adam", "buckets in use"}
+    assert sum(memory.values()) < 5e6

@@ -114,7 +114,10 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
     stale: Counter[int] = Counter()
     for report in reports:
         stale.update({int(value): count for value, count in report.staleness.items()})
-    of_rank = ("rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped")
+    of_rank = (
+        "rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped", "memory",
+        "peak_memory_bytes",
+    )  # fmt: skip
     return RunRecord(
         status="stopped" if any(report.stopped for report in reports) else "completed",
         train_seconds=seconds,

@@ -160,6 +160,8 @@ class RankReport:
     `seconds` are compute, communicate and wait of its main flow while the stopwatch ran;
     `bytes_sent` are those of all its flows; `staleness` counts updates by their staleness.
     `timeline` is None where none was to be kept; `dropped` counts gradients that came too late;
+    `memory` is what the formula says that it keeps, in bytes by what for, and `peak_memory_bytes`
+    the most that its process had, None where it has none of its own.
     `shares` are the weights of all ranks' parts, where they were measured; `usage` is that of the
     machine while the stopwatch ran, None where it was not real.
     """
@@ -184,6 +186,8 @@ class RankReport:
     switched_at_sample: int | None = None
     shares: tuple[float, ...] = ()
     usage: Usage | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)

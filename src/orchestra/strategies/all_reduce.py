@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from orchestra.worker.worker import Worker
 
 
+SHARDS = ("nothing", "optimizer", "gradients", "parameters")
+"""What `shard` may be: the stages of ZeRO."""
+
+
 @dataclass
 class AllReduceState:
     """Workers keep whole optimizers, equal since their gradients are; or the one of their slice."""
@@ -176,10 +180,14 @@ class AllReduce(Strategy[AllReduceState]):
         return super().roles(ranks)
 
     def footprint(self, rank: int, ranks: int) -> Footprint:
-        """A part of the optimizer's state, where that is sharded; and what compression keeps."""
-        part = 1.0 if self.shard == "nothing" else 1 / ranks
+        """A part of what is sharded, and the buckets in use; and what compression keeps."""
+        level = SHARDS.index(self.shard) if ranks > 1 else 0
         kept = 0.0 if self.compression is None else self.compression.footprint
-        return replace(super().footprint(rank, ranks), optimizer=part, copies=kept)
+        return replace(
+            super().footprint(rank, ranks), optimizer=1 / ranks if level >= 1 else 1.0,
+            gradients=1 / ranks if level >= 2 else 1.0,
+            parameters=1 / ranks if level >= 3 else 1.0, copies=kept, windows=max(level - 1, 0),
+        )  # fmt: skip
 
     @property
     def depends_on_speed(self) -> bool:

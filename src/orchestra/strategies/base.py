@@ -117,7 +117,8 @@ class Footprint:
 
     `copies` are vectors of all parameters beside the optimizer's state: for what arrives, for
     anchors and outer momenta. `batches` are per-worker batches whose activations are there at a
-    time.
+    time. `windows` is how often two buckets are there, beside a rank's shard: for gradients, and
+    for parameters in use.
     """
 
     parameters: float = 1.0
@@ -125,6 +126,7 @@ class Footprint:
     optimizer: float = 1.0
     copies: float = 0.0
     batches: float = 1.0
+    windows: float = 0.0
 
     def joined(self, other: Footprint, how: Callable[[float, float], float]) -> Footprint:
         """Of two, `how` (a sum, a maximum) of each part."""

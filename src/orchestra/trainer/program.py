@@ -24,7 +24,9 @@ from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
+from orchestra.trainer.building import in_files
 from orchestra.trainer.loop import Loop, Position, queue_of
+from orchestra.trainer.memory import kept_bytes, sizes_of
 from orchestra.trainer.order import Order, Recording, Repeating, write_order
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.trainer.settings import Run
@@ -205,7 +207,7 @@ class Session(Loop):
         self.state = None  # the optimizer makes room
         with undisturbed():
             self.runtime.seed(self.run.seed)
-            module = self.task.model().to(self.worker.layout.device)
+            module = self._build(self.worker.layout.device)
         for part in gathered.parts(len(self.worker.snapshots.due)):  # one at a time: they are large
             curve.put_together(module, part)
         return module
@@ -240,8 +242,16 @@ class Session(Loop):
             stopped=self.stopped,
             threads=self.runtime.threads or torch.get_num_threads(),
             timeline=self.trace.timeline(self.runtime.clock),
+            memory=+self._kept_bytes(),
+            peak_memory_bytes=self.runtime.peak_memory(),
             shares=self.shares,
         )
+
+    def _kept_bytes(self) -> Counter[str]:
+        """What this rank keeps by the formula."""
+        worker, shared = self.worker, self.shared
+        sizes = shared.sizes if shared else sizes_of(worker.module, worker.optimizer)
+        return kept_bytes(self.run, worker.rank, sizes, worker.layout)
 
     # Set-up
 
@@ -255,13 +265,18 @@ class Session(Loop):
             return self.shared.worker(runtime, self.budget)
         self.task: Task = runtime.share(lambda: load_task(run.task))
         self.epoch_samples, self.budget = setup.budget_of(self.task, training)
-        module = self.task.model().to(setup.device_of(training, runtime))
+        module = self._build(setup.device_of(training, runtime))
         self._check_target(module)
         self.part = self._model_part(module)
         worker = setup.make_worker(runtime, run, self.task, module, self.part, self.budget)
         runtime.seed(run.seed * runtime.ranks + runtime.rank + 1)
         self.samples = open_samples(self.task.train, run.seed, self.task.collate)
         return worker
+
+    def _build(self, device: torch.device) -> nn.Module:
+        """Make the whole model; in files, where ranks have no room for it."""
+        with in_files(self.folder) if self.strategy.shards_parameters else contextlib.nullcontext():
+            return self.task.model().to(device)
 
     @property
     def in_parts(self) -> bool:

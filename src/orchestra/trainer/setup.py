@@ -20,6 +20,7 @@ from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import ModelPart, roles_of
 from orchestra.tasks.task import Task, load_task
+from orchestra.trainer.memory import Sizes, sizes_of
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, batch_samples, to_device
@@ -134,6 +135,11 @@ class ShapesRun:
         ranks = len(roles_of(run.strategy, training.ranks).shares)
         self.shapes = SharedShapes(module, _optimizer(run, module), ranks)
         self.parts: list[Part] = []
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """Of the model."""
+        return sizes_of(self.shapes.module, self.shapes.spec)
 
     def worker(self, runtime: Runtime, budget: int) -> Worker:
         """That of one rank."""

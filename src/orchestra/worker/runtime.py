@@ -134,4 +134,5 @@ class Runtime:
     warms_up: bool = True  # whether the first step costs more than the others
     stopwatch: Callable[[bool], None] = lambda running: None  # told when this rank's runs or stops
     speeds: tuple[float, ...] = ()  # gradients a second of each rank, where the engine knows them
+    peak_memory: Callable[[], int | None] = lambda: None  # bytes of this rank's process so far
     threads: int | None = None  # that this rank's time is charged for; None: those that it uses

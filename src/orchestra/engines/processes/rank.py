@@ -32,7 +32,7 @@ from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
 from orchestra.engines.processes.environment import Launched, memory_is_shared, numeric, towards
-from orchestra.engines.processes.system import handling, kernel, machine
+from orchestra.engines.processes.system import handling, kernel, machine, peak_memory
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
@@ -223,6 +223,7 @@ def _run(
         seed,
         local_rank=spec.local_rank,
         clock=machine(),
+        peak_memory=peak_memory,
     )
     result = program(intercepted(runtime, watched), argument)
     control.phase("leaving")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -133,6 +134,12 @@ class UsageMeter:
     def usage(self) -> Usage:
         """All so far; not while it runs."""
         return Usage(machine(), len(usable_cores()), self.passed, self.own, self.busy)
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has had so far, Python and torch included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def keep_freed_memory() -> None:

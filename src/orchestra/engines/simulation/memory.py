@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.base import Strategy
 from orchestra.tasks.task import Task, load_task
+from orchestra.trainer.memory import Sizes, kept_bytes, sizes_of
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import meta_model
 from orchestra.worker.batches import Batch, map_tensors
@@ -113,18 +113,11 @@ class Memory:
 
     def _of(self, rank: int) -> Counter[str]:
         """The bytes of one rank, by what they are for."""
-        training = self._run.training
-        footprint = self._strategy.footprint(rank, training.ranks)
-        whole = self._sizes(rank)
+        sizes, layout = self._sizes(rank)
+        kept = kept_bytes(self._run, rank, sizes, layout)
         samples = self._samples(rank)
-        sizes = {
-            "parameters": footprint.parameters * whole["parameters"],
-            "gradients": footprint.gradients * whole["trained"],
-            f"state of {training.optimizer.name}": footprint.optimizer * whole["state"],
-            "further copies": footprint.copies * whole["trained"],
-            ACTIVATIONS: samples * self._sample_activations if samples else 0,
-        }
-        return Counter({name: round(size) for name, size in sizes.items()})
+        kept[ACTIVATIONS] = round(samples * self._sample_activations) if samples else 0
+        return kept
 
     def _samples(self, rank: int) -> float:
         """Whose activations are there at a time."""
@@ -132,8 +125,8 @@ class Memory:
         batches = self._strategy.footprint(rank, training.ranks).batches
         return batches * training.batch_size / training.accumulation
 
-    def _sizes(self, rank: int) -> Counter[str]:
-        """Bytes of what `rank` trains: of all its tensors, those trained, and their moments."""
+    def _sizes(self, rank: int) -> tuple[Sizes, Layout]:
+        """Those of what `rank` trains, and its layout."""
         part = None
         if self._strategy.divides_model:
             ranks = len(self._strategy.roles(self._run.training.ranks).shares)
@@ -145,22 +138,13 @@ class Memory:
         return self._sizes_of(part.module)
 
     @functools.cached_property
-    def _whole(self) -> Counter[str]:
+    def _whole(self) -> tuple[Sizes, Layout]:
         return self._sizes_of(self._module)
 
-    def _sizes_of(self, module: nn.Module) -> Counter[str]:
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        sizes = Counter(
-            parameters=_bytes([*module.parameters(), *module.buffers()]),
-            trained=_bytes(trained.values()),
-        )
+    def _sizes_of(self, module: nn.Module) -> tuple[Sizes, Layout]:
         names = [name for name, p in self._module.named_parameters() if p.requires_grad]
         spec = OptimizerSpec.from_settings(self._run.training.optimizer, names)
-        try:
-            sizes["state"] = _state_bytes(spec, trained, "meta")
-        except RuntimeError:  # it reads numbers: a few optimizers do
-            sizes["state"] = _state_bytes(spec, trained, "cpu")
-        return sizes
+        return sizes_of(module, spec), Layout.of_module(module)
 
     @functools.cached_property
     def _module(self) -> nn.Module:
@@ -209,23 +193,6 @@ def saved_bytes(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
     for own in (*module.parameters(), *module.buffers()):
         storages.pop(own.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _state_bytes(spec: OptimizerSpec, trained: dict[str, nn.Parameter], device: str) -> int:
-    """Bytes that the optimizer keeps after a step."""
-    parameters = {
-        name: nn.Parameter(torch.zeros_like(p, device=device)) for name, p in trained.items()
-    }
-    for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = spec.build(parameters)
-    optimizer.step()
-    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
-    return _bytes(value for value in values if isinstance(value, Tensor))
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _text(size: float) -> str:

@@ -1,0 +1,84 @@
+"""What a rank keeps in memory, by formula: what follows from its model and `Strategy.footprint`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.trainer.settings import Run
+from orchestra.worker.layout import Layout
+from orchestra.worker.units import bucket_edges
+
+Sizes = Counter[str]
+"""Bytes of `parameters` (buffers included), of those `trained`, and of the optimizer's `state`."""
+
+
+def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
+    """Those of a whole model, or of a part that a rank trains; its tensors need have no values."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    sizes = Counter(
+        parameters=_bytes([*module.parameters(), *module.buffers()]),
+        trained=_bytes(trained.values()),
+    )
+    try:
+        sizes["state"] = _state_bytes(spec, trained, "meta")
+    except RuntimeError:  # it reads numbers: a few optimizers do
+        sizes["state"] = _state_bytes(spec, trained, "cpu")
+    return sizes
+
+
+def kept_bytes(run: Run, rank: int, sizes: Sizes, layout: Layout) -> Counter[str]:
+    """What `rank` keeps, by what for; without activations, and what kernels need for a moment.
+
+    Where buckets have memory only while they are in use, it is two of them at a time: one that is
+    used, and one under way. Micro-batches but the last add to whole gradients.
+
+    Args:
+        layout: of what the rank trains.
+    """
+    training = run.training
+    footprint = run.strategy.footprint(rank, training.ranks)
+    others = sizes["parameters"] - sizes["trained"]
+    parameters = footprint.parameters * sizes["trained"]
+    parameters += others if footprint.windows else footprint.parameters * others
+    gradients = footprint.gradients * sizes["trained"]
+    if footprint.windows and training.accumulation > 1:
+        gradients += sizes["trained"]
+    kept = {
+        "parameters": parameters,
+        "gradients": gradients,
+        f"state of {training.optimizer.name}": footprint.optimizer * sizes["state"],
+        "further copies": footprint.copies * sizes["trained"],
+        "buckets in use": footprint.windows * _two_largest(layout, training.bucket_megabytes),
+    }
+    return Counter({name: round(size) for name, size in kept.items()})
+
+
+def _two_largest(layout: Layout, megabytes: float) -> int:
+    """The bytes of the two largest buckets; of the only one."""
+    edges = [offset for _, offset in bucket_edges(layout, int(megabytes * 1e6))]
+    sizes = [end - first for first, end in pairwise(edges)]
+    return sum(sorted(sizes)[-2:]) * layout.dtype.itemsize
+
+
+def _state_bytes(spec: OptimizerSpec, trained: dict[str, nn.Parameter], device: str) -> int:
+    """Bytes that the optimizer keeps after a step."""
+    parameters = {
+        name: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device))
+        for name, p in trained.items()
+    }
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = spec.build(parameters)
+    optimizer.step()
+    values: list[Any] = [value for state in optimizer.state.values() for value in state.values()]
+    return _bytes(value for value in values if isinstance(value, Tensor))
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
