@@ -1,16 +1,19 @@
-"""The rate of pushes and pulls of an asynchronous server, beside gloo's send and receive."""
+"""The rate of pushes and pulls of an asynchronous server, beside servers written by hand."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 
 from orchestra.bench.turns import Progress, join_gloo, median_ratio, run_ranks, take_turns
 from orchestra.cli.bench import (
@@ -28,86 +31,151 @@ from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Step, Worker
 
 OURS = ParameterServer(consistency="asynchronous")
-PEER = "gloo send and receive"
-PUSHES = 100
+GLOO, RPC = "gloo", "rpc"
+SHAPES = {"0.25 MB": (250, 250), "4 MB": (1_000, 1_000), "40 MB": (2_500, 4_000)}
+"""Of the one matrix of each model, in float32."""
+BLOCK_BYTES = 100_000_000
+"""That each worker pushes in a block, of small models less."""
+WAYS = {"memory": "1", "sockets": "0"}
+"""How large messages go, and the ORCHESTRA_SHARED_MEMORY that makes them."""
 RATE = 0.01
 DESCRIPTION = """\
-Count the pushes and pulls a second of an asynchronous ParameterServer with a model of 4 MB and
-1 to 3 workers, and of the same messages by gloo's send and receive, in turn, in the same
-processes.
+Count the pushes with their pulls a second of an asynchronous ParameterServer with 2 and 4 workers
+and models of 0.25, 4 and 40 MB; of the same messages by gloo's send and receive; and of a server
+behind torch.distributed.rpc, in turn, in the same processes. Then once more with messages over
+sockets, beside gloo alone.
 """
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the ranks are to do: `rounds` blocks of `pushes` pushes of each worker."""
+    """What the ranks are to do: `rounds` blocks of each size, of the `peers` too."""
 
-    pushes: int
     rounds: int
     store: str
+    sizes: tuple[str, ...]
+    peers: tuple[str, ...]
+    block_bytes: int
 
 
 @dataclass(frozen=True)
 class ServerRow:
     """Pushes with their pulls a second, all workers together: medians over the rounds.
 
-    `ratio` is the median of ours over the peer's in the same round.
+    Attributes:
+        over: memory or sockets.
+        gigabytes_per_second: that ours moves, both ways together.
+        to_gloo, to_rpc: medians of the ratios within a round, and the least and the most of them;
+            above 1 ours is faster. There is no rpc beside sockets.
     """
 
     workers: int
-    ours_per_second: float
-    peer_per_second: float
-    ratio: float
+    size: str
+    over: str
+    per_second: float
+    gigabytes_per_second: float
+    gloo_per_second: float
+    to_gloo: tuple[float, float, float]
+    rpc_per_second: float | None = None
+    to_rpc: tuple[float, float, float] | None = None
 
 
 def bench_server(
-    workers: Sequence[int] = (1, 2, 3),
+    workers: Sequence[int] = (2, 4),
     rounds: int = 7,
-    pushes: int = PUSHES,
+    sizes: Sequence[str] = tuple(SHAPES),
+    ways: Sequence[str] = tuple(WAYS),
+    block_bytes: int = BLOCK_BYTES,
     on_progress: Progress | None = None,
 ) -> list[ServerRow]:
-    """Measure a dedicated server of a model of 4 MB with each of these numbers of workers.
+    """Measure a dedicated server with each of these numbers of workers.
 
     Raises KeyboardInterrupt where the user stopped it.
     """
     rows = []
-    for count in workers:
-        with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
-            assignment = Assignment(pushes, rounds, str(Path(folder) / "store"))
-            results = run_ranks(
-                measure, assignment, count + 1,
-                steps=2 * (rounds + 1), what=f"{count} workers", on_progress=on_progress,
-            )  # fmt: skip
-        blocks = results[count]  # the server's clock: from the first push to the last
-        ours, peer = blocks[repr(OURS)], blocks[PEER]
-        total = count * pushes
-        rows.append(
-            ServerRow(
-                count,
-                total / statistics.median(ours),
-                total / statistics.median(peer),
-                median_ratio(peer, ours),
-            )
-        )
+    before = os.environ.get("ORCHESTRA_SHARED_MEMORY")
+    try:
+        for count in workers:
+            for way in ways:
+                os.environ["ORCHESTRA_SHARED_MEMORY"] = WAYS[way]
+                peers = (GLOO, RPC) if way == "memory" else (GLOO,)
+                with tempfile.TemporaryDirectory(prefix="orchestra-bench-") as folder:
+                    assignment = Assignment(rounds, folder, tuple(sizes), peers, block_bytes)
+                    results = run_ranks(
+                        measure, assignment, count + 1,
+                        steps=(1 + len(peers)) * (rounds + 1),
+                        what=f"{count} workers over {way}", on_progress=on_progress,
+                    )  # fmt: skip
+                # the server's clock: from the first push to the last
+                for size, blocks in results[count].items():
+                    rows.append(_row(count, size, way, blocks, pushes_of(size, block_bytes)))
+    finally:
+        del os.environ["ORCHESTRA_SHARED_MEMORY"]
+        if before is not None:
+            os.environ["ORCHESTRA_SHARED_MEMORY"] = before
     return rows
 
 
-def measure(runtime: Runtime, assignment: Assignment) -> dict[str, list[float]]:
-    """On each rank, the last being the server: the seconds of each contestant's blocks."""
-    join_gloo(runtime, assignment.store)
-    contestants = {
-        repr(OURS): _ours(runtime, assignment.pushes),
-        PEER: _peer(runtime, assignment.pushes),
+def _row(
+    workers: int, size: str, way: str, blocks: Mapping[str, Sequence[float]], pushes: int
+) -> ServerRow:
+    rates = {
+        name: workers * pushes / statistics.median(seconds) for name, seconds in blocks.items()
     }
-    return take_turns(runtime, contestants, assignment.rounds)
+    ours = blocks[repr(OURS)]
+    return ServerRow(
+        workers,
+        size,
+        way,
+        rates[repr(OURS)],
+        2e-9 * rates[repr(OURS)] * bytes_of(size),
+        rates[GLOO],
+        _ratios(blocks[GLOO], ours),
+        rates.get(RPC),
+        _ratios(blocks[RPC], ours) if RPC in blocks else None,
+    )
 
 
-def _ours(runtime: Runtime, pushes: int) -> Callable[[], None]:
-    worker = make_worker(runtime)
+def _ratios(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    each = [a / b for a, b in zip(peer, ours, strict=True)]
+    return median_ratio(peer, ours), min(each), max(each)
+
+
+def bytes_of(size: str) -> int:
+    """Bytes of the model of this size."""
+    rows, columns = SHAPES[size]
+    return 4 * rows * columns
+
+
+def pushes_of(size: str, block_bytes: int) -> int:
+    """Pushes of each worker in a block."""
+    return min(max(block_bytes // bytes_of(size), 3), 200)
+
+
+def measure(runtime: Runtime, assignment: Assignment) -> dict[str, dict[str, list[float]]]:
+    """On each rank, the last being the server: the seconds of each contestant's blocks, by size."""
+    runtime.reporter.phase("training")  # so that memory is kept as it is there
+    join_gloo(runtime, str(Path(assignment.store) / "gloo"))
+    if RPC in assignment.peers:
+        _join_rpc(runtime, str(Path(assignment.store) / "rpc"))
+    make = {GLOO: _gloo, RPC: _rpc}
+    found = {}
+    for size in assignment.sizes:
+        pushes = pushes_of(size, assignment.block_bytes)
+        contestants = {repr(OURS): _ours(runtime, size, pushes)}
+        contestants |= {name: make[name](runtime, size, pushes) for name in assignment.peers}
+        found[size] = take_turns(runtime, contestants, assignment.rounds)
+    if RPC in assignment.peers:
+        rpc.shutdown()
+    return found
+
+
+def _ours(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
+    worker = make_worker(runtime, shape=SHAPES[size])
     state = OURS.start(worker)
     if worker.rank in OURS.roles(runtime.ranks).servers:
         return lambda: _served(OURS.serve(worker, state))
-    OURS.gradient(worker, state, torch.ones(1, 1_000))
+    OURS.gradient(worker, state, torch.ones(1, SHAPES[size][0]))
 
     def block() -> None:
         for _ in range(pushes):
@@ -125,12 +193,14 @@ def _served(paused: object) -> None:
 def make_worker(
     runtime: Runtime,
     loss: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor] | None = None,
+    shape: tuple[int, int] = SHAPES["4 MB"],
 ) -> Worker:
-    """A worker with the model of 4 MB; its loss is the mean output unless one is given."""
-    model = torch.nn.Linear(1_000, 1_000, bias=False)  # 4 MB
+    """A worker with a model of one matrix; its loss is the mean output unless one is given."""
+    model = torch.nn.Linear(*shape, bias=False)
     names = frozenset(name for name, _ in model.named_parameters())
     spec = OptimizerSpec(torch.optim.SGD, {"lr": RATE}, ((names, {}),))
-    return Worker(runtime, model, spec, loss=loss or mean_output)
+    # Nothing is computed meanwhile, so that there is nothing to overlap with.
+    return Worker(runtime, model, spec, loss=loss or mean_output, overlap=False)
 
 
 def mean_output(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -139,9 +209,9 @@ def mean_output(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return output.mean()
 
 
-def _peer(runtime: Runtime, pushes: int) -> Callable[[], None]:
+def _gloo(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
     """The same messages and the same update, as one would write them by hand on gloo."""
-    values = torch.zeros(1_000_000)
+    values = torch.full((bytes_of(size) // 4,), 0.0)
     gradient = torch.zeros_like(values)
     server = runtime.ranks - 1
 
@@ -159,20 +229,70 @@ def _peer(runtime: Runtime, pushes: int) -> Callable[[], None]:
     return serve if runtime.rank == server else push
 
 
+_held: dict[str, torch.Tensor] = {}
+"""What the server behind torch.distributed.rpc has, in its process, by size."""
+_one_at_a_time = threading.Lock()
+
+
+def push_and_pull(size: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Called by workers in the process of the server; the values after this push."""
+    with _one_at_a_time:
+        values = _held[size].add_(gradient, alpha=-RATE)
+        return values.clone()  # the next push comes while this is still being sent
+
+
+def _join_rpc(runtime: Runtime, store: str) -> None:
+    os.environ.setdefault("TP_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    rpc.init_rpc(
+        str(runtime.rank), rank=runtime.rank, world_size=runtime.ranks, rpc_backend_options=options
+    )
+
+
+def _rpc(runtime: Runtime, size: str, pushes: int) -> Callable[[], None]:
+    server = runtime.ranks - 1
+    gradient = torch.full((bytes_of(size) // 4,), 0.0)
+    if runtime.rank == server:
+        _held[size] = gradient
+
+    def push() -> None:
+        for _ in range(pushes):
+            rpc.rpc_sync(str(server), push_and_pull, args=(size, gradient))
+
+    def block() -> None:
+        if runtime.rank != server:
+            push()
+        dist.barrier()  # so that the server's clock runs until the last push
+
+    return block
+
+
 def print_rates(rows: Iterable[ServerRow]) -> None:
-    """One line for each number of workers."""
+    """One line for each number of workers, size and way."""
     lines = [
         (
             str(row.workers),
-            f"{row.ours_per_second:.0f}",
-            f"{row.peer_per_second:.0f}",
-            f"{row.ratio:.2f}",
+            row.size,
+            row.over,
+            f"{row.per_second:.0f}",
+            f"{row.gigabytes_per_second:.2f}",
+            f"{row.gloo_per_second:.0f}",
+            _shown(row.to_gloo),
+            "" if row.rpc_per_second is None else f"{row.rpc_per_second:.0f}",
+            _shown(row.to_rpc),
         )
         for row in rows
     ]
-    headings = ("workers", "ParameterServer", "gloo", "ratio")
-    print_table("pushes with pulls a second, 4 MB each way, asynchronous server", headings, lines)
-    print_remarks("Ratios above 1: faster than gloo's send and receive.")
+    headings = ("workers", "size", "over", "a second", "GB/s", "gloo", "ratio", "rpc", "ratio")
+    print_table("pushes with pulls a second, asynchronous server", headings, lines)
+    print_remarks(
+        "Ratios above 1: faster than gloo's send and receive, or than torch.distributed.rpc; in "
+        "brackets the least and the most of a round."
+    )
+
+
+def _shown(ratios: tuple[float, float, float] | None) -> str:
+    return "" if ratios is None else "{:.2f} ({:.2f} to {:.2f})".format(*ratios)
 
 
 def main(arguments: list[str]) -> int:

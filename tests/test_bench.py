@@ -70,10 +70,15 @@ def test_the_sizes_of_the_models() -> None:
     assert sizes[1] == pytest.approx(25e6, rel=0.01)
 
 
-def test_pushes_to_a_server_are_counted_for_both() -> None:
-    (row,) = bench_server((2,), rounds=1, pushes=3)
-    assert row.workers == 2
-    assert row.ratio == pytest.approx(row.ours_per_second / row.peer_per_second)
+def test_pushes_to_a_server_are_counted_for_all() -> None:
+    memory, sockets = bench_server((2,), rounds=1, sizes=("0.25 MB",), block_bytes=0)
+    assert (memory.workers, memory.over, sockets.over) == (2, "memory", "sockets")
+    for row in (memory, sockets):
+        assert row.to_gloo == pytest.approx([row.per_second / row.gloo_per_second] * 3)
+        assert row.gigabytes_per_second == pytest.approx(row.per_second * 500_000e-9)
+    assert memory.rpc_per_second is not None
+    assert memory.to_rpc == pytest.approx([memory.per_second / memory.rpc_per_second] * 3)
+    assert sockets.to_rpc is None
 
 
 def test_the_pace_is_that_of_the_others_in_each_window() -> None:
@@ -162,10 +167,12 @@ def test_figures_as_a_table_and_as_json(
 
 
 def test_rates_and_paces_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    server.print_rates([ServerRow(3, 401.2, 200.6, 2.0)])
-    assert ["3", "401", "201", "2.00"] in [
-        line.split() for line in capsys.readouterr().out.splitlines()
-    ]
+    row = ServerRow(
+        3, "4 MB", "memory", 401.2, 3.21, 200.6, (2.0, 1.5, 2.5), 100.3, (4.0, 3.0, 5.0)
+    )
+    server.print_rates([row])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 4 MB memory 401 3.21 201 2.00 (1.50 to 2.50) 100 4.00 (3.00 to 5.00)" in printed
     ratios = (0.9, 0.95, 1.0)
     suspend.print_paces([suspend.SuspendRow("waits", 20.0, 19.0, ratios, 0.95, 0.9, 0.5, 2)])
     printed = capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 from tests.simulated import run_ranks, simulated
 from tests.training import settings
 
-from orchestra.bench.calibrate import Workload, calibrate, stopwatch, thread_counts
+from orchestra.bench.calibrate import Workload, calibrate, memory, stopwatch, thread_counts
 from orchestra.bench.calibrate.messages import calibrate_links
 from orchestra.bench.calibrate.stopwatch import curve_of, spread
 from orchestra.bench.calibrate.training import Profile
@@ -28,7 +28,7 @@ from orchestra.cluster.calibration import (
     at_threads,
     read_calibration,
 )
-from orchestra.cluster.costs import Line, Overhead, Sharing
+from orchestra.cluster.costs import Line, MemoryCosts, Overhead, Sharing
 from orchestra.engines.simulation.cost_source import cost_source_of, key_of
 from orchestra.engines.simulation.costs import CalibratedCosts
 from orchestra.errors import InputError
@@ -89,6 +89,7 @@ CALIBRATION = Calibration(
         bandwidth=1e9,
     ),
     tasks=(COSTS,),
+    in_memory=MemoryCosts(),
 )
 
 
@@ -323,6 +324,28 @@ def test_a_message_to_oneself_and_the_first_after_a_step_cost_more() -> None:
 # What a simulated run goes by
 
 
+def test_a_file_without_shared_memory_says_that_it_is_assumed(tmp_path: Path) -> None:
+    document = json.loads(CALIBRATION.to_json())
+    del document["in_memory"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    source = cost_source_of(run_of(AllReduce(), 2, calibration=str(tmp_path / "old.json")))
+    assert source.text.endswith("; shared memory assumed: the file does not hold it")
+    assert source.calibration is not None
+    assert source.calibration.overhead(COSTS).in_memory == MemoryCosts()
+
+
+def test_costs_of_shared_memory_follow_from_what_was_measured() -> None:
+    """Of barriers with one other rank and with three, and of chunks of 2 MiB."""
+    costs = MemoryCosts(collective=5.0, barrier=2.0, copy=1e-6, wake=0.5)
+    times = {(2, memory.SMALL): (5 + 2.0, 5 + 2 + 0.5), (4, memory.SMALL): (5 + 3 * 2.0, 99.0)}
+    for size in memory.LARGE:
+        barriers = 2 + (size - 1) // (2 << 20)  # of each chunk, and one
+        times[4, size] = 5 + 3 * 1e-6 * size + barriers * 3 * 2.0, 99.0
+    found = memory.memory_costs([times] * 4)
+    for field in dataclasses.fields(costs):
+        assert getattr(found, field.name) == pytest.approx(getattr(costs, field.name))
+
+
 def test_a_run_is_simulated_by_the_figures_that_it_names(tmp_path: Path) -> None:
     path = kept(CALIBRATION, tmp_path)
     run = run_of(AllReduce(), 2, steps=3, batch_size=4, calibration=str(path))
@@ -414,12 +437,15 @@ def measured() -> Calibration:
     with pytest.MonkeyPatch.context() as patch:  # a busy machine would be measured for two minutes
         patch.setattr(stopwatch, "_most_in_need", lambda *_: None)
         calibration = calibrate([subject], 0.01, lambda what, _: told.append(what))
-    assert set(told) <= {"messages", "cores at once", "one thread more", TASK}
+    assert set(told) <= {"messages", "shared memory", "cores at once", "one thread more", TASK}
     return calibration
 
 
 def test_everything_is_measured(measured: Calibration, tmp_path: Path) -> None:
     assert read_calibration(kept(measured, tmp_path)) == measured
+    assert measured.in_memory is not None
+    assert measured.in_memory.copy > 0
+    assert measured.in_memory.collective + measured.in_memory.barrier > 0
     (task,) = measured.tasks
     assert task.key == key_of(TASK, SGD, "float32")
     sizes = [1, 2, 4, 8, 16]

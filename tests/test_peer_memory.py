@@ -19,6 +19,7 @@ from tests.test_host_memory import COUNTED, sockets_of
 from orchestra.engines.processes import launch
 from orchestra.errors import PeerLost, RunAborted, RunFailed
 from orchestra.transports import framing, peer_memory
+from orchestra.transports.kept_memory import KEPT_BYTES, LEAST_BYTES, KeptMemory
 from orchestra.transports.peer_memory import OfferedMemory, PeerMemory
 from orchestra.worker.runtime import Runtime
 
@@ -29,9 +30,9 @@ def counted(runtime: Runtime, _: None) -> tuple[list[int], bool]:
     """What this rank has counted after messages of all sizes; whether some were in memory."""
     sockets = sockets_of(runtime.transport)
     for seed in range(4):
-        exchange_randomly(runtime.transport, seed)  # which compares what arrives
-    runtime.transport.send(torch.zeros(1), (runtime.rank + 1) % runtime.ranks, 9).wait()
-    runtime.transport.receive(None, 9).wait()
+        exchange_randomly(sockets, seed)  # which compares what arrives
+    sockets.send(torch.zeros(1), (runtime.rank + 1) % runtime.ranks, 9).wait()
+    sockets.receive(None, 9).wait()
     taken = sum(stream.taken_bytes for stream in sockets._engine._streams.values())
     return [getattr(sockets.traffic, name) for name in COUNTED], taken > 0
 
@@ -130,3 +131,18 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(runs: int, tmp_path: Path)
         with pytest.raises(RunFailed, match=rf"^rank {victim} on \S+ was killed by SIGKILL$"):
             launch(killed, (seed, tmp_path), 3)
         assert {found.read_text() for found in tmp_path.glob(f"{seed} *")} <= {str(victim)}
+
+
+def test_memory_of_large_messages_is_used_again_when_nobody_has_it() -> None:
+    memory = KeptMemory()
+    first = memory.empty((3, LEAST_BYTES // 4), torch.float32, 3 * LEAST_BYTES)
+    place, view = first.data_ptr(), first[1]
+    del first
+    other = memory.empty((3 * LEAST_BYTES,), torch.int8, 3 * LEAST_BYTES)
+    assert other.data_ptr() != place  # somebody has a view of it
+    del view
+    again = memory.empty((3, LEAST_BYTES), torch.bool, 3 * LEAST_BYTES)
+    assert (again.data_ptr(), again.dtype, again.shape) == (place, torch.bool, (3, LEAST_BYTES))
+    del again, other
+    memory.empty((3 * LEAST_BYTES + 4,), torch.int8, 3 * LEAST_BYTES + 4)
+    assert sum(map(len, memory._free)) <= KEPT_BYTES

@@ -55,8 +55,9 @@ CALL_BYTES = 1 << 20
 COPIED_BYTES = 1 << 22
 # What is read ahead of a header: small messages then need one call each.
 INBOX_BYTES = 1 << 16
-# From here on a message is offered to a rank of the same host.
-OFFERED_BYTES = 1 << 17
+# From here on a message is offered to a rank of the same host: measured there and back, offers are
+# as fast from 256 KB on, and take less processor time from 512 KB on (decision 83).
+OFFERED_BYTES = 1 << 19
 
 
 class MalformedFrame(ConnectionError):
@@ -136,12 +137,12 @@ def unpack_header(buffer: memoryview) -> Header | None:
     dtype = DTYPES[code]
     address = 0
     if kind == OFFER and shape:
-        *shape, address = shape
+        shape, address = shape[:-1], shape[-1]
     if kind in (MESSAGE, OFFER) and math.prod(shape) * dtype.itemsize != payload_bytes:
         raise MalformedFrame(f"{payload_bytes} bytes for {dtype} of shape {shape}")
     if kind == KEY and len(shape) != _KEY.size // 8:
         raise MalformedFrame(f"a key of {len(shape)} numbers")
-    return Header(kind, dtype, tuple(shape), tag, payload_bytes, address)
+    return Header(kind, dtype, shape, tag, payload_bytes, address)
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -292,7 +293,7 @@ class Stream:
             else:
                 self._position += count
                 self._complete_if_full(message)
-            if count < len(place) and not self.encrypted:
+            if count < len(place) and not self.encrypted and not self.copies:
                 break
         return moved
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import Header, byte_view
+from orchestra.transports.kept_memory import KeptMemory
 from orchestra.transports.protocol import Traffic
 from orchestra.transports.shared_memory import SharedMemory
 
@@ -178,6 +179,7 @@ class Mailbox:
         self._posted: dict[tuple[int | None, int], deque[Receive]] = {}
         self._unexpected: dict[int, list[Incoming]] = {}
         self._sequence = 0
+        self._memory = KeptMemory()
 
     def post(self, receive: Receive) -> None:
         """Give `receive` its message, or queue it, or fail it where no message can come."""
@@ -210,8 +212,10 @@ class Mailbox:
             landing = into
         elif into is None and content is not None:
             landing = content
+        elif into is not None:
+            landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=True)
         else:
-            landing = torch.empty(header.shape, dtype=header.dtype, pin_memory=into is not None)
+            landing = self._memory.empty(header.shape, header.dtype, header.payload_bytes)
         view = byte_view(landing) if content is None else _NO_BYTES
         message = Incoming(source, header, landing, taker, view, header.frame_bytes)
         if taker is not None:

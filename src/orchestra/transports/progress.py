@@ -193,7 +193,9 @@ class ProgressEngine:
                 for stream in streams
             ]
             taken = sum(stream.taken_bytes for stream in streams)
-        return taken + sum(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0] for info in infos)
+        return taken + sum(
+            int(struct.unpack_from("Q", info, TCP_INFO_BYTES_ACKED)[0]) for info in infos
+        )
 
     def release(self) -> None:
         """Close this process's copies of the sockets."""

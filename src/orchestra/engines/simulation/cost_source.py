@@ -72,7 +72,7 @@ def cost_source_of(run: Run) -> CostSource:
         quality = calibration.quality_of(task)
         text = f"calibrated: {machine}, {quality.measured_at}; {quality}"
         if calibration.in_memory is None:
-            text += "; shared memory assumed, since this file does not hold it"
+            text += "; shared memory assumed: the file does not hold it"
         return CostSource(text, calibration, task, quality.doubts)
     if own:
         return CostSource(f"{assumed}; this machine's calibration does not hold the task")

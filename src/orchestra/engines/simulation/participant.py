@@ -52,6 +52,8 @@ class Packet:
         self.ended = self._scene.events.now()
         for call in self.at_end:
             call()
+        self.at_begin.clear()  # cycles would be left to the garbage collector
+        self.at_end.clear()
 
     def fail(self, error: Exception) -> None:
         """Nobody needs to learn of it: who takes part in a collective cannot go on without it."""

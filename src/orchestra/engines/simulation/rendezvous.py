@@ -50,7 +50,10 @@ class Contribution(NamedTuple):
 class Member:
     """A rank that takes part; `then` is called when it is through."""
 
-    __slots__ = ("_collective", "_then", "arrived", "done", "index", "processor", "seconds")
+    __slots__ = (
+        *("_collective", "_placed", "_then"),
+        *("arrived", "done", "index", "processor", "seconds"),
+    )
 
     def __init__(
         self,
@@ -65,29 +68,32 @@ class Member:
         self.arrived = arrived
         self.done = False
         self.seconds = 0.0, 0.0  # waiting, communicating
-        self._collective = collective
+        self._collective: Collective | None = collective
+        self._placed = collective.placed
         self._then = then
 
     def waits(self) -> tuple[Ranks, str]:
         """Whom it waits for, and for what."""
+        assert self._collective is not None, "it is through"
         return self._collective.waits(self.index)
 
     def finish(self, waiting: float, communicating: float) -> None:
         """It is through, after so many seconds."""
         if not self.done:
             self.done = True
+            self._collective = None  # a cycle would be left to the garbage collector
             self.seconds = waiting, communicating
             self._then()
 
     def count(self, port: Port) -> None:
         """Count on `port`, the rank's, what it has sent."""
-        placed, index = self._collective.placed, self.index
+        placed, index = self._placed, self.index
         port.bytes_sent += placed.plan.bytes_sent[index]
         port.meter.count_all(placed.sent[index])
 
     def traffic(self) -> Traffic:
         """Return what it has moved."""
-        plan, index = self._collective.placed.plan, self.index
+        plan, index = self._placed.plan, self.index
         return Traffic(
             plan.bytes_sent[index],
             plan.bytes_received[index],
@@ -100,7 +106,7 @@ class Member:
     @property
     def buffer_bytes(self) -> int:
         """That the executor needs beside the vector."""
-        return self._collective.placed.plan.buffer_bytes[self.index]
+        return self._placed.plan.buffer_bytes[self.index]
 
 
 class Collective:
