@@ -87,13 +87,13 @@ def mesh(
 
 
 def share_memory(transports: Sequence[SocketTransport]) -> None:
-    """Let every rank offer large messages to every other one."""
+    """Let ranks offer large messages to all others, of which those elsewhere do this as well."""
     for transport in transports:
-        transport.share_memory(range(len(transports)))
+        transport.share_memory(range(transport.size))
     streams = [s for transport in transports for s in transport._engine._streams.values()]
     while not all(stream.takes_offers for stream in streams):
         for transport in transports:
-            transport._engine.check(range(len(transports)))
+            transport._engine.check(range(transport.size))
 
 
 def on_ranks(

@@ -175,11 +175,13 @@ def test_abort_ends_every_operation_of_every_flow() -> None:
 # --- real processes --------------------------------------------------------------------------
 
 
-def rank_process(rank: int, pipe: Connection) -> None:
+def rank_process(rank: int, pipe: Connection, shares_memory: bool) -> None:
     """Joins the mesh, says what `pipe` orders, and stays."""
     listener = listen()
     pipe.send(address_of(listener))
     transport = connect_mesh(rank, pipe.recv(), listener, TOKEN, timeout=60)
+    if shares_memory:
+        meshes.share_memory([transport])
     for order in iter(pipe.recv, "leave"):
         if order == "small":
             transport.send(torch.tensor(rank), 0, 0).wait()
@@ -216,7 +218,9 @@ def peers(count: int) -> Iterator[tuple[SocketTransport, list[Peer]]]:
         others = []
         for rank in range(1, count + 1):
             ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=rank_process, args=(rank, theirs), daemon=True)
+            process = SPAWN.Process(
+                target=rank_process, args=(rank, theirs, meshes.SHARES_MEMORY), daemon=True
+            )
             process.start()
             stack.callback(process.join, 60)
             stack.callback(process.kill)
@@ -227,6 +231,8 @@ def peers(count: int) -> Iterator[tuple[SocketTransport, list[Peer]]]:
             peer.pipe.send(addresses)
         transport = connect_mesh(0, addresses, listener, TOKEN, timeout=60)
         stack.callback(transport.close)
+        if meshes.SHARES_MEMORY:
+            meshes.share_memory([transport])
         yield transport, others
 
 
