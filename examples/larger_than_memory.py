@@ -2,9 +2,9 @@
 
 cd examples && python larger_than_memory.py
 
-First it trains without a limit, in one, two and four stages, and each rank measures its peak of
-memory, beyond what it had when the task was loaded. Then the kernel limits that: to what the
-parameters, their gradients and Adam's state take, with no room for anything else.
+First it trains without a limit, on one rank, in stages and in shards on two and four, and each rank
+measures its peak of memory, beyond what it had when the task was loaded. Then the kernel limits
+that: to five times the parameters, of which these, their gradients and Adam's state take four.
 """
 
 from __future__ import annotations
@@ -65,22 +65,23 @@ def watch(folder: Path, begun: int) -> None:
         threading.Event().wait(0.02)
 
 
-def peak_megabytes(stages: int, size: str) -> int:
+def peak_megabytes(strategy: str, ranks: int, size: str) -> int:
     """The largest peak of any rank."""
     with tempfile.TemporaryDirectory() as folder:
-        train(stages, f"{size}, notes={folder!r}")
+        train(strategy, ranks, f"{size}, notes={folder!r}")
         return max(int(note.read_text()) for note in Path(folder).glob("*.bytes")) // MEGABYTE
 
 
-def train(stages: int, arguments: str) -> float | None:
-    """The loss after four steps of Adam with 32 samples; one stage is the strategy `Single`."""
+def train(strategy: str, ranks: int, arguments: str) -> float | None:
+    """The loss after four steps of Adam with 32 samples."""
     with tempfile.TemporaryDirectory() as out:
         record = orchestra.train(
             f"larger_than_memory:network({arguments})",
-            name(stages),
-            ranks=stages,
+            strategy,
+            ranks=ranks,
             steps=4,
-            batch_size=32 // stages,
+            batch_size=32 // ranks,
+            bucket_megabytes=8.0,
             optimizer="Adam(lr=1e-4)",
             snapshots=0,
             out=Path(out) / "run",
@@ -89,13 +90,17 @@ def train(stages: int, arguments: str) -> float | None:
     return record.final_loss
 
 
-def name(stages: int) -> str:
-    """The strategy."""
-    return "Single()" if stages == 1 else f"Pipeline({stages})"
+RUNS = (
+    ("Single()", 1),
+    ("Pipeline(2)", 2),
+    ("Pipeline(4)", 4),
+    ('AllReduce(shard="parameters")', 2),
+    ('AllReduce(shard="parameters")', 4),
+)
 
 
 def main() -> None:
-    """Print a line for each of the four runs."""
+    """Print a line for each run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
@@ -103,17 +108,23 @@ def main() -> None:
     size = f"width={given.width}, layers={given.layers}"
     parameters = given.layers * (given.width + 1) * given.width * 4
     print(f"parameters: {parameters // MEGABYTE} MB, Adam's state: {2 * parameters // MEGABYTE} MB")
-    peaks = {stages: peak_megabytes(stages, size) for stages in (1, 2, 4)}
-    for stages, peak in peaks.items():
-        print(f"{name(stages)}: peak of a rank {peak} MB, {peak / peaks[1]:.2f} of Single's")
-    limit = 4 * parameters // MEGABYTE
-    for stages in (1, 4):
+    peaks = {run: peak_megabytes(*run, size) for run in RUNS}
+    for run, peak in peaks.items():
+        part = peak / peaks[RUNS[0]]
+        print(f"{name(*run)}: peak of a rank {peak} MB, {part:.2f} of Single's")
+    limit = 5 * parameters // MEGABYTE
+    for run in (RUNS[0], RUNS[2], RUNS[4]):
         try:
-            loss = train(stages, f"{size}, limit_megabytes={limit}")
+            loss = train(*run, f"{size}, limit_megabytes={limit}")
             outcome = f"trains, loss {loss:.4f}"
         except orchestra.RunFailed as failure:
             outcome = "fails: " + str(failure).partition("\n")[0]
-        print(f"{name(stages)} with a limit of {limit} MB {outcome}")
+        print(f"{name(*run)} with a limit of {limit} MB {outcome}")
+
+
+def name(strategy: str, ranks: int) -> str:
+    """The strategy, and the ranks where it does not tell."""
+    return f"{strategy} on {ranks}" if "AllReduce" in strategy else strategy
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The example that shows what a pipeline is for: a model that one rank has no room for."""
+"""The example that shows what stages and shards are for: a model that one rank has no room for."""
 
 from __future__ import annotations
 
@@ -25,3 +25,7 @@ def test_a_model_larger_than_the_limit_of_a_rank(tmp_path: Path) -> None:
     assert of_single[4] < of_single[2]
     assert re.search(r"Single\(\) with a limit of \d+ MB fails: .*allocate memory", ended.stdout)
     assert re.search(r"Pipeline\(4\) with a limit of \d+ MB trains", ended.stdout)
+    sharded = re.findall(r"\(shard=\"parameters\"\) on (\d): peak .*, ([\d.]+) of", ended.stdout)
+    shares = {int(ranks): float(part) for ranks, part in sharded}
+    assert shares[4] < min(0.8, shares[2])
+    assert re.search(r"\"parameters\"\) on 4 with a limit of \d+ MB trains", ended.stdout)

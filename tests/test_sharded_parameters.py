@@ -8,17 +8,24 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.simulated import simulated
 from tests.threads import run_ranks
 from tests.training import State, equal, settings, step_lines, train_processes
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from orchestra import AllReduce
 from orchestra.errors import InputError
 from orchestra.strategies.all_reduce import SHARDS
+from orchestra.strategies.base import Strategy
+from orchestra.strategies.switch import Switch
+from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.memory import kept_bytes, sizes_of
+from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
+from orchestra.trainer.settings import MEASURED
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.units import Unit, UnitMemory
 
@@ -30,7 +37,10 @@ SMALL_UNITS: dict[str, Any] = {"bucket_megabytes": 0.001}
 
 def trained(shard: Any, ranks: int, folder: Path, **training: Any) -> State:
     """The final parameters of a training on threads, with real sockets between them."""
-    strategy = AllReduce(shard=shard)
+    return trained_by(AllReduce(shard=shard), ranks, folder, **training)
+
+
+def trained_by(strategy: Strategy[Any], ranks: int, folder: Path, **training: Any) -> State:
     task = training.pop("task", f"images(samples={ranks * 64}, model='deep')")
     run = settings(strategy, ranks, task, **{"optimizer": ADAM, **SMALL_UNITS, **training})
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +133,46 @@ def test_they_resume_bit_for_bit(level: Any, tmp_path: Path) -> None:
     assert step_lines(tmp_path, 0)[:5] == before[:5]
     assert step_lines(tmp_path, 0)[5:] != before[5:]
     assert equal(resumed, first)
+
+
+@pytest.mark.parametrize(
+    ("level", "training", "words"),
+    [
+        ("parameters", {"precision": "bf16"}, "precision: bf16 keeps a copy of every parameter"),
+        ("parameters", {"shares": MEASURED}, "shares: measured takes gradients of the whole model"),
+        ("gradients", {"overlap": False}, "set overlap to true, or shard='optimizer'"),
+        ("parameters", {"overlap": False}, "set overlap to true, or shard='optimizer'"),
+    ],
+)
+def test_settings_that_do_not_go_with_them_are_refused(
+    level: Any, training: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=words):
+        trained(level, 2, tmp_path, **training)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loop_of_ones_own_has_whole_gradients(level: Any) -> None:
+    def program(runtime: Runtime) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.zeros(4, 2)))
+        OwnLoop(runtime, model, optimizer, loader, AllReduce(shard=level))
+
+    with pytest.raises(InputError, match=r"needs orchestra's own loop.*set shard='optimizer'"):
+        run_ranks(2, program)
+
+
+@pytest.mark.parametrize("first", [AllReduce(), AllReduce(shard="gradients")])
+def test_gradients_are_sharded_in_a_phase(first: AllReduce, tmp_path: Path) -> None:
+    """Before it, or after it, they are whole."""
+    then = AllReduce() if first.shard == "gradients" else AllReduce(shard="gradients")
+    moments: Any = "kept" if first.hands_over_moments else "reset"
+    ends = [
+        trained_by(Switch(a, b, when=AfterSteps(3), moments=moments), 2, tmp_path / str(number))
+        for number, (a, b) in enumerate([(first, then), (AllReduce(), AllReduce())])
+    ]
+    assert equal(*ends)
 
 
 # Memory

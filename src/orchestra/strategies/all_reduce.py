@@ -59,8 +59,12 @@ class AllReduce(Strategy[AllReduceState]):
     native            what torch.distributed sends (gloo or NCCL)
 
     Where links are unlike, `order` keeps a ring off the slow ones: ring_order(costs) in
-    orchestra.schedules finds the best one. `shard` is for optimizers whose state is too large for
-    every worker to hold (Adam's is twice the model), at no more bytes. `backup` is for workers of
+    orchestra.schedules finds the best one. `shard` is for models that are too large for each worker
+    to hold with gradients and the optimizer's state (Adam's is twice the model): ZeRO (Rajbhandari
+    et al., SC 2020) and FSDP (Zhao et al., VLDB 2023). It works bucket by bucket: gradients have
+    memory until their bucket is summed, parameters while operations need some of their bucket.
+    "optimizer" and "gradients" send no more bytes than the ring, "parameters" up to 3n (N-1)/N: in
+    forward, in backward, and the sums. `backup` is for workers of
     which now this one and now that one is slow: its gradient is dropped, and nobody waits for it.
     `compression` is for slow networks. What adds (FP16, BF16, PowerSGD, RandomK) is summed by any
     algorithm; other payloads are gathered around the ring, (N-1) of them sent by each rank.
@@ -86,6 +90,14 @@ class AllReduce(Strategy[AllReduceState]):
         (
             'AllReduce("ring", shard="optimizer")',
             "for an optimizer whose state is too large for each",
+        ),
+        (
+            'AllReduce("ring", shard="gradients")',
+            "for gradients, too, that are too large for each",
+        ),
+        (
+            'AllReduce("ring", shard="parameters")',
+            "for models that fit no worker; half as many bytes again",
         ),
         ('AllReduce("ring", backup=1)', "for workers that are slow by turns"),
         ('AllReduce("ring", compression=BF16())', "for slow networks: half the bytes"),

@@ -67,6 +67,7 @@ STRATEGIES = Registry(
         "DDP": 'AllReduce("native")',
         "DiLoCo": "LocalSGD(16, outer=Nesterov(0.7, 0.9))",
         "DistributedDataParallel": 'AllReduce("native")',
+        "FSDP": 'AllReduce(shard="parameters")',
         "DPSGD": "Gossip()",
         "EASGD": "ElasticAveraging()",
         "Horovod": 'AllReduce("ring")',
@@ -74,6 +75,8 @@ STRATEGIES = Registry(
         "SGP": "StochasticGradientPush()",
         "SSP": 'ParameterServer(consistency="bounded")',
         "ZeRO1": 'AllReduce(shard="optimizer")',
+        "ZeRO2": 'AllReduce(shard="gradients")',
+        "ZeRO3": 'AllReduce(shard="parameters")',
     },
 )
 

@@ -116,6 +116,8 @@ class Session(Loop):
         """From the warm-up to the agreement on the final parameters."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
         warms_up = self.runtime.warms_up and not self.in_parts
+        if strategy.footprint(worker.rank, self.training.ranks).windows:
+            warms_up = False  # on a copy of the whole, with its gradients and moments
         if warms_up and worker.rank in self.roles.workers:
             setup.warm_up(worker, self._first_samples)
         if not self.shares and self.run.measures_shares:
