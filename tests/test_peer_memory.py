@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import threading
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -101,9 +100,8 @@ def test_only_the_memory_that_shows_the_key_is_open() -> None:
     assert not PeerMemory(own.pid, own.address, own.key).is_open()
 
 
-def killed(runtime: Runtime, assignment: tuple[int, Path]) -> None:
+def killed(runtime: Runtime, seed: int) -> None:
     """One rank is killed at a random moment of large messages around a ring without end."""
-    seed, folder = assignment
     random = Random(seed)
     victim, delay = random.randrange(runtime.ranks), random.uniform(0, 0.1)
     if runtime.rank == victim:
@@ -111,26 +109,21 @@ def killed(runtime: Runtime, assignment: tuple[int, Path]) -> None:
     transport, ranks = runtime.transport, runtime.ranks
     after, before = (runtime.rank + 1) % ranks, (runtime.rank - 1) % ranks
     into = torch.empty(LARGE)
-    try:
-        for step in itertools.count():
-            values = torch.full((LARGE,), float(step))
-            receive = transport.receive(before, step % 3, into)
-            send = transport.send(values, after, step % 3)
-            assert bool((receive.wait() == step).all())
-            send.wait()
-    except PeerLost as lost:
-        (folder / f"{seed} {runtime.rank}").write_text(str(lost.rank))
-        raise
+    for step in itertools.count():
+        values = torch.full((LARGE,), float(step))
+        receive = transport.receive(before, step % 3, into)
+        send = transport.send(values, after, step % 3)
+        assert bool((receive.wait() == step).all())
+        send.wait()
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(200, marks=pytest.mark.matrix)])
 @pytest.mark.timeout(1800)
-def test_a_rank_that_is_killed_in_the_middle_is_named(runs: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_the_middle_is_named(runs: int) -> None:
     for seed in range(runs):
         victim = Random(seed).randrange(3)
         with pytest.raises(RunFailed, match=rf"^rank {victim} on \S+ was killed by SIGKILL$"):
-            launch(killed, (seed, tmp_path), 3)
-        assert {found.read_text() for found in tmp_path.glob(f"{seed} *")} <= {str(victim)}
+            launch(killed, seed, 3)
 
 
 def test_memory_of_large_messages_is_used_again_when_nobody_has_it() -> None:

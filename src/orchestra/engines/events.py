@@ -101,13 +101,13 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
-class ServerLost:
+class ForkServerLost:
     """The fork server, which starts the ranks and learns how they end, is gone or does not run."""
 
     how: str
 
 
-Event = OfRank | Interrupted | ServerLost
+Event = OfRank | Interrupted | ForkServerLost
 
 # Instructions -------------------------------------------------------------------------------
 

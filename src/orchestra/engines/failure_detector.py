@@ -132,7 +132,7 @@ class FailureDetector:
         self._now = now
         if isinstance(event, events.Interrupted):
             self._interrupted()
-        elif isinstance(event, events.ServerLost):
+        elif isinstance(event, events.ForkServerLost):
             self._fail(event.how)
         else:
             self._heard(self._members[event.rank], event)
@@ -231,7 +231,8 @@ class FailureDetector:
             self._lose(member, how)
 
     def _lose(self, member: Member, how: str) -> None:
-        """A rank is lost for good: go on without it where it is expendable."""
+        """A rank is lost for good: go on without it where it is expendable, else end the run with
+        the message that names it ("rank 2 on host was killed by SIGKILL")."""
         if self.cause is not None:
             return
         if member.beat.expendable:

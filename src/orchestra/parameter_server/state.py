@@ -1,6 +1,7 @@
 """How a server decides: messages in, decisions out, no input or output of its own.
 
-When pushes become updates, and when pulls are answered, a `Consistency` says.
+A `Consistency` says when pushes become updates (`ready`), and when pulls are answered
+(`may_answer`).
 """
 
 from __future__ import annotations

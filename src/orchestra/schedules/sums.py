@@ -262,6 +262,12 @@ class Stage:
     shown: Mapping[int, Pieces]
 
 
+@functools.lru_cache(maxsize=1)
+def rounds_of(schedule: Schedule) -> Sequence[Round]:
+    """All rounds, for whoever needs them again and again: for the ranks of each host."""
+    return tuple(schedule.rounds())
+
+
 @functools.lru_cache(maxsize=256)
 def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[Stage | Rounds, ...]:
     """Divide the rounds into those that the ranks `local` carry out among themselves, and others.
@@ -269,14 +275,14 @@ def local_stages(schedule: Schedule, local: frozenset[int]) -> tuple[Stage | Rou
     A stage gives these ranks what later rounds, and the result, depend on; other pieces may keep
     other values than after its rounds.
     """
-    count = sum(1 for _ in schedule.rounds())
     if schedule.slots:
+        count = len(rounds_of(schedule))
         if len(local) < schedule.ranks:
             return ((0, count),)
         tree = _in_order(schedule.ranks)
         ends: dict[int, list[Tree | None]] = {rank: [tree] for rank in range(schedule.ranks)}
         return (_stage(ends, (0, count)),)
-    rounds = [_of_ranks(transfers, local) for transfers in schedule.rounds()]
+    rounds = [_of_ranks(transfers, local) for transfers in rounds_of(schedule)]
     inside = [local.issuperset(transfers[:, :2].flat) for transfers in rounds]
     runs = list(_runs(inside))
     live = _live(schedule, frozenset(end for _, end, is_inside in runs if is_inside))
@@ -298,7 +304,7 @@ def _live(schedule: Schedule, wanted: frozenset[int]) -> Mapping[int, NDArray[np
     if schedule.result is not None:
         for rank in range(schedule.ranks):
             live[rank] = np.arange(schedule.pieces) == schedule.result(rank)
-    rounds = list(schedule.rounds())
+    rounds = rounds_of(schedule)
     found = {len(rounds): live}
     for number in range(len(rounds) - 1, min(wanted, default=len(rounds)) - 1, -1):
         before = live.copy()
@@ -324,8 +330,8 @@ def _local(
     names.run(within)
     ends: dict[int, list[Tree | None]] = {
         rank: [
-            names.trees[name] if live[rank, piece] and name != rank else None
-            for piece, name in enumerate(names.held[rank])
+            names.trees[name] if counts and name != rank else None
+            for counts, name in zip(live[rank].tolist(), names.held[rank], strict=True)
         ]
         for rank in ranks
     }
@@ -339,9 +345,10 @@ def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
     """
     ranks = tuple(ends)
     shared: list[Tree | None] = []
-    for column in zip(*ends.values(), strict=True):
+    for first, end, column in _runs(zip(*ends.values(), strict=True)):
         sums = Counter(tree for tree in column if isinstance(tree, tuple))
-        shared.append(next((tree for tree, count in sums.items() if count > 1), None))
+        common = next((tree for tree, count in sums.items() if count > 1), None)
+        shared += [common] * (end - first)
     taken, alone, whole, shown = {}, {}, {}, {}
     leaves: dict[int, set[int]] = {rank: set() for rank in ranks}
     for rank, trees in ends.items():
@@ -353,9 +360,9 @@ def _stage(ends: Mapping[int, Sequence[Tree | None]], rounds: Rounds) -> Stage:
             _tree_runs([None if t else tree for t, tree in zip(takes, trees, strict=True)])
         )
         whole[rank] = Sums(_tree_runs(trees))
-        for piece, tree in enumerate(trees):
+        for first, end, tree in _runs(trees):
             for leaf in _leaves(tree):
-                leaves[leaf].add(piece)
+                leaves[leaf].update(range(first, end))
     for rank in ranks:
         pieces = [piece in leaves[rank] for piece in range(len(shared))]
         shown[rank] = [(first, end) for first, end, value in _runs(pieces) if value]

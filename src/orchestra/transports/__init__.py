@@ -1,1 +1,1 @@
-""""""
+"""Messages of tensors between ranks: `protocol.Transport`, carried by `sockets.SocketTransport`."""

@@ -120,6 +120,8 @@ class SharedMemory:
     ) -> None:
         """Replace a contiguous `vector` by the combination of all ranks' in the order of ranks.
 
+        For the torch.distributed backend; collectives by a schedule are carried out in `host.py`.
+
         With `root` only that rank is given the result, and the others keep their vectors.
         """
         flat = vector.view(-1)

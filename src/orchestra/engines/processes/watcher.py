@@ -259,7 +259,7 @@ class Watcher:
         if status is None and now - self._server_runs_at < self.detector.limits.silence:
             return
         how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
-        self._observe(events.ServerLost(f"{SERVER} {how}"))
+        self._observe(events.ForkServerLost(f"{SERVER} {how}"))
         if status is None:
             os.kill(self._server, signal.SIGKILL)  # which wakes a launcher that waits for it
         self._server = None

@@ -282,7 +282,7 @@ class Net:
         self.kernel = kernel
         self.fluid = fluid
         self.overhead = overhead
-        self.message = functools.lru_cache(maxsize=1024)(overhead.message)
+        self.message_cost = functools.lru_cache(maxsize=1024)(overhead.message)
         self.before_arrival: Callable[[Sequence[Resource]], None] = lambda links: None
         self.ports: list[Port] = []
         self.nodes: list[str] = []

@@ -1,4 +1,4 @@
-"""Rounds of a ring over arrays: those that go on alike are skipped.
+"""Times of the rounds of a ring over arrays: those that go on alike are skipped.
 
 Each rank sends to the one `shift` places on. Pieces go round: among equal ranks the messages of one
 piece take the same seconds in every round. So the times of a piece, wherever it is, grow by the

@@ -170,10 +170,10 @@ class PlacedPlan:
         for kind, number, peer, first, end, _ in plan.steps(index, begin, stop):
             frame_bytes = plan.frame_bytes(end - first)
             if kind is SEND:
-                cost = self.net.message(frame_bytes)
+                cost = self.net.message_cost(frame_bytes)
                 yield kind, number, peer, frame_bytes, cost.send_setup, cost.send_rest
             elif kind is TAKE:
-                receiving = self.net.message(frame_bytes).receiving
+                receiving = self.net.message_cost(frame_bytes).receiving
                 yield kind, number, peer, frame_bytes, receiving, 0.0
             elif kind is ADD:
                 yield kind, number, peer, 0, overhead.add * (end - first) * plan.itemsize, 0.0
@@ -268,7 +268,7 @@ class PlacedPlan:
         arriving = np.argsort(target)
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
         distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
-        charges = [self.net.message(int(frame)) for frame in distinct]
+        charges = [self.net.message_cost(int(frame)) for frame in distinct]
         first, rest, receiving, on_wire = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)

@@ -25,7 +25,7 @@ from orchestra.engines.simulation.kernel import Events
 from orchestra.engines.simulation.network import Port
 from orchestra.errors import PeerLost
 from orchestra.schedules import Schedule
-from orchestra.schedules.sums import Rounds, Stage, local_stages
+from orchestra.schedules.sums import Rounds, Stage, local_stages, rounds_of
 from orchestra.transports.collective import StepKind, steps_of
 from orchestra.transports.framing import header_bytes
 from orchestra.transports.protocol import CollectiveCall, Traffic
@@ -130,7 +130,7 @@ def node_stages(schedule: Schedule, hosts: tuple[Hashable, ...]) -> NodeStages:
     for places in _with_rounds_of_their_own(schedule, list(places_of.values())):
         found: list[NodeStage | Rounds] = []
         if schedule.all_reduce and len(places) == schedule.ranks:
-            everything = 0, sum(1 for _ in schedule.rounds())
+            everything = 0, len(rounds_of(schedule))
             found.append(NodeStage(tuple(places), everything, None))
         else:
             for part in local_stages(schedule, frozenset(places)):
@@ -157,7 +157,7 @@ def _with_rounds_of_their_own(
         group_of[places] = number
     found = np.zeros(len(groups), dtype=np.bool_)
     if 0 < len(groups) < schedule.ranks:
-        for transfers in schedule.rounds():
+        for transfers in rounds_of(schedule):
             source, target = group_of[transfers[:, 0]], group_of[transfers[:, 1]]
             within = np.zeros_like(found)
             within[source[source == target]] = True

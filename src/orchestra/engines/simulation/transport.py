@@ -104,7 +104,7 @@ class SimulatedTransport(CollectiveMixin):
         message = Message(header, payload, sending, port.net.ports[to])
         stream = port.net.stream(self.rank, to)
         port.keep_order()
-        cost = port.net.message(size)
+        cost = port.net.message_cost(size)
         port.spend(cost.send_setup + port.warm_up(), traffic)
         stream.send(message, self._kernel.here())
         port.spend(cost.send_rest, traffic)
@@ -291,7 +291,7 @@ class SimulatedTransport(CollectiveMixin):
         begun = self._sleep(receive, lambda: receive.finished or receive.frame_bytes > 0)
         self.traffic.seconds_waiting += begun
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.message(receive.frame_bytes).receiving
+            seconds = self._port.net.message_cost(receive.frame_bytes).receiving
             self._port.keep_order()
             self._port.spend(seconds + self._port.warm_up(), self.traffic)
             receive.frame_bytes = 0
@@ -311,7 +311,7 @@ class SimulatedTransport(CollectiveMixin):
         begun = max(started, receive.began_at if receive.frame_bytes else kernel.here())
         traffic.seconds_waiting += begun - started
         if receive.frame_bytes and receive.error is None:
-            seconds = self._port.net.message(receive.frame_bytes).receiving
+            seconds = self._port.net.message_cost(receive.frame_bytes).receiving
             flow.ahead = begun + seconds / flow.processor.rate
             receive.frame_bytes = 0
         traffic.seconds_communicating += kernel.here() - begun
