@@ -23,6 +23,7 @@ SETTINGS = [
     ("AllReduce('ring')", 3),
     ("AllReduce('native')", 2),
     ("AllReduce('ring', shard='optimizer')", 3),
+    ("AllReduce('ring', shard='parameters')", 3),
     ("AllReduce('ring', backup=1)", 3),
     ("ParameterServer", 3),
     ("ParameterServer(placement='beside')", 2),

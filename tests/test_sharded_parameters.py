@@ -82,7 +82,7 @@ def test_awkward_models(model: str, tmp_path: Path) -> None:
     [
         {"clip_norm": 0.05},
         {"accumulation": 3},
-        {"accumulation": 8, "task": "images(samples=90, model='deep')"},
+        {"accumulation": 8, "task": "images(samples=92, model='deep')"},
         {"optimizer": "Adafactor(lr=0.05)"},
     ],
     ids=["clipped", "accumulated", "unequal micro-batches", "whole tensors"],
