@@ -78,14 +78,16 @@ STEPS = 5
 TENSORS = "synthetic(25_000_000, tensors=64, sample_flops=%g)"
 
 
-def seconds(strategy: str, folder: Path, gradient: float = 1.0, ranks: int = 8) -> float:
+def seconds(
+    strategy: str, folder: Path, gradient: float = 1.0, ranks: int = 8, *, overlap: bool = True
+) -> float:
     """A step of 100 MB at 10 Gbit/s, in virtual time, without the end of the run."""
 
     def run(steps: int) -> float:
         training = Training(
             ranks=ranks, batch_size=32, equal="worker_batch", steps=steps, threads=1, snapshots=0,
-            engine="simulation", cluster="lan_10gbit(nodes=8, jitter=None)", calibration=NONE,
-            tensors="shapes", trace_steps=0,
+            engine="simulation", cluster=f"lan_10gbit(nodes={ranks}, jitter=None)",
+            calibration=NONE, tensors="shapes", trace_steps=0, overlap=overlap,
         )  # fmt: skip
         task = TENSORS % (FLOPS * gradient / 32)
         outcome = simulated_here(Run("test", task, chosen(strategy), 0, training), folder)
@@ -99,6 +101,13 @@ def seconds(strategy: str, folder: Path, gradient: float = 1.0, ranks: int = 8) 
 def test_a_step_takes_as_long_as_computing(strategy: str, tmp_path: Path) -> None:
     compute = seconds("Single()", tmp_path / "alone", ranks=1)
     assert seconds(strategy, tmp_path / "all") <= 1.05 * compute
+
+
+def test_no_server_waits_while_another_is_busy(tmp_path: Path) -> None:
+    """The links of 4 servers are the limit: 12 workers push 100 MB, and hardly compute."""
+    strategy = "ParameterServer(servers=4)"
+    whole = seconds(strategy, tmp_path / "whole", gradient=0.01, ranks=16, overlap=False)
+    assert seconds(strategy, tmp_path / "parts", gradient=0.01, ranks=16) < 0.6 * whole
 
 
 def test_overlapped_push_sum_is_faster_where_messages_take_as_long_as_compute(
@@ -180,7 +189,7 @@ class HeldGossip(OnTheWire, Gossip):
 @pytest.mark.parametrize(
     ("strategy", "tag"),
     [
-        (HeldServer(servers=2, placement="beside"), "gradient"),
+        (HeldServer(servers=2), "gradient"),  # beside workers, values of the step before are sent
         (HeldServer(consistency="asynchronous"), "gradient"),
         (HeldGossip(), "mix"),
     ],
@@ -190,7 +199,7 @@ def test_the_first_message_leaves_before_backward_ends(
 ) -> None:
     """On real processes; without overlap nothing would be sent before."""
     run = settings(
-        strategy, 3, "images(samples=72, model='cnn')", steps=3, trace_steps=3, **IN_PARTS
+        strategy, 4, "images(samples=72, model='cnn')", steps=3, trace_steps=3, **IN_PARTS
     )
     train_processes(run, tmp_path)
     trace = read(tmp_path)

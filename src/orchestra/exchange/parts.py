@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,10 +22,12 @@ PART_BYTES = 1 << 20
 part, not a bucket. P3 has 200 KB, BytePS (Jiang et al., OSDI 2020) up to 4 MB."""
 
 UNDER_WAY = 2
-"""Parts that a worker sends at a time: the next one does not wait for the latency of the last."""
+"""Parts that a worker sends to a server at a time: the next one does not wait for the latency of
+the last."""
 
-PULLS = 1
-"""The lane of the background flow that takes in values; pushes do not wait for it."""
+PULLS, PUSHES = 1, 2
+"""Lanes of background flows: the first one takes in values; those from `PUSHES` on push, to one
+server each, so that no server waits while another one is busy."""
 
 
 def parts_of(worker: Worker, slices: Sequence[Slice]) -> list[Part]:
@@ -46,9 +48,10 @@ def parts_of(worker: Worker, slices: Sequence[Slice]) -> list[Part]:
 class PartsClient:
     """Pushes each part of the gradient as soon as backward has filled it; pulls values by parts.
 
-    Parts are pushed by a background flow of `worker`, in their order, each with a request behind
-    it; the push itself, which only tells of the gradient, follows when backward is over. Another
-    flow takes in the values, while the next forward pass begins with the layers that are there.
+    Parts are pushed by background flows of `worker`, one for each server, in their order, each with
+    a request behind it; the push itself, which only tells of the gradient, follows when backward is
+    over. Another flow takes in the values, while the next forward pass begins with the layers that
+    are there.
 
     With `early` gradients are weighted here, and servers send the values of a part once all workers
     have pushed it; else once they have applied the push, those of the first layers first (P3:
@@ -65,8 +68,8 @@ class PartsClient:
         self._early = early
         self._there = [False] * len(worker.layout.slots)  # slots that have their gradient
         self._next = 0  # the first part that was not pushed yet
-        self._pushed: Task[None] | None = None  # the last part that was
-        self._leaving: deque[Handle] = deque()  # of the background flow
+        self._pushed: dict[int, Task[None]] = {}  # the last part that was, by server
+        self._leaving: dict[int, deque[Handle]] = defaultdict(deque)  # of the background flows
         own = worker.gradients.vector
         self._into = own if averages else torch.empty_like(worker.parameters)
         self._averages = averages
@@ -85,8 +88,8 @@ class PartsClient:
         self.settle()
         while self._next < len(self._parts):
             self._push_next()
-        assert self._pushed is not None
-        self._pushed.wait()
+        for pushed in self._pushed.values():
+            pushed.wait()
         self._next, self._there = 0, [False] * len(self._there)
         if not self._early:
             self._pull()
@@ -143,15 +146,16 @@ class PartsClient:
         )  # fmt: skip
         request = encode_request(Request(worker.rank, Kind.PART, push, part.number))
         gradient = worker.gradients.vector[part.first : part.end]
-        to = self._client.slices[part.place].rank
+        to, leaving = self._client.slices[part.place].rank, self._leaving[part.place]
 
         def send(transport: Transport) -> None:
-            self._leaving.append(transport.send(gradient, to, Tag.GRADIENT))
-            self._leaving.append(transport.send(request, to, Tag.REQUEST))  # behind all of the part
-            while len(self._leaving) > 2 * UNDER_WAY:
-                self._leaving.popleft().wait()
+            leaving.append(transport.send(gradient, to, Tag.GRADIENT))
+            leaving.append(transport.send(request, to, Tag.REQUEST))  # behind all of the part
+            while len(leaving) > 2 * UNDER_WAY:
+                leaving.popleft().wait()
 
-        self._pushed = worker.transport.in_background(send)
+        lane = PUSHES + part.place
+        self._pushed[part.place] = worker.transport.in_background(send, lane)
         self._next += 1
 
     def _pull(self) -> None:
