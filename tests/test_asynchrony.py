@@ -125,9 +125,14 @@ def test_the_others_go_on_while_a_worker_is_suspended(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [(DEDICATED, WORKERS + 1), (BOUNDED, WORKERS + 1), (BESIDE, WORKERS)],
+    ("strategy", "ranks"),
+    [
+        pytest.param(DEDICATED, WORKERS + 1, marks=pytest.mark.matrix),
+        (BOUNDED, WORKERS + 1),
+        pytest.param(BESIDE, WORKERS, marks=pytest.mark.matrix),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_the_others_take_over_what_suspended_workers_would_have_taken(
     strategy: ParameterServer, ranks: int, tmp_path: Path
 ) -> None:

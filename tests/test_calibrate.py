@@ -497,6 +497,7 @@ def test_links_between_ranks_make_a_matrix() -> None:
 # The command
 
 
+@pytest.mark.matrix  # two calibrations more
 def test_a_second_task_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "path", list(sys.path))

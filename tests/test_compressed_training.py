@@ -325,8 +325,11 @@ def test_what_waits_of_a_tensor_arrives_though_nobody_uses_the_tensor(tmp_path: 
     "strategy",
     [
         f"Switch({ring('DGC(0.05, warm_up=20)')}, {ring('PowerSGD(2)')}, when=AfterSteps(20))",
-        "Switch(LocalSGD(3, compression=TopK(0.1)), Gossip(compression=TopK(0.1)), "
-        "when=AfterSteps(20))",
+        pytest.param(
+            "Switch(LocalSGD(3, compression=TopK(0.1)), Gossip(compression=TopK(0.1)), "
+            "when=AfterSteps(20))",
+            marks=pytest.mark.matrix,
+        ),
         pytest.param(
             "Switch(ParameterServer(compression=TopK(0.1)), LocalSGD(4, outer=SlowMo(0.2), "
             "fragments=2, overlap=1, compression=QSGD(7)), when=AfterSteps(20), moments='reset')",

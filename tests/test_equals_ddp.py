@@ -104,7 +104,9 @@ def test_the_reference_is_no_constant() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", SYNCHRONOUS.values(), ids=SYNCHRONOUS)
-@pytest.mark.parametrize("ranks", [3, 4, pytest.param(5, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.matrix) for ranks in (4, 5))]
+)
 def test_more_ranks_equal_it_in_float64(
     strategy: Any, ranks: int, optimizer: str, tmp_path: Path
 ) -> None:

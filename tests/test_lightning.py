@@ -75,7 +75,7 @@ def test_servers_beside_are_distributed_data_parallel(options: str, two: list[Re
         assert mine["beside" + options]["metrics"] == mine["ddp" + options]["metrics"]
 
 
-@pytest.mark.parametrize("options", ["", "-full"])
+@pytest.mark.parametrize("options", ["", pytest.param("-full", marks=pytest.mark.matrix)])
 def test_a_dedicated_server_is_distributed_data_parallel(
     options: str, two: list[Results], served: list[Results]
 ) -> None:

@@ -257,7 +257,14 @@ def by_hand(order: list[list[int]], count: int, epochs: int = 2, momentum: float
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["in order", "shuffled", "own sampler", "loading ahead", "stream"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "in order", "stream",
+        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("shuffled", "own sampler")),
+        "loading ahead",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "strategy",
     [

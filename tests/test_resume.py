@@ -110,7 +110,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
 @pytest.mark.parametrize(
     "label",
     [
-        pytest.param(label, marks=pytest.mark.matrix if label in ("server", "own") else ())
+        pytest.param(
+            label,
+            marks=pytest.mark.matrix if label in ("server", "own", "pipeline", "gossip") else (),
+        )
         for label in SYNCHRONOUS
     ],
 )

@@ -376,7 +376,7 @@ def test_rounds_of_a_ring_have_the_bits_of_any_other_rounds(
 
 
 @pytest.mark.parametrize(("name", "least"), [("ring", 50), ("hierarchical", 4)])
-@pytest.mark.parametrize("buffer", [700, 1 << 20])
+@pytest.mark.parametrize("buffer", [pytest.param(700, marks=pytest.mark.matrix), 1 << 20])
 def test_rounds_of_a_ring_that_go_on_alike_are_skipped(name: str, least: int, buffer: int) -> None:
     """Pieces of unequal length catch up with others, and some ranks come late."""
     delays = [[1e-6 + 2e-4 * (rank // 2 == 9) + 1e-6 * (rank // 2 % 5) for rank in range(48)]] * 2

@@ -248,7 +248,11 @@ def test_phases_whose_workers_go_apart_may_come_first(
     assert all(weight.equal(result.final["weight"]) for weight in agreed)
 
 
-@pytest.mark.parametrize("then", [AllReduce(), ASYNCHRONOUS, Gossip()], ids=repr)
+@pytest.mark.parametrize(
+    "then",
+    [AllReduce(), ASYNCHRONOUS, pytest.param(Gossip(), marks=pytest.mark.matrix)],
+    ids=repr,
+)
 @pytest.mark.parametrize("first", APART, ids=repr)
 def test_where_losses_are_not_shared_one_worker_judges_for_all(
     first: Any, then: Any, tmp_path: Path
