@@ -78,14 +78,16 @@ TABLE = [
     Row("servers beside", f'{SERVER}(servers=2, placement="beside")', 2, exact=False, variant=True),
     Row("asynchronous", f"{SERVER}({ASYNCHRONOUS})", 2, damped=True),
     Row("asynchronous beside", f'{SERVER}({ASYNCHRONOUS}, placement="beside")', damped=True),
-    Row("asynchronous servers", f"{SERVER}(servers=2, {ASYNCHRONOUS})", 3, damped=True, variant=True),
+    Row("asynchronous servers", f"{SERVER}(servers=2, {ASYNCHRONOUS})", 3, damped=True,
+        variant=True),
     Row("bounded", f'{SERVER}(consistency="bounded", staleness=1)', 2, damped=True),
     Row("delay compensation", f'{SERVER}({ASYNCHRONOUS}, delay_compensation="constant")', 2,
         damped=True),
     Row("adaptive compensation", f'{SERVER}({ASYNCHRONOUS}, placement="beside", '
         'delay_compensation="adaptive")', damped=True, variant=True),
     Row("rate divided", f'{SERVER}({ASYNCHRONOUS}, learning_rate="divided")', 2),
-    Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2, variant=True),
+    Row("rate by staleness", f'{SERVER}({ASYNCHRONOUS}, learning_rate="by_staleness")', 2,
+        variant=True),
     Row("replicas", f"{SERVER}(servers=2, replicas=1)", 3),
     Row("backup workers", f'{SERVER}(placement="beside", backup=1)', 2, exact=False),
     Row("switch to bounded", f'Switch(AllReduce(), {SERVER}(consistency="bounded", staleness=2, '
@@ -107,10 +109,12 @@ TABLE = [
         exact=False, variant=True),
     Row("elastic first", 'Switch(ElasticAveraging(4), AllReduce(), when=AfterSteps(10), '
         'moments="reset")', 2, exact=False),
-    Row("post-local", "Switch(AllReduce(), LocalSGD(4), when=AfterSteps(10))", fresh=True, variant=True),
+    Row("post-local", "Switch(AllReduce(), LocalSGD(4), when=AfterSteps(10))", fresh=True,
+        variant=True),
     Row("pipeline", "Pipeline(microbatches=1)", sizes=(2, 3, 4)),  # of four layers
     Row("pipeline, 1F1B", 'Pipeline(microbatches=4)', exact=False, sizes=(2, 3, 4)),
-    Row("pipelines, GPipe", 'Pipeline(2, schedule="gpipe")', exact=False, sizes=(2, 4), variant=True),
+    Row("pipelines, GPipe", 'Pipeline(2, schedule="gpipe")', exact=False, sizes=(2, 4),
+        variant=True),
     Row("strategy-switch", f'Switch(AllReduce("ring"), {SERVER}({ASYNCHRONOUS}), '
         'when=AfterSteps(10), learning_rate="divided")', 2, exact=False),
     Row("switch beside", f'Switch(AllReduce("ring"), {SERVER}({ASYNCHRONOUS}, '
