@@ -31,7 +31,7 @@ class DGC(Encoder):
     93.75, 98.44, 99.6 %) to `keep`. The optimizer has to be SGD without momentum of its own.
     """
 
-    passes = (10.0, 0.6)
+    passes = (5.0, 0.9)
     copies = 2.0
     brings_momentum = True
 

@@ -30,7 +30,7 @@ class SignSGD(Encoder):
     (|p|_1 / d) sign(p), EF-signSGD (Karimireddy et al., ICML 2019). A sign of 0 counts as +.
     """
 
-    passes = (9.0, 3.5)
+    passes = (8.0, 3.4)
 
     vote: bool = setting(True, "the majority decides on each sign; else magnitudes add")
     _: KW_ONLY

@@ -31,7 +31,7 @@ class Threshold(Encoder):
     """
 
     sized = False
-    passes = (12.0, 1.3)
+    passes = (6.0, 1.2)
 
     keep: float = setting(0.01, "about this part of each tensor is sent", above=0, high=1)
     _: KW_ONLY

@@ -27,7 +27,7 @@ class TopK(Encoder):
     all where that is shorter. Without `error_feedback` small elements would never arrive.
     """
 
-    passes = (11.0, 1.5)
+    passes = (8.5, 1.4)
 
     keep: float = setting(0.01, "part of each tensor's elements that is sent", above=0, high=1)
     _: KW_ONLY
