@@ -204,6 +204,7 @@ FILE = "task: digits\nstrategies: {ring: AllReduce, one process: Single}\n"
         ([*COMPARE, "--set", "strategies={one process: AllReduce}"], "rename AllReduce('ring')"),
         ([*COMPARE, "--set", "devices={rign: cuda}"], "no strategy 'rign'; did you mean 'ring'?"),
         ([*COMPARE, "--set", "task=own:f"], "no package or module 'own'"),
+        ([*COMPARE, "--search-seconds", "-1"], "--search-seconds: -1 is not 0 or more"),
         (["train", "exp.yaml"], "holds 2 strategies (ring, one process); train takes one"),
         (
             ["train", "exp.yaml", "--strategy", "Single", "--set", "ranks=[1, 2]"],

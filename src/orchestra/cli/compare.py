@@ -95,6 +95,8 @@ def _compare(options: Namespace) -> int:
             f"orchestra compare starts the processes of its runs itself: call it without "
             f"{launched.launcher}, or train one strategy with orchestra train"
         )
+    if not options.search_seconds >= 0:
+        raise InputError(f"--search-seconds: {options.search_seconds:g} is not 0 or more")
     given = Parser.run_settings(options, "ranks", "seeds")
     experiment = load(options.experiment, options.set, given)
     check_task(experiment.task)
