@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
@@ -34,6 +33,7 @@ from orchestra.bench.step import (
     alone,
     block_of,
     our_step,
+    plain_step,
 )
 from orchestra.bench.turns import (
     Blocks,
@@ -133,8 +133,7 @@ def bench_peers(
 
 
 def _rows(model: str, ranks: int, blocks: Blocks) -> Iterator[PeerRow]:
-    beside = dict(OURS)
-    pairs = [(ours, peer) for ours, peer in beside.items() if peer in blocks]
+    pairs = list(OURS.items())
     if ACCELERATE in blocks:
         pairs.insert(-1, (f"LocalSGD({EVERY})", ACCELERATE))
     for ours, peer in pairs:
@@ -177,7 +176,7 @@ def _hooked(
     )
     if hook is not None:
         model.register_comm_hook(state, hook)
-    return _loop(subject, model, torch.optim.SGD(model.parameters(), lr=RATE))
+    return plain_step(subject, model, subject.batch_size)
 
 
 def _power_sgd() -> powerSGD_hook.PowerSGDState:
@@ -196,7 +195,7 @@ def _post_local(subject: BenchmarkModel, runtime: Runtime) -> Callable[[], None]
     optimizer = PostLocalSGDOptimizer(
         torch.optim.SGD(model.parameters(), lr=RATE), PeriodicModelAverager(EVERY, warmup_steps=0)
     )
-    return _loop(subject, model, optimizer)
+    return plain_step(subject, model, subject.batch_size, optimizer)
 
 
 def _accelerate(subject: BenchmarkModel, runtime: Runtime) -> Callable[[], None]:
@@ -217,28 +216,9 @@ def _accelerate(subject: BenchmarkModel, runtime: Runtime) -> Callable[[], None]
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=RATE))
     local = LocalSGD(accelerator, model, EVERY)
     local.__enter__()  # left with the process
-    return _loop(subject, model, optimizer, accelerator.backward, local.step)
-
-
-def _loop(
-    subject: BenchmarkModel,
-    model: nn.Module,
-    optimizer: Any,
-    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
-    then: Callable[[], object] = lambda: None,
-) -> Callable[[], None]:
-    """Return a step as in a loop by hand, which reads the loss."""
-    batch = subject.batch(subject.batch_size)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = subject.loss(model, batch)
-        backward(loss)
-        loss.item()
-        optimizer.step()
-        then()
-
-    return step
+    return plain_step(
+        subject, model, subject.batch_size, optimizer, accelerator.backward, local.step
+    )
 
 
 def print_rows(rows: Sequence[PeerRow]) -> None:

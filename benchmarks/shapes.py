@@ -5,7 +5,6 @@ Durations are exact, without jitter.
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from orchestra.cli.bench import (
 )
 from orchestra.cli.main import guarded
 from orchestra.cluster import load_cluster
+from orchestra.engines.processes.system import peak_memory
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.errors import InputError, RunFailed
@@ -197,7 +197,7 @@ def measure(runtime: Runtime, assignment: Assignment) -> Measured:
         time.process_time() - computed,
         min(report.steps for report in reports if report.role == "worker" or report.samples),
         max(report.train_seconds for report in reports),
-        _peak_megabytes(),
+        peak_memory() / 1e6,
     )
 
 
@@ -224,12 +224,6 @@ def _run(label: str, scale: Scale) -> Run:
     )
     task = f"synthetic({scale.parameters}, samples={samples})"
     return Run(label, task, strategy, training=training)
-
-
-def _peak_megabytes() -> float:
-    """Of memory that this process has held at a time."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 @dataclass

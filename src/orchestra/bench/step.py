@@ -195,17 +195,30 @@ def _peer(subject: BenchmarkModel, bucket_megabytes: int) -> Callable[[], None]:
     return plain_step(subject, model, subject.batch_size)
 
 
-def plain_step(subject: BenchmarkModel, model: torch.nn.Module, samples: int) -> Callable[[], None]:
-    """Return a step as in a loop by hand, which reads the loss, as every step of ours does."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+def plain_step(
+    subject: BenchmarkModel,
+    model: nn.Module,
+    samples: int,
+    optimizer: Any = None,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    then: Callable[[], object] = lambda: None,
+) -> Callable[[], None]:
+    """Return a step as in a loop by hand, which reads the loss, as every step of ours does.
+
+    Args:
+        optimizer: plain SGD if None.
+        then: called at the end of the step.
+    """
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=RATE)
     batch = subject.batch(samples)
 
     def step() -> None:
         optimizer.zero_grad()
         loss = subject.loss(model, batch)
-        loss.backward()
+        backward(loss)
         loss.item()
         optimizer.step()
+        then()
 
     return step
 

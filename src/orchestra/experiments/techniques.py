@@ -105,12 +105,11 @@ def steps_needed(run: Run, records: Sequence[RunRecord]) -> float | None:
     own = [r for r in records if (r.name, r.ranks) == (run.name, run.training.ranks)]
     found = []
     for record in own:
-        seconds = record.train_seconds
-        if run.training.target is not None and seconds:
-            seconds = record.time_to_target_seconds
-        if record.status != "completed" or not record.train_seconds or seconds is None:
+        whole = record.train_seconds
+        until = whole if run.training.target is None else record.time_to_target_seconds
+        if record.status != "completed" or not whole or until is None:
             return None
-        found.append(record.steps * seconds / record.train_seconds)
+        found.append(record.steps * until / whole)
     return statistics.fmean(found)
 
 
@@ -129,8 +128,6 @@ def break_even(
     Raises:
         KeyboardInterrupt: the user stopped it.
     """
-    if technique.training.engine != "simulation":
-        return BreakEven(reason="these are no simulations")
     needed = [steps_needed(run, records) for run in (technique, plain)]
     if None in needed:
         return BreakEven(reason="not every run reached the target")

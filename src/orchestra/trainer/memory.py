@@ -27,8 +27,10 @@ def sizes_of(module: nn.Module, spec: OptimizerSpec) -> Sizes:
     )
     try:
         sizes["state"] = _state_bytes(spec, trained, "meta")
-    except RuntimeError:  # it reads numbers: a few optimizers do
-        sizes["state"] = _state_bytes(spec, trained, "cpu")
+    except (
+        RuntimeError
+    ):  # it reads numbers, as Adafactor does: there may be no room for all at once
+        sizes["state"] = sum(_state_bytes(spec, {n: p}, "cpu") for n, p in trained.items())
     return sizes
 
 

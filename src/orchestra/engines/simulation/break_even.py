@@ -163,11 +163,12 @@ def _step_seconds(rival: Rival, cluster: Cluster, reporter: Reporter) -> float:
         InputError: the strategy or the task needs values.
     """
     run, training = rival.run, rival.run.training
-    steps = min(max(RANK_STEPS // training.ranks, FEWEST_STEPS), MOST_STEPS)
+    most = min(max(RANK_STEPS // training.ranks, FEWEST_STEPS), MOST_STEPS)
+    steps = max(1, min(most, math.ceil(rival.steps)))
     training = replace(
         training,
         epochs=None,
-        steps=min(steps, math.ceil(rival.steps)),
+        steps=steps,
         tensors="shapes",
         clip_norm=None,
         target=None,
@@ -183,4 +184,4 @@ def _step_seconds(rival: Rival, cluster: Cluster, reporter: Reporter) -> float:
     if problem := outcome.bad_input or outcome.failure:
         raise InputError(problem)
     reports = [report for report in outcome.results if report is not None]
-    return float(max(report.train_seconds for report in reports) / training.steps)
+    return float(max(report.train_seconds for report in reports) / steps)
