@@ -28,6 +28,7 @@ from orchestra.data.feed import open_samples
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.optimizers.settings import Optimizer
+from orchestra.records.counters import Counters
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.tasks.task import load_task
 from orchestra.trainer.program import train
@@ -147,6 +148,7 @@ class _Referee(SilentReporter):
         samples: int,
         loss: float | None = None,
         fraction: float | None = None,
+        counters: Counters | None = None,
     ) -> None:
         stopped_at = time.perf_counter()
         self._done += 1

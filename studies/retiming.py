@@ -40,10 +40,11 @@ def retimed(run: Run, record: RunRecord, cluster: str, folder: Path) -> RunRecor
             f"{run.strategy!r}: what it learns depends on how fast ranks and links are: simulate "
             f"it on {cluster} with tensors: real"
         )
-    if run.measures_shares:
+    if run.measures_shares or run.balancing is not None:
         raise InputError(
-            "shares: measured: what each worker reads depends on how fast ranks are: simulate "
-            f"{run.strategy!r} on {cluster} with tensors: real, or give the shares as numbers"
+            f"shares: {run.training.shares}: what each worker reads depends on how fast ranks are: "
+            f"simulate {run.strategy!r} on {cluster} with tensors: real, or give the shares as "
+            "numbers"
         )
     training = replace(
         run.training,

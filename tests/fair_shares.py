@@ -25,6 +25,7 @@ class Job:
     crosses: tuple[int, ...]
     bound: float = inf
     cancelled: float = inf
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,23 @@ class Change:
     capacity: float
 
 
-def fair_rates(capacities: Floats, crosses: Floats, bounds: Floats) -> Floats:
+def fair_rates(capacities: Floats, crosses: Floats, bounds: Floats, weights: Floats) -> Floats:
     """One rate for each row of `crosses`, whose columns are the resources."""
     rates = np.zeros(len(bounds))
     rising = np.ones(len(bounds), dtype=bool)
-    highest = max(capacities.max(), bounds[np.isfinite(bounds)].max(initial=0))
+    highest = max(capacities.max(), bounds[np.isfinite(bounds)].max(initial=0)) / weights.min()
     while rising.any():
         low, high = 0.0, highest
         for _ in range(120):
             middle = (low + high) / 2
-            tried = np.where(rising, np.minimum(bounds, middle), rates)
+            tried = np.where(rising, np.minimum(bounds, middle * weights), rates)
             if (tried @ crosses <= capacities * (1 + 1e-13)).all():
                 low = middle
             else:
                 high = middle
-        rates = np.where(rising, np.minimum(bounds, low), rates)
+        rates = np.where(rising, np.minimum(bounds, low * weights), rates)
         full = rates @ crosses >= capacities * (1 - 1e-9)
-        stopped = rising & ((bounds <= low * (1 + 1e-9)) | crosses[:, full].any(axis=1))
+        stopped = rising & ((bounds <= low * weights * (1 + 1e-9)) | crosses[:, full].any(axis=1))
         assert stopped.any()
         rising &= ~stopped
     return rates
@@ -70,6 +71,7 @@ def slow_ends(
     for number, job in enumerate(jobs):
         crosses[number, job.crosses] = 1
     bounds = np.array([job.bound for job in jobs])
+    weights = np.array([job.weight for job in jobs])
     times = {*(j.start for j in jobs), *(j.cancelled for j in jobs), *(c.time for c in changes)}
     coming = sorted(times | {inf})
     while True:
@@ -82,7 +84,7 @@ def slow_ends(
             runs.remove(number)
         rates = np.zeros(len(jobs))
         if runs:
-            rates[runs] = fair_rates(present, crosses[runs], bounds[runs])
+            rates[runs] = fair_rates(present, crosses[runs], bounds[runs], weights[runs])
         until = next((time for time in coming if time > now), inf)
         durations = {n: left[n] / rates[n] for n in runs if rates[n] > 0}
         soonest = min(durations.values(), default=inf)

@@ -29,6 +29,7 @@ class Laboratory:
         amount: float,
         *resources: Resource,
         bound: float = inf,
+        weight: float = 1.0,
         then: Callable[[], object] = nothing,
     ) -> Activity:
         """Begin one whose rate is at most `bound`, the capacity of a resource of its own."""
@@ -38,7 +39,7 @@ class Laboratory:
             then()
 
         own = [] if bound == inf else [Resource(f"{name}'s own", bound)]
-        return self.fluid.start(amount, [*resources, *own], end)
+        return self.fluid.start(amount, [*resources, *own], end, weight=weight)
 
     def run(self) -> dict[str, float]:
         """When each has ended."""

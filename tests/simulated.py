@@ -10,7 +10,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from orchestra.cluster import Cluster, load_cluster
-from orchestra.cluster.costs import Line, MemoryCosts, Overhead
+from orchestra.cluster.costs import Line, MemoryCosts, Overhead, Tcp
 from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import CostSource
 from orchestra.engines.simulation.costs import Costs
@@ -27,6 +27,7 @@ FREE = Overhead(
     buffer=0,
     wire=1.0,
     in_memory=MemoryCosts(0.0, 0.0, 0.0, 0.0),
+    tcp=Tcp(0.0, first_window=1e18, window=1e18, queue=0.0),
 )
 """Messages that cost nothing but their way."""
 

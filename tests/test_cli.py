@@ -110,6 +110,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "a", "--epoch", "5"], "write --set epochs=5"),
         (["report", "a", "--lr", "5"], "orchestra report has no option --lr; "),
         (["train", "a", "b"], "'b' is one argument too many"),
+        (["emulation", "chek"], "unknown action 'chek' of an emulation; did you mean 'check'?"),
+        (["emulation", "run", "one_host"], "give a command behind --"),
+        (["emulation", "compose", "one_host", "--ranks", "0"], "--ranks: 0 is below 1"),
         (["list", "AlReduce"], "unknown name 'AlReduce'; did you mean 'AllReduce'?"),
         (["list", "a", "b"], "'b' is one argument too many"),
     ],
@@ -142,6 +145,8 @@ def test_bad_input_is_one_line_and_status_2(
     [
         ["--help"],
         ["train", "--help"],
+        ["emulation", "check", "--help"],
+        ["emulation", "compose", "examples/none.yaml"],
         ["list"],
         ["list", "ParameterServer"],
         [*TRAIN, "--set", "batchsize=3"],

@@ -31,6 +31,7 @@ from orchestra.cluster import (
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.faults import FAULTS
 from orchestra.cluster.file import KEYS, cluster_text
+from orchestra.cluster.gpus import GpuMachines
 from orchestra.cluster.presets import Preset
 from orchestra.cluster.units import BANDWIDTH
 from orchestra.errors import InputError
@@ -385,7 +386,9 @@ def test_a_preset_makes_a_cluster_of_its_name(name: str) -> None:
             path = cluster.path(source, target)
             assert path.latency > 0
             assert min(channel.bandwidth for channel in path.channels) > 0
-    if name != "one_host":
+    if isinstance(preset, GpuMachines):
+        assert len(parse(f"{name}(3, gpus=2)", CLUSTERS, where="test").cluster().nodes) == 6
+    elif name != "one_host":
         assert len(parse(f"{name}(nodes=3)", CLUSTERS, where="test").cluster().nodes) == 3
 
 
@@ -401,6 +404,11 @@ def test_what_the_presets_of_special_form_are() -> None:
     across = sites.path(sites.nodes[4], sites.nodes[0])
     assert [c.name for c in across.channels] == ["b-1 up", "site-b up", "a-0 down"]
     assert across.latency == pytest.approx(0.0101)
+    gpus = make("dgx_a100")
+    inside, outside = (gpus.path(gpus.nodes[0], gpus.nodes[other]) for other in (7, 8))
+    assert [c.bandwidth for c in inside.channels] == [300e9] * 2
+    assert [c.bandwidth for c in outside.channels] == [300e9, 200e9, 200e9, 300e9]
+    assert [inside.latency, outside.latency] == pytest.approx([3.4e-6, 9.6e-6])
     air = make("wifi").path(*make("wifi").nodes[:2]).channels
     assert [c.bandwidth for c in air] == [45e6, 22.5e6, 45e6]
     up, down = make("containers_10mbit").path(*make("containers_10mbit").nodes[:2]).channels

@@ -15,7 +15,7 @@ from tests.test_report_answer import fair, headline, source, study, timed, told
 from tests.training import Trained, distance, equal, settings, train_threads
 
 import orchestra
-from orchestra.data.plan import Plan
+from orchestra.data.plan import Plan, shares_of
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.report.table import table
@@ -25,7 +25,6 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer import setup
 from orchestra.trainer.checkpoints import complete, read_rank
 from orchestra.trainer.settings import Training
-from orchestra.trainer.setup import shares_of
 
 ONE_SLOW = str(Path(__file__).parent.parent / "examples" / "simulation" / "one_slow.yaml")
 IMAGES = "images(samples=240, dtype='float64')"
@@ -284,6 +283,10 @@ def test_processes_measure_record_and_repeat(tmp_path: Path) -> None:
 
     measured = made("measured", "measured")
     assert len(measured.shares) == 3
+    assert [*measured.alone] == ["rank 0", "rank 1", "rank 2"]
+    speed, together = measured.samples_per_second, sum(measured.alone.values())
+    assert speed is not None
+    assert measured.heterogeneous_efficiency == pytest.approx(speed / together)
     assert sum(measured.shares) == pytest.approx(3, abs=2e-3)
     assert sum(measured.worker_batches) == 24
     by_hand = made("by hand", list(measured.shares))

@@ -30,7 +30,7 @@ def test_output_is_what_the_example_says(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_its_clusters_can_be_read(path: Path) -> None:
-    assert len(load_cluster(str(path), where="test", folder=Path()).nodes) == 8
+    assert len(load_cluster(str(path), where="test", folder=Path()).nodes) in (4, 8)
 
 
 def test_there_are_some() -> None:

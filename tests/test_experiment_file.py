@@ -517,7 +517,9 @@ def test_only_completed_runs_are_finished(tmp_path: Path) -> None:
     assert finished(tmp_path) == []
     write_summary(tmp_path, "exp", [_record("completed"), _record("failed"), _record("stopped")])
     assert [record.status for record in finished(tmp_path)] == ["completed"]
-    empty = ("notices", "by_rank", "worker_batches", "shares", "costs_doubts")
+    empty = (
+        "notices", "by_rank", "worker_batches", "shares", "batches", "costs_doubts", "stragglers",
+    )  # fmt: skip
     lists: dict[str, Any] = {name: [] for name in empty}
     expected = replace(_record("completed"), folder=tmp_path, **lists)
     assert finished(tmp_path) == [expected]

@@ -13,22 +13,27 @@ import torch
 from safetensors.torch import save_file
 from tests.test_calibrate import CALIBRATION, COSTS, flat
 
-from orchestra.bench.cases import TASKS, Case, cases, predicted
+from orchestra.bench.cases import CONTROLS, TASKS, Case, cases, predicted
+from orchestra.bench.clusters import write_clusters
 from orchestra.bench.fidelity import (
     FidelityRow,
     Observation,
     bench_fidelity,
     distance,
     largest_difference,
-    markdown,
+    mean_and_tail,
+    observe,
+    pace_of,
     row_of,
     step_seconds,
-    verdicts,
 )
+from orchestra.bench.tables import markdown, verdicts
+from orchestra.bench.verdicts import Block, ratio_errors, scatter
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, Parameter, Timing
 from orchestra.engines.simulation.cost_source import key_of
 from orchestra.errors import InputError
+from orchestra.records.record import RunRecord
 
 CNN = TASKS["cnn"]
 
@@ -37,51 +42,149 @@ def row(
     label: str, real: float, simulated: float, *, noise: float = 0.0, ranks: int = 2
 ) -> FidelityRow:
     runs = (real - noise, real, real + noise)
-    return FidelityRow("task", ranks, label, real, runs, simulated, 2.0, 1.0, 0, None, None)
+    return FidelityRow("task", ranks, "", label, real, runs, simulated, 2.0, 1.0, 0, None, None)
 
 
 def calibration(seconds: float = 1e-3) -> Calibration:
     """A gradient, update and step of `seconds` each, and messages that take 1 us a byte."""
-    subject = CNN.subject
-    task, optimizer, precision = key_of(subject.task, subject.optimizer, "float32")
     one = Timing(1, flat(seconds / 16), flat(seconds / 100), flat(seconds / 16))
-    costs = dataclasses.replace(
-        COSTS,
-        task=task,
-        optimizer=optimizer,
-        precision=precision,
-        timings=(one,),
-        parameters=(Parameter("all", 100, 0.3, 1.0),),
-    )
+    tasks = []
+    for subject in (CNN.subject, CNN.messages):
+        task, optimizer, precision = key_of(subject.task, subject.optimizer, "float32")
+        costs = dataclasses.replace(
+            COSTS,
+            task=task,
+            optimizer=optimizer,
+            precision=precision,
+            timings=(one,),
+            parameters=(Parameter("all", 100, 0.3, 1.0),),
+        )
+        tasks.append(costs)
     messages = dataclasses.replace(CALIBRATION.messages, one_way=flat(1e-6))
-    return dataclasses.replace(CALIBRATION, tasks=(costs,), messages=messages)
+    return dataclasses.replace(CALIBRATION, tasks=tuple(tasks), messages=messages)
 
 
-# Errors and order
+# Errors, ratios and order
+
+
+def block(real: dict[str, list[float]], **predicted: float) -> Block:
+    return Block(real, predicted)
 
 
 def test_errors_have_a_sign_and_verdicts_take_their_size() -> None:
     rows = [row("a", 2.0, 1.8), row("b", 1.0, 1.2), row("c", 4.0, 4.0)]
     assert [r.error("simulated") for r in rows] == pytest.approx([-0.1, 0.2, 0.0])
-    simulated, formula, same = verdicts(rows)
-    assert (simulated.median, simulated.worst) == pytest.approx((0.1, 0.2))
-    assert (formula.median, formula.worst) == pytest.approx((0.5, 1.0))
-    assert same.worst == pytest.approx(0.75)
+    found = verdicts(rows)
+    assert (found["simulation"].median, found["simulation"].worst) == pytest.approx((0.1, 0.2))
+    assert (found["closed formula"].median, found["closed formula"].worst) == (0.5, 1.0)
+    assert found["constant"].worst == pytest.approx(0.75)
+
+
+def test_controls_are_no_strategies() -> None:
+    rows = [row("a", 2.0, 2.0), row("compute only", 1.0, 9.0)]
+    assert verdicts(rows)["simulation"].worst == 0.0
+
+
+def test_a_machine_that_is_slower_throughout_leaves_ratios_right() -> None:
+    """Every run takes twice as long as predicted, and the second round half as long again."""
+    found = ratio_errors([block({"a": [2.0, 3.0], "b": [4.0, 6.0]}, a=1.0, b=2.0)])
+    assert (found.median, found.worst, found.floor) == pytest.approx((0.0, 0.0, 0.0))
+
+
+def test_ratios_are_those_within_a_round() -> None:
+    """a / b is 1 in the first round, 1.21 in the second, in the median 1.1; 1 was predicted."""
+    found = ratio_errors([block({"a": [1.0, 2.42], "b": [1.0, 2.0]}, a=1.0, b=1.0)])
+    assert found.median == pytest.approx(1 - 1 / 1.1, abs=1e-9)
+    assert found.floor == pytest.approx(1 - 1 / 1.21)
+    assert found.interval == pytest.approx((0.0, 1 - 1 / 1.21))
+
+
+def test_every_block_counts_with_its_pairs() -> None:
+    right = block({"a": [1.0, 1.0], "b": [2.0, 2.0], "c": [3.0, 3.0]}, a=1.0, b=2.0, c=3.0)
+    wrong = block({"a": [1.0, 1.0], "b": [1.0, 1.0]}, a=2.0, b=1.0)
+    found = ratio_errors([right, wrong])
+    assert (found.median, found.worst) == pytest.approx((0.0, 1.0))
+
+
+def test_tau_counts_pairs_and_regret_the_chosen() -> None:
+    made = block({"a": [1.0], "b": [2.0], "c": [3.0]}, a=2.0, b=1.0, c=3.0)
+    assert made.tau() == pytest.approx(1 / 3)
+    assert made.regret() == pytest.approx(1.0)  # b was chosen, and takes twice as long as a
+    assert block({"a": [1.0]}, a=2.0).tau() is None
 
 
 def test_only_pairs_that_differ_by_more_than_their_runs_do_count() -> None:
     rows = [row("a", 1.0, 1.1), row("b", 2.0, 1.0), row("c", 2.1, 2.2, noise=0.2)]
-    verdict = verdicts(rows)[0]
-    assert (verdict.pairs, verdict.kept) == (2, 1)  # a and b are the wrong way round, a and c not
+    found = verdicts(rows)["simulation"]
+    assert (found.pairs, found.kept) == (2, 1)  # a and b are the wrong way round, a and c not
 
 
 def test_pairs_on_other_ranks_are_not_compared() -> None:
-    assert verdicts([row("a", 1.0, 1.0), row("b", 2.0, 2.0, ranks=3)])[0].pairs == 0
+    rows = [row("a", 1.0, 1.0), row("b", 2.0, 2.0, ranks=3)]
+    assert verdicts(rows)["simulation"].pairs == 0
+    assert verdicts(rows)["simulation"].ratios is None
 
 
 def test_the_same_prediction_for_both_is_no_order() -> None:
-    verdict = verdicts([row("a", 1.0, 1.5), row("b", 2.0, 1.5)])[0]
-    assert (verdict.pairs, verdict.kept) == (1, 0)
+    found = verdicts([row("a", 1.0, 1.5), row("b", 2.0, 1.5)])["simulation"]
+    assert (found.pairs, found.kept, found.tau) == (1, 0, 0.0)
+
+
+def test_no_error_is_told_below_real_against_real() -> None:
+    rows = [
+        dataclasses.replace(row("a", 1.0, 1.0), runs=(1.2, 1.0, 1.2, 1.0)),
+        dataclasses.replace(row("b", 1.1, 1.1), runs=(1.1, 1.1, 1.1, 1.1)),
+    ]
+    text = markdown(rows, CALIBRATION)
+    floor = verdicts(rows)["simulation"].ratios
+    assert floor is not None
+    assert floor.median < floor.floor
+    assert f"| simulation | below {floor.floor:.1%} (" in text
+
+
+# Runs that others disturbed
+
+
+def test_a_disturbed_run_is_made_again_and_the_quietest_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    busy = iter([0.5, 0.2, 0.04, 0.01])
+
+    def train_run(run: Any, folder: Path, *, quiet: bool) -> RunRecord:
+        share = next(busy)
+        lines = [
+            json.dumps({"step": n, "seconds": n * share, "compute": 0.1}) for n in range(1, 13)
+        ]
+        (folder / "steps-rank-0.jsonl").write_text("\n".join(lines))
+        (folder / "parameters.safetensors").write_text("")
+        return RunRecord(
+            "ring", "AllReduce()", "processes", 2, 2, 0, 0, "completed", busy_with_others=share
+        )
+
+    monkeypatch.setattr("orchestra.bench.fidelity.train_run", train_run)
+    run = Case("ring", dataclasses.replace(CNN, steps=12), 2).run
+    seen = observe(run, tmp_path / "kept")
+    assert (seen.others, seen.attempts) == (0.04, 3)
+    assert seen.step_seconds == pytest.approx(0.04)
+    assert seen.computed == {0: [0.1] * 12}
+
+
+def test_computation_is_replayed_as_recorded(tmp_path: Path) -> None:
+    """Of a rank that computes for as long as in a real run, step by step, in virtual time."""
+    case = Case("ring", dataclasses.replace(CNN, steps=12), 2)
+    run = dataclasses.replace(
+        case.run,
+        training=dataclasses.replace(
+            case.run.training, engine="simulation", cluster="lan_1gbit(2)", calibration="none"
+        ),
+    )
+    virtual = observe(run, tmp_path / "kept")
+    recorded = {0: [0.5] * 6 + [0.25] * 6, 1: [1.0] * 12}
+    real = dataclasses.replace(virtual, computed=recorded)
+    again = observe(run, tmp_path / "kept", pace_of(real, virtual))
+    for rank, seconds in recorded.items():
+        assert again.computed[rank] == pytest.approx(seconds, rel=0.1)  # the median is of jitter
+    assert again.step_seconds > 1.0  # every step waits for rank 1
 
 
 # Observations
@@ -93,6 +196,12 @@ def test_the_distance_of_distributions() -> None:
     assert distance({0: 0.75, 1: 0.25}, {0: 0.25, 1: 0.5, 2: 0.25}) == pytest.approx(0.5)
 
 
+def test_the_mean_and_the_tail_of_a_distribution() -> None:
+    assert mean_and_tail({0: 0.5, 2: 0.45, 9: 0.05}) == pytest.approx((1.35, 2))
+    assert mean_and_tail({0: 0.5, 2: 0.4, 9: 0.1}) == pytest.approx((1.7, 9))
+    assert mean_and_tail({}) == (0.0, 0.0)
+
+
 def test_a_row_puts_all_runs_together() -> None:
     case = Case("asynchronous", CNN, 3)
     real = [
@@ -102,7 +211,7 @@ def test_a_row_puts_all_runs_together() -> None:
     ]
     virtual = Observation(2.7, 100, {1: 1.0})
     made = row_of(case, real, virtual, 1.0, 1.0, None)
-    assert (made.real_seconds, made.noise) == (3.0, 3.5)
+    assert (made.real_seconds, scatter(made.runs)) == (3.0, 3.5)
     assert made.error("simulated") == pytest.approx(-0.1)
     assert made.bytes_difference == 0
     assert made.staleness_distance == pytest.approx(5 / 6)
@@ -166,19 +275,48 @@ def test_a_calibration_without_the_task_is_refused() -> None:
 
 def test_cases_are_those_that_can_run() -> None:
     found = cases(["ring", "pipeline"], [CNN], [2, 6])
-    assert [(case.label, case.ranks) for case in found] == [
+    strategies = [case for case in found if case.label not in CONTROLS]
+    assert [(case.label, case.ranks) for case in strategies] == [
         ("ring", 2), ("pipeline", 2), ("ring", 6), ("pipeline", 6),
     ]  # fmt: skip
+    assert len(found) == len(strategies) + 2 * len(CONTROLS)
     with pytest.raises(InputError, match="none of them runs"):
         cases(["asynchronous"], [CNN], [1])
+
+
+def test_on_emulated_clusters_links_and_slow_nodes_are_in_the_formula(tmp_path: Path) -> None:
+    files = write_clusters(tmp_path)
+    found = cases(["ring"], [CNN], clusters=[*files.values()])
+    assert len(found) == len(files) * (1 + len(CONTROLS))
+    times = {}
+    for case in found:
+        assert (case.run.training.engine, case.ranks) == ("emulation", 4)
+        if case.label == "ring":
+            assert case.cluster is not None
+            times[case.cluster.name] = predicted(case, calibration())[0]
+    assert min(times, key=times.__getitem__) == "equal"
+    ring = times["equal"] - 3e-3 / 0.48 - 0.75 * 0.5 * 400 / 0.48  # but for gradients and additions
+    messages = 0.75 * 2 * (399e-6 + 400 * 1.062 / 12.5e6)
+    assert ring == pytest.approx(6 * (1e-6 + 5e-4) + messages, rel=0.01)
+
+
+def test_clusters_have_to_be_emulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["bench", "fidelity", "--clusters", "a.yaml"]) == 2
+    assert "add --engine emulation" in capsys.readouterr().err
 
 
 def test_a_table_says_all(tmp_path: Path) -> None:
     rows = (row("ring", 2e-3, 2.1e-3), dataclasses.replace(row("gossip", 1e-3, 1e-3), ranks=3))
     lines = markdown(rows, CALIBRATION).splitlines()
     assert lines[0].startswith("Measured on 2026-11-21: abacus, 2 cores, torch 2; 3 runs")
-    assert "| simulation | 2.5% | 5.0% | 0 of 0 |" in lines
-    assert "| task | 2 | ring | 2.00 ms | ±0% | +5.0% | +99900% | +49900% | 0 |  |  |" in lines
+    assert "| simulation |  |  |  | 0.0% | 0.0% | 2.5% | 5.0% | 0 of 0 |" in lines
+    assert (
+        "| task | 2 |  | ring | 2.00 ms | ±0% | +5.0% |  | +99900% | +49900% | 0 |  |  |  | 0 |"
+        in lines
+    )
 
 
 def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,13 +331,31 @@ def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("orchestra.bench.fidelity.calibrate", calibrate)
     rows, measured = bench_fidelity(chosen, rounds=1, seconds=0.001)
-    assert asked == [([small.subject], 0.001, None)]
+    assert asked == [([small.subject, small.messages], 0.001, None)]
     assert measured == calibration()
-    ring, asynchronous = rows
+    ring, asynchronous, *controls = rows
+    assert [control.label for control in controls] == list(CONTROLS)
     assert (ring.label, ring.bytes_difference, ring.parameters_differ) == ("ring", 0, 0)
     assert asynchronous.parameters_differ is None
     assert asynchronous.staleness_distance is not None
     assert all(r.simulated > 0 and r.real_seconds > 0 for r in rows)
+
+
+def test_a_stop_keeps_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestra.bench.fidelity.calibrate", lambda *_: calibration())
+    chosen = cases(["ring"], [CNN], [2, 3])
+
+    def stopped(run: Any, keep: Path, pace: object = None) -> Observation:
+        if run.training.ranks == 3:
+            raise KeyboardInterrupt
+        return Observation(1.0, 100, {})
+
+    monkeypatch.setattr("orchestra.bench.fidelity.observe", stopped)
+    monkeypatch.setattr("orchestra.bench.fidelity.largest_difference", lambda *_: 0.0)
+    rows, _ = bench_fidelity(chosen, rounds=1)
+    assert {row.ranks for row in rows} == {2}
+    with pytest.raises(KeyboardInterrupt):
+        bench_fidelity([case for case in chosen if case.ranks == 3], rounds=1)
 
 
 @pytest.mark.parametrize(

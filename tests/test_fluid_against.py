@@ -36,7 +36,8 @@ def jobs(draw: st.DrawFn) -> Job:
     start = draw(moments)
     lasts = draw(st.one_of(st.just(inf), st.integers(1, 30).map(lambda number: number / 11)))
     amount = draw(st.one_of(numbers, st.just(0.0), st.floats(0.1, 20)))
-    return Job(start, amount, tuple(crosses), bound, start + lasts)
+    weight = draw(st.sampled_from([1.0, 1.0, 0.1, 3.0]))
+    return Job(start, amount, tuple(crosses), bound, start + lasts, weight)
 
 
 changes = st.builds(
@@ -64,7 +65,8 @@ def live(capacities: Sequence[float], wanted: Sequence[Job], changed: Sequence[C
 
     def begin(number: int, job: Job) -> None:
         way = [resources[crossed] for crossed in job.crosses]
-        lived.activities[number] = lab.start(str(number), job.amount, *way, bound=job.bound)
+        activity = lab.start(str(number), job.amount, *way, bound=job.bound, weight=job.weight)
+        lived.activities[number] = activity
 
     def cancel(number: int) -> None:
         if lived.activities[number].running:
@@ -90,8 +92,9 @@ def assert_fair(lived: Lived) -> None:
     for activity in lived.activities.values():
         if activity.running:
             full = [r for r in activity.resources if loads[r] >= r.capacity * (1 - 1e-9)]
+            level = activity.rate / activity.weight
             assert any(
-                activity.rate >= max(a.rate for a in r.activities) * (1 - 1e-9) for r in full
+                level >= max(a.rate / a.weight for a in r.activities) * (1 - 1e-9) for r in full
             )
 
 

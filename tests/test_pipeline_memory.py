@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the example asks Linux for the memory")
 def test_a_model_larger_than_the_limit_of_a_rank(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "larger_than_memory.py")]
+    command = [sys.executable, str(EXAMPLES / "larger_than_memory.py"), "--width", "1536"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert ended.returncode == 0, ended.stderr
     of_single = {

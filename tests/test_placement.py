@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestra.parameter_server.placement import GRAIN, Slice, place
+from orchestra.parameter_server.placement import GRAIN, Slice, parts_by_links, place
 
 ALIGNMENT = 16  # elements: where tensors of float32 begin
 SIZES = st.lists(st.integers(0, 400), min_size=1, max_size=12)
@@ -97,3 +98,48 @@ def test_a_large_tensor_is_cut_where_that_is_allowed_and_kept_where_not() -> Non
     assert [(part.first, part.end) for part in cut] == [(0, 528), (528, 1040)]
     whole = place(spans, size, 2, divisible=False)
     assert [(part.first, part.end) for part in whole] == [(0, 1024), (1024, 1040)]
+
+
+WEIGHTS = st.lists(st.sampled_from([0.25, 1.0, 1.0, 3.5]), min_size=1, max_size=6)
+
+
+@given(SIZES, WEIGHTS)
+def test_slices_are_as_large_as_their_weights_say(sizes: list[int], weights: list[float]) -> None:
+    spans, size = laid_out(sizes)
+    slices = place(spans, size, len(weights), divisible=True, weights=weights)
+    assert_covers(slices, spans, size)
+    for part, weight in zip(slices, weights, strict=True):
+        assert abs((part.end - part.first) - size * weight / sum(weights)) <= GRAIN
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=5), WEIGHTS.filter(lambda w: len(w) < 4))
+def test_the_largest_weighted_slice_of_whole_tensors_is_minimal(
+    sizes: list[int], weights: list[float]
+) -> None:
+    def largest(cuts: tuple[int, ...]) -> float:
+        ends = itertools.pairwise((0, *cuts, size))
+        return max(
+            (end - first) / weight for (first, end), weight in zip(ends, weights, strict=True)
+        )
+
+    spans, size = laid_out(sizes)
+    slices = place(spans, size, len(weights), divisible=False, weights=weights)
+    assert_covers(slices, spans, size)
+    edges = [offset for offset, _ in spans] + [size]
+    cuts = itertools.combinations_with_replacement(edges, len(weights) - 1)
+    room = 4 * max(weights)  # capacities are whole elements of the largest weight
+    assert largest(tuple(part.first for part in slices[1:])) <= min(map(largest, cuts)) + room
+
+
+def test_parts_by_links_end_together_or_are_none() -> None:
+    assert parts_by_links([4e8, 1e8], own=0.0, each=3.0) == pytest.approx((0.8, 0.2))
+    parts = parts_by_links([1e9, 1e8, 1e9], own=1.0, each=2.0)
+    assert parts == pytest.approx((0.5, 0.0, 0.5)), "the slow link is busy with its worker's"
+    parts = parts_by_links([1e9, 8e8, 1e9], own=1.0, each=2.0)
+    seconds = [(1 + 2 * part) / link for part, link in zip(parts, [1e9, 8e8, 1e9], strict=True)]
+    assert seconds == pytest.approx([seconds[0]] * 3)
+    assert sum(parts) == pytest.approx(1)
+    assert parts_by_links([4.0, 1.0, 3.0], 0.0, 1.0, least=0.25) == pytest.approx(
+        (3 / 7, 0.25, 9 / 28)
+    )
+    assert parts_by_links([4.0, 1.0], 0.0, 1.0, least=0.5) == pytest.approx((0.5, 0.5))

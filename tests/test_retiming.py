@@ -21,7 +21,7 @@ from orchestra.trainer.settings import Run, Target, target_times
 
 SLOW = "stragglers(4)"
 TO_TARGET = tuple(target_times((), None))
-TIMES = ("train_seconds", "samples_per_second", *TO_TARGET)
+TIMES = ("train_seconds", "samples_per_second", "heterogeneous_efficiency", *TO_TARGET)
 UNLIKE = ("setup", "setup_seconds", "wall_seconds", "folder", "seconds", "by_rank", *TIMES)
 BY_SPEED = {
     "partial all-reduce", "asynchronous", "asynchronous beside", "asynchronous servers", "bounded",

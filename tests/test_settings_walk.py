@@ -61,6 +61,7 @@ BESIDE: dict[str, str] = {
 #: Values for settings that do not take any of their type.
 VALUES: dict[str, object] = {
     "AllReduce.order": (1, 0, 3, 2),
+    "ParameterServer.slices": (2.0,),
     "PowerSGD.min_rate": 8.0,
     "Pipeline.cuts": ("4",),
     "SlowMo.every": 16,

@@ -140,7 +140,13 @@ def tells_of_time(row: Row) -> bool:
 
 
 @pytest.mark.parametrize("on", ["stragglers(nodes=4)", "one_host(cores=2)"])
-@pytest.mark.parametrize("row", [*filter(tells_of_time, TABLE)], ids=lambda row: row.label)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.label, marks=pytest.mark.matrix if row.variant else ())
+        for row in filter(tells_of_time, TABLE)
+    ],
+)
 def test_every_strategy(row: Row, on: str, tmp_path: Path) -> None:
     """On unlike nodes whose durations vary, and where all share two cores and a loopback."""
     ranks = 4 if 4 in row.sizes else row.sizes[-1]

@@ -54,6 +54,7 @@ class FreeCompute:
     """Runs, and charges nothing."""
 
     seconds: float = 0.0
+    main_seconds: float = 0.0
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         return function()

@@ -4,23 +4,24 @@
 
 The gradient of 7,500 parameters, with a few numbers behind it, is cut into three pieces, one a
 rank. In two rounds a rank passes on what it has added up so far of a piece, in two more the sums.
-A piece and its header are 10,040 bytes: 80.3 us on a link, after 100 us of latency. It prints:
+A piece and its header are 10,040 bytes: 80.3 us on a link, and 1.029 times as long since pieces go
+both ways, after 100 us of latency. It prints:
 
     from us    to us  rank 0
       104.3    428.3  gradient (32 samples)
       428.3    428.3  send 10.0 kB to rank 1
       428.3    528.3  wait for rank 2
-      528.3    608.6  receive 10.0 kB from rank 2
-      608.6    608.6  send 10.0 kB to rank 1
-      608.6    708.6  wait for rank 2
-      708.6    788.9  receive 10.0 kB from rank 2
-      789.0    789.0  send 10.0 kB to rank 1
-      789.0    888.9  wait for rank 2
-      888.9    969.2  receive 10.0 kB from rank 2
-      969.3    969.3  send 10.0 kB to rank 1
-      969.3   1069.3  wait for rank 2
-     1069.3   1149.6  receive 10.0 kB from rank 2
-     1149.6   1157.2  update
+      528.3    610.9  receive 10.0 kB from rank 2
+      610.9    610.9  send 10.0 kB to rank 1
+      610.9    710.9  wait for rank 2
+      710.9    793.6  receive 10.0 kB from rank 2
+      793.6    793.6  send 10.0 kB to rank 1
+      793.6    893.6  wait for rank 2
+      893.6    976.2  receive 10.0 kB from rank 2
+      976.3    976.3  send 10.0 kB to rank 1
+      976.3   1076.3  wait for rank 2
+     1076.3   1159.0  receive 10.0 kB from rank 2
+     1159.0   1166.6  update
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ copies. Each worker has as large a batch, so that its seven workers take 80 step
 70 steps of eight. It prints:
 
                      steps   seconds    a step   GB sent
-    ring                70   47.2091    0.6744   24.5003
+    ring                70   47.9196    0.6846   24.5003
     one server          80  252.2130    3.1527   28.1752
-    server a worker     70   48.9758    0.6997   24.6761
+    server a worker     70   49.6837    0.7098   24.6761
 """
 
 from __future__ import annotations

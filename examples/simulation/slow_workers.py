@@ -8,9 +8,9 @@ gradient takes its time times a number drawn by chance, of mean 1. Under the asy
 worker that is free takes the next batch, so that the others do what the slow one cannot. It prints:
 
                   equal  one slow  by speed   varying
-    ring           6.5413   25.7449    7.3449   10.8841
-    local SGD      6.4294   25.6333    7.2333    7.6152
-    asynchronous   6.7802    7.7430    7.5032    6.6749
+    ring           6.5445   25.7481    7.3481   10.8874
+    local SGD      6.4301   25.6340    7.2340    7.6159
+    asynchronous   6.7808    7.7430    7.5038    6.6752
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
+from pathlib import Path
 
 from orchestra.bench.calibrate import Workload
+from orchestra.cluster import Cluster
 from orchestra.cluster.calibration import Calibration
+from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
@@ -20,7 +24,8 @@ class Terms:
     """What a closed formula is made of, in seconds.
 
     Attributes:
-        step: a worker's whole step.
+        alone: a worker's whole step, with nobody beside it.
+        step: the same, where all ranks of the machine compute.
         update: an update of all parameters.
         stage: a micro-batch on one stage of a pipeline.
         alpha: a message without content.
@@ -30,6 +35,7 @@ class Terms:
 
     ranks: int
     workers: int
+    alone: float
     step: float
     update: float
     stage: float
@@ -126,16 +132,30 @@ STRATEGIES: dict[str, tuple[str, Callable[[Terms], float]]] = {
 }
 """By label, strategies of every family: the notation, and the seconds of a step by formula."""
 
+ONE, COMPUTE, MESSAGES = "one worker", "compute only", "messages only"
+CONTROLS: dict[str, tuple[str, Callable[[Terms], float]]] = {
+    ONE: ("Single()", lambda t: t.alone),
+    COMPUTE: ("LocalSGD(1000000)", lambda t: t.step),
+    MESSAGES: ('AllReduce("ring")', lambda t: t.step + t.ring),
+}
+"""What takes turns with the strategies, and is predicted like them, to tell where an error comes
+from: the step that the calibration measured, the same on all ranks at once, and an all-reduce of as
+many parameters that takes next to no computation. They are no strategies, and count as none."""
+
+EMULATED_STEPS = 24
+"""Of a run on an emulated cluster, where links decide: a step takes up to a second."""
 BUCKET_MEGABYTES = {"server in parts": 0.1, "asynchronous in parts": 0.1}
 """Where pushes and pulls overlap with computing; elsewhere these models are one bucket."""
 
 
 @dataclass(frozen=True)
 class Subtask:
-    """A task, the `model` that it trains in words, the steps of its runs, and numbers of ranks."""
+    """A task, the `model` that it trains in words, the steps of its runs, and numbers of ranks;
+    `messages` is a model of the same size without computation."""
 
     model: str
     subject: Workload
+    messages: Workload
     steps: int
     ranks: tuple[int, ...]
 
@@ -144,48 +164,84 @@ def _workload(task: str, optimizer: str, batch: int) -> Workload:
     return Workload(task, Optimizer.parse(optimizer, where=task), batch_sizes=(batch,))
 
 
-LARGE = "regression(hidden=1024)"
+def _subtask(
+    model: str, subject: Workload, parameters: int, steps: int, ranks: tuple[int, ...]
+) -> Subtask:
+    messages = _workload(f"synthetic({parameters})", "SGD(lr=0.01)", 1)
+    return Subtask(model, subject, messages, steps, ranks)
+
+
+CNN = _workload("digits()", "SGD(lr=0.05)", 16)
+LENET = _workload("digits28()", "Adam(lr=0.001)", 32)
+MLP = _workload("regression(hidden=1024)", "SGD(lr=0.01, momentum=0.9)", 64)
 TASKS = {
-    "cnn": Subtask("CNN, 72k", _workload("digits()", "SGD(lr=0.05)", 16), 80, (2, 3, 4)),
-    "lenet": Subtask("LeNet-5, 62k, Adam", _workload("digits28()", "Adam(lr=0.001)", 32), 60, (4,)),
-    "mlp": Subtask("MLP, 1.1M", _workload(LARGE, "SGD(lr=0.01, momentum=0.9)", 64), 60, (3,)),
+    "cnn": _subtask("CNN, 72k", CNN, 72_000, 80, (2, 3, 4)),
+    "lenet": _subtask("LeNet-5, 62k, Adam", LENET, 62_000, 60, (4,)),
+    "mlp": _subtask("MLP, 1.1M", MLP, 1_100_000, 60, (3,)),
 }
 """The models that are trained: convolutions, another optimizer, and large messages."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prediction to be tested."""
+    """One prediction to be tested: on processes of this machine, or on an emulated `cluster`."""
 
     label: str
     task: Subtask
     ranks: int
+    cluster: Cluster | None = None
+    file: Path | None = None
+
+    @property
+    def block(self) -> tuple[str, int, str]:
+        """Equal for the cases that are compared with each other: task, ranks and cluster."""
+        return self.task.model, self.ranks, self.cluster.name if self.cluster else ""
+
+    @property
+    def subject(self) -> Workload:
+        """What its ranks train."""
+        return self.task.messages if self.label == MESSAGES else self.task.subject
+
+    @property
+    def processes(self) -> int:
+        """Ranks that it runs on."""
+        return 1 if self.label == ONE else self.ranks
+
+    @property
+    def formula(self) -> Callable[[Terms], float]:
+        """The seconds of a step in closed form."""
+        return (STRATEGIES | CONTROLS)[self.label][1]
 
     @property
     def run(self) -> Run:
-        """On processes."""
-        subject = self.task.subject
+        """For real."""
+        subject = self.subject
+        emulated = {"engine": "emulation", "cluster": str(self.file)} if self.file else {}
         return Run(
             self.label,
             task=subject.task,
-            strategy=parse(STRATEGIES[self.label][0], KNOWN, where=self.label),
+            strategy=parse((STRATEGIES | CONTROLS)[self.label][0], KNOWN, where=self.label),
             training=Training(
-                ranks=self.ranks,
+                ranks=self.processes,
                 batch_size=subject.batch_sizes[0],
                 equal="worker_batch",
-                steps=self.task.steps,
+                steps=EMULATED_STEPS if self.file else self.task.steps,
                 optimizer=subject.optimizer,
                 snapshots=0,
                 trace_steps=0,
                 bucket_megabytes=BUCKET_MEGABYTES.get(self.label, Training.bucket_megabytes),
+                **emulated,  # type: ignore[arg-type]
             ),
         )
 
-    def simulated(self, cluster: str, calibration: str) -> Run:
-        """The same in virtual time."""
+    def simulated(self, machine: str, calibration: str) -> Run:
+        """The same in virtual time, on its cluster or else on one that is this `machine`."""
         run = self.run
         training = replace(
-            run.training, engine="simulation", cluster=cluster, calibration=calibration
+            run.training,
+            engine="simulation",
+            cluster=str(self.file or machine),
+            calibration=calibration,
         )
         return replace(run, training=training)
 
@@ -194,21 +250,22 @@ def cases(
     strategies: Iterable[str] = STRATEGIES,
     tasks: Iterable[Subtask] = tuple(TASKS.values()),
     ranks: Sequence[int] | None = None,
+    clusters: Sequence[Path | None] = (None,),
 ) -> list[Case]:
-    """The strategies with these labels on every task, on every number of ranks that they can run
-    on: `ranks`, or the task's own.
+    """The strategies with these labels, and the controls, on every task, on every number of ranks
+    that they can run on: `ranks`, or the task's own; on this machine, or on each of the emulated
+    `clusters`, with a rank on each node.
 
     Raises:
         InputError: nothing is left.
     """
-    found = [
-        case
-        for task in tasks
-        for count in ranks or task.ranks
-        for label in strategies
-        if (case := Case(label, task, count)).run.strategy.refusal(count) is None
-    ]
-    if not found:
+    found = []
+    for file, task in itertools.product(clusters, tasks):
+        cluster = None if file is None else read_cluster(file)
+        for count in ranks or (task.ranks if cluster is None else [len(cluster.nodes)]):
+            made = [Case(label, task, count, cluster, file) for label in (*strategies, *CONTROLS)]
+            found += [one for one in made if one.run.strategy.refusal(one.processes) is None]
+    if all(case.label in CONTROLS for case in found):
         raise InputError("--strategies: none of them runs on that many ranks")
     return found
 
@@ -218,29 +275,50 @@ def predicted(case: Case, calibration: Calibration) -> tuple[float, float]:
 
     The formula is the usual sum: computation, plus a latency for each message and a time for each
     byte on the longest way, plus additions. alpha, beta and gamma come from the calibration, and
-    processors are shared evenly by the ranks that compute at the same time.
+    processors are shared evenly by the ranks that compute at the same time. On a cluster the
+    slowest node computes, and messages cross the way with the least bandwidth, and the longest.
     """
-    subject = case.task.subject
+    subject, cluster = case.subject, case.cluster
     costs = calibration.task(*subject.key)
     if costs is None:
         raise InputError(f"--calibration: it does not hold {subject.task}; leave the option out")
-    batch, threads = subject.batch_sizes[0], max(1, calibration.cores // case.ranks)
+    ranks = case.processes
+    batch, threads = subject.batch_sizes[0], max(1, calibration.cores // ranks)
+    speed = crowding = 1.0
+    if cluster is not None:
+        speeds = [node.speed_beside(costs.flops) for node in cluster.nodes_of(ranks)]
+        threads, speed = 1, min(speeds) if ranks > 1 else max(speeds)
     elements = sum(parameter.elements for parameter in costs.parameters)
-    update = costs.seconds("update", elements, threads)
+    update = costs.seconds("update", elements, threads) / speed
     gradient, rest = (costs.seconds(part, batch, threads) for part in ("gradient", "step"))
-    alone = gradient + rest + update
-    workers = len(case.run.strategy.roles(case.ranks).workers)
-    crowding = max(1.0, workers / calibration.cores)
-    stage = costs.seconds("gradient", batch * case.ranks / MICROBATCHES, threads) / case.ranks
-    way = calibration.messages.one_way
+    alone = (gradient + rest) / speed + update
+    workers = len(case.run.strategy.roles(ranks).workers)
+    if cluster is None:
+        crowding = max(1.0, workers / calibration.cores)
+    stage = costs.seconds("gradient", batch * ranks / MICROBATCHES, threads) / ranks / speed
+    overhead = calibration.overhead(costs)
+    alpha, beta = _way(case, overhead.wire)
+    one_way = calibration.messages.one_way
     terms = Terms(
-        ranks=case.ranks,
+        ranks=ranks,
         workers=workers,
+        alone=alone,
         step=alone * crowding,
         update=update,
         stage=stage * crowding,
-        alpha=way.points[0][1],
-        message=way.at(4 * elements),
-        adding=calibration.overhead(costs).add * 4 * elements,
+        alpha=one_way.points[0][1] + alpha,
+        message=one_way.at(4 * elements) + alpha + beta * 4 * elements,
+        adding=overhead.add * 4 * elements / speed,
     )
-    return STRATEGIES[case.label][1](terms), alone
+    return case.formula(terms), alone
+
+
+def _way(case: Case, wire: float) -> tuple[float, float]:
+    """Return the latency and the seconds a byte of the worst way between two ranks of a cluster;
+    none on one machine."""
+    if case.cluster is None or case.processes == 1:
+        return 0.0, 0.0
+    nodes = case.cluster.nodes_of(case.processes)
+    ways = [case.cluster.path(a, b) for a, b in itertools.permutations(nodes, 2)]
+    narrowest = min(channel.bandwidth for way in ways for channel in way.channels)
+    return max(way.latency for way in ways), wire / narrowest

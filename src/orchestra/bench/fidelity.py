@@ -7,10 +7,10 @@ import json
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -19,20 +19,44 @@ from orchestra.bench.cases import Case, predicted
 from orchestra.bench.turns import Progress, order
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.engines.run import train_run
+from orchestra.engines.simulation.training import Pace
+from orchestra.engines.simulation.training import train_run as simulated_run
+from orchestra.records.record import RunRecord
 from orchestra.trainer.settings import Run
 
 SKIPPED = 4
 """One part of so many of a run's steps, its first, is not timed."""
+QUIET, ATTEMPTS = 0.03, 3
+"""A run of which other programs took a larger part of the machine is made again, at most so often
+in all; the least disturbed one counts."""
+STEPS = "steps-rank-*.jsonl"
+LEAST_PACE = 1e-3
+"""A step whose gradient is none of the rank's own takes no time, which no simulation allows."""
 Histogram = Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One run: seconds of a step of the budget, bytes sent, shares of each staleness."""
+    """One run: seconds of a step of the budget, bytes sent, shares of each staleness.
+
+    Attributes:
+        others: the part of the machine's processor time that other programs took, stolen time
+            included; None where it is not known.
+        own, stolen: processor seconds of the ranks, and those that the hypervisor gave away.
+        switches: how often a core was taken from a rank that had work to do.
+        attempts: how often it was run.
+        computed: seconds of computation in each step, by rank.
+    """
 
     step_seconds: float
     bytes_sent: int
     staleness: Histogram
+    others: float | None = None
+    own: float = 0.0
+    stolen: float = 0.0
+    switches: int = 0
+    attempts: int = 1
+    computed: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,16 +64,23 @@ class FidelityRow:
     """A case: what was predicted, and what real runs were like.
 
     Attributes:
-        real_seconds: the median of the runs; `runs` are all of them.
+        real_seconds: the median of the `runs`, one for each round.
         bytes_difference: predicted less real, of the run that is nearest.
         staleness_distance: half the sum of the differences of the shares (total variation), from
             all runs together; None where nothing can be stale.
+        staleness: the mean and the 95th percentile, predicted and real.
         parameters_differ: the largest difference of a parameter; None where the order of arrivals
             decides.
+        replayed: predicted by a simulation in which each step's computation takes as long as in the
+            first run: what is left is the error of communication. Of emulated clusters only: where
+            ranks share cores, their computation takes as long as the others let it.
+        others, own, stolen, switches, attempts: see `Observation`: of others the largest, else the
+            sum over the runs.
     """
 
     task: str
     ranks: int
+    cluster: str
     label: str
     real_seconds: float
     runs: tuple[float, ...]
@@ -59,75 +90,148 @@ class FidelityRow:
     bytes_difference: int
     staleness_distance: float | None
     parameters_differ: float | None
+    staleness: tuple[tuple[float, float], tuple[float, float]] | None = None
+    replayed: float | None = None
+    others: float | None = None
+    own: float = 0.0
+    stolen: float = 0.0
+    switches: int = 0
+    attempts: int = 1
 
     def error(self, predictor: str) -> float:
         """Predicted over real, less 1."""
         predicted: float = getattr(self, predictor)
         return predicted / self.real_seconds - 1
 
-    @property
-    def noise(self) -> float:
-        """Half of the distance between the fastest and the slowest run."""
-        return (max(self.runs) - min(self.runs)) / 2
-
 
 def bench_fidelity(
     chosen: Sequence[Case],
-    rounds: int = 3,
+    rounds: int = 4,
     seconds: float = 0.4,
     calibration: Path | None = None,
     on_progress: Progress | None = None,
 ) -> tuple[list[FidelityRow], Calibration]:
-    """Calibrate, predict, then run for real in `rounds` rounds, every other one in reverse.
+    """Calibrate, then predict and run for real, block by block.
 
     With `calibration`, that file is taken, and nothing is measured. Nothing that is predicted has
-    been run before, and nothing is fitted afterwards. The calibration comes with the rows.
+    been run before, and nothing is fitted afterwards. The calibration comes with the rows: those of
+    the blocks that were completed, if the user stops it.
+
+    Raises KeyboardInterrupt where none was.
     """
+    rows: list[FidelityRow] = []
     with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
-        folder = Path(name)
-        path = calibration or folder / "calibration.json"
+        path = calibration or Path(name) / "calibration.json"
         if calibration is None:
-            subjects = {case.task.model: case.task.subject for case in chosen}
+            subjects = {case.subject.task: case.subject for case in chosen}
             path.write_text(calibrate([*subjects.values()], seconds, on_progress).to_json())
         measured = read_calibration(path)
-        turns = [("predicting", place) for place in range(len(chosen))]
-        for number in range(rounds):
-            turns += [("running", place) for place in order(range(len(chosen)), number)]
-        observed: dict[tuple[str, int], list[Observation]] = defaultdict(list)
-        for done, turn in enumerate(turns, start=1):
-            doing, place = turn
-            run = chosen[place].run
-            if doing == "predicting":
-                run = chosen[place].simulated(measured.cluster, str(path))
-            observed[turn].append(observe(run, folder / f"{place}-{doing}"))
+        done = itertools.count(1)
+
+        def tell(what: str) -> None:
             if on_progress is not None:
-                on_progress(f"{doing} {chosen[place].label}", done / len(turns))
-        rows = []
-        for place, case in enumerate(chosen):
-            formula, constant = predicted(case, measured)
-            differ = None
-            if case.run.strategy.synchronous:  # elsewhere the order of arrivals decides on them
-                files = (folder / f"{place}-{done}" for done in ("predicting", "running"))
-                differ = largest_difference(*files)
-            (virtual,), real = observed["predicting", place], observed["running", place]
-            rows.append(row_of(case, real, virtual, formula, constant, differ))
+                on_progress(what, next(done) / (len(chosen) * (1 + rounds)))
+
+        try:
+            for _, block in itertools.groupby(chosen, lambda case: case.block):
+                rows += _measured([*block], rounds, measured, path, tell)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
     return rows, measured
 
 
-def observe(run: Run, keep: Path) -> Observation:
-    """Carry out `run`; its final parameters go to the file `keep`.
+def _measured(
+    block: Sequence[Case],
+    rounds: int,
+    measured: Calibration,
+    path: Path,
+    tell: Callable[[str], None],
+) -> Iterator[FidelityRow]:
+    """Predict all cases, which take turns in `rounds` rounds then, every other one in reverse."""
+    with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
+        folder = Path(name)
+        virtual = {}
+        real: dict[str, list[Observation]] = defaultdict(list)
+        for case in block:
+            tell(f"predicting {case.label}")
+            run = case.simulated(measured.cluster, str(path))
+            virtual[case.label] = observe(run, folder / f"{case.label}-predicted")
+        for number in range(rounds):
+            for case in order(block, number):
+                tell(f"running {case.label}")
+                real[case.label].append(observe(case.run, folder / f"{case.label}-run"))
+        for case in block:
+            formula, constant = predicted(case, measured)
+            differ = None
+            if case.run.strategy.synchronous:  # elsewhere the order of arrivals decides on them
+                files = (folder / f"{case.label}-{which}" for which in ("predicted", "run"))
+                differ = largest_difference(*files)
+            row = row_of(case, real[case.label], virtual[case.label], formula, constant, differ)
+            if case.cluster is not None:
+                run = case.simulated(measured.cluster, str(path))
+                again = observe(
+                    run, folder / "replayed", pace_of(real[case.label][0], virtual[case.label])
+                )
+                row = replace(row, replayed=again.step_seconds)
+            yield row
+
+
+def observe(run: Run, keep: Path, pace: Pace | None = None) -> Observation:
+    """Carry out `run`, again where other programs disturbed it; its final parameters go to the file
+    `keep`. With `pace`, see `simulate`, it is a simulation.
 
     Raises:
         RunFailed: it failed.
+        KeyboardInterrupt: the user stopped it.
     """
-    with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
-        folder = Path(name)
-        record = train_run(run, folder, quiet=True)
-        seconds = step_seconds(run, folder)
-        (folder / "parameters.safetensors").replace(keep)
+    found: list[Observation] = []
+    while len(found) < ATTEMPTS and (not found or (found[-1].others or 0.0) > QUIET):
+        with tempfile.TemporaryDirectory(prefix="orchestra-fidelity-") as name:
+            folder = Path(name)
+            if pace is None:
+                record = train_run(run, folder, quiet=True)
+            else:
+                record = simulated_run(run, folder, quiet=True, pace=pace)
+            if record.status == "stopped":
+                raise KeyboardInterrupt
+            found.append(_observation(record, step_seconds(run, folder), folder))
+            (folder / "parameters.safetensors").replace(keep)
+    least = min(found, key=lambda one: one.others or 0.0)
+    return replace(least, attempts=len(found))
+
+
+def _observation(record: RunRecord, seconds: float, folder: Path) -> Observation:
     whole = sum(record.staleness_histogram.values())
     shares = {int(value): count / whole for value, count in record.staleness_histogram.items()}
-    return Observation(seconds, record.bytes_sent, shares)
+    usages = [rank["usage"] for rank in record.by_rank if rank["usage"] is not None]
+    return Observation(
+        seconds,
+        record.bytes_sent,
+        shares,
+        record.busy_with_others,
+        own=sum(usage.own for usage in usages),
+        stolen=max((usage.stolen or 0.0 for usage in usages), default=0.0),
+        switches=sum(usage.switches for usage in usages),
+        computed={
+            int(file.stem.rpartition("-")[2]): [line["compute"] for line in _lines(file)]
+            for file in sorted(folder.glob(STEPS))
+        },
+    )
+
+
+def pace_of(real: Observation, virtual: Observation) -> Pace:
+    """By what each step's simulated computation has to be multiplied to be that of a real run."""
+    found = {}
+    for rank, seconds in real.computed.items():
+        usual = statistics.median(virtual.computed.get(rank) or [0.0])
+        if usual > 0:
+            found[rank] = [max(one / usual, LEAST_PACE) for one in seconds]
+    return found
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def step_seconds(run: Run, folder: Path) -> float:
@@ -137,9 +241,8 @@ def step_seconds(run: Run, folder: Path) -> float:
     follows the last step.
     """
     paces: list[float] = []
-    for file in folder.glob("steps-rank-*.jsonl"):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        lines = [line for line in lines if line["seconds"] is not None]
+    for file in folder.glob(STEPS):
+        lines = [line for line in _lines(file) if line["seconds"] is not None]
         if len(lines) > SKIPPED * 2:
             begin, end = lines[len(lines) // SKIPPED], lines[-1]
             steps = end["step"] - begin["step"]
@@ -165,8 +268,7 @@ def row_of(
             together[value] += share / len(real)
     stale = bool(together) or bool(virtual.staleness)
     return FidelityRow(
-        case.task.model,
-        case.ranks,
+        *case.block,
         case.label,
         statistics.median(seconds),
         seconds,
@@ -176,6 +278,13 @@ def row_of(
         min(differences, key=abs),
         distance(together, virtual.staleness) if stale else None,
         parameters_differ,
+        (mean_and_tail(virtual.staleness), mean_and_tail(together)) if stale else None,
+        None,
+        max((one.others for one in real if one.others is not None), default=None),
+        sum(one.own for one in real),
+        sum(one.stolen for one in real),
+        sum(one.switches for one in real),
+        sum(one.attempts for one in real),
     )
 
 
@@ -185,91 +294,19 @@ def distance(one: Histogram, other: Histogram) -> float:
     return sum(abs(one.get(v, 0.0) - other.get(v, 0.0)) for v in values) / 2
 
 
+def mean_and_tail(shares: Histogram) -> tuple[float, float]:
+    """The mean of the values, and their 95th percentile; 0 without any."""
+    cumulated, tail = 0.0, 0
+    for value in sorted(shares):
+        cumulated, tail = cumulated + shares[value], value
+        if cumulated >= 0.95 - 1e-9:
+            break
+    return sum(value * share for value, share in shares.items()), float(tail)
+
+
 def largest_difference(one: Path, other: Path) -> float:
     """Of any parameter or buffer in two files."""
     first, second = load_file(one), load_file(other)
     assert first.keys() == second.keys()
     differences = (first[name].double() - second[name].double() for name in first)
     return max(float(difference.abs().max()) for difference in differences if difference.numel())
-
-
-PREDICTORS = {"simulated": "simulation", "formula": "closed formula", "constant": "constant"}
-
-
-class Verdict(NamedTuple):
-    """Of one predictor: absolute errors of step times, and pairs of strategies in the right order.
-
-    `pairs` are those on the same task and ranks that differ by more than the runs of both do.
-    """
-
-    predictor: str
-    median: float
-    worst: float
-    pairs: int
-    kept: int
-
-
-def verdicts(rows: Sequence[FidelityRow]) -> list[Verdict]:
-    """One of each predictor."""
-    pairs = [
-        (one, other, difference)
-        for one, other in itertools.combinations(rows, 2)
-        if (one.task, one.ranks) == (other.task, other.ranks)
-        and abs(difference := one.real_seconds - other.real_seconds) > one.noise + other.noise
-    ]
-    found = []
-    for name, title in PREDICTORS.items():
-        errors = [abs(row.error(name)) for row in rows]
-        kept = sum((getattr(a, name) - getattr(b, name)) * real > 0 for a, b, real in pairs)
-        found.append(Verdict(title, statistics.median(errors), max(errors), len(pairs), kept))
-    return found
-
-
-CASE_HEADINGS = (
-    "task", "ranks", "strategy", "real", "runs", "simulation", "formula", "constant",
-    "bytes", "staleness", "parameters",
-)  # fmt: skip
-
-
-def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
-    """When and where, then two tables, for docs/fidelity.md: the predictors, and every case."""
-    machine = calibration.machine
-    reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
-    doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))
-    lines = [
-        f"Measured on {calibration.measured_at[:10]}: {machine.get('processor')}, "
-        f"{calibration.cores} cores, torch {machine.get('packages', {}).get('torch')}; "
-        f"{len(rows[0].runs)} runs of each row. While calibrating, other programs took at most "
-        f"{calibration.busy_with_others:.0%} of the processor time that was wanted.",
-        "",
-    ]
-    if doubts:
-        lines += [f"**The calibration is not to be trusted**, nor are these figures: {doubts}.", ""]
-    headings = ("predictor", "median error", "worst error", "pairs in the right order")
-    summary = [
-        (v.predictor, f"{v.median:.1%}", f"{v.worst:.1%}", f"{v.kept} of {v.pairs}")
-        for v in verdicts(rows)
-    ]
-    lines += [*_table(headings, summary), "", *_table(CASE_HEADINGS, map(_cells, rows))]
-    return "\n".join(lines) + "\n"
-
-
-def _cells(row: FidelityRow) -> tuple[str, ...]:
-    return (
-        row.task,
-        str(row.ranks),
-        row.label,
-        f"{row.real_seconds * 1e3:.2f} ms",
-        f"±{row.noise / row.real_seconds:.0%}",
-        f"{row.error('simulated'):+.1%}",
-        f"{row.error('formula'):+.0%}",
-        f"{row.error('constant'):+.0%}",
-        f"{row.bytes_difference:+d}" if row.bytes_difference else "0",
-        "" if row.staleness_distance is None else f"{row.staleness_distance:.2f}",
-        "" if row.parameters_differ is None else f"{row.parameters_differ:.3g}",
-    )
-
-
-def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    rule = ["---"] * len(headings)
-    return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *lines)]

@@ -30,15 +30,16 @@ Progress = Callable[[str, float], None]
 """Told what is being measured, and the part of it that is done."""
 
 
-def join_gloo(runtime: Runtime, store: str) -> None:
-    """torch.distributed's default group on gloo, on loopback, through the file `store`.
+def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
+    """torch.distributed's default group on gloo, through the file `store`, on loopback or on the
+    network `interface`.
 
     It is left to the end of the process. Destroying it can hang: that holds the interpreter and
     joins gloo's threads, which may need the interpreter to let go of a tensor (torch 2.13).
     """
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    if interface or loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or loopback[0])
     files = FileStore(store, runtime.ranks)
     dist.init_process_group("gloo", store=files, rank=runtime.rank, world_size=runtime.ranks)
 

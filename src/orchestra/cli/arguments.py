@@ -14,7 +14,7 @@ from orchestra.errors import InputError, nearest
 from orchestra.experiments.file import KNOWN_KEYS
 from orchestra.settings.reading import Entry
 
-ENGINES = ("processes", "simulation")
+ENGINES = ("processes", "emulation", "simulation")
 _SETTINGS = {
     **{f"--{key.replace('_', '-')}": key for key in KNOWN_KEYS},
     **{f"--{key.replace('_', '-')}": f"optimizer.{key}" for key in (
@@ -49,9 +49,9 @@ class Parser(argparse.ArgumentParser):
 
     def add_run_options(self, out: str) -> None:
         """What every command that makes runs takes; `out` says what --out is there."""
-        engine = "real processes (default), or a simulation in virtual time"
-        self.option("--engine", "{processes,simulation}", engine, choices=ENGINES)
-        self.option("--cluster", "CLUSTER", "what is simulated: a preset or a file")
+        engine = "real processes (default), the same on emulated nodes, or a simulation"
+        self.option("--engine", "{processes,emulation,simulation}", engine, choices=ENGINES)
+        self.option("--cluster", "CLUSTER", "what is simulated or emulated: a preset or a file")
         changes = "change any setting: steps=100, optimizer.lr=0.1, task.channels=8; repeatable"
         self.option("--set", "KEY=VALUE", changes, action="append", default=[])
         order = "write down what depends on chance, for orchestra replay"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,28 +92,50 @@ def _step(arguments: Sequence[str]) -> int:
 
 
 def _fidelity(arguments: Sequence[str]) -> int:
-    parser = bench_parser("orchestra bench fidelity", FIDELITY, rounds=3)
+    parser = bench_parser("orchestra bench fidelity", FIDELITY, rounds=4)
     parser.option("--ranks", "N,...", "in place of each task's own numbers")
     parser.option("--strategies", "LABEL,...", "some of those that it prints")
     parser.option("--tasks", "NAME,...", "some of cnn, lenet and mlp")
     parser.option("--calibration", "FILE", "of orchestra calibrate; measures no more", type=Path)
+    parser.option(
+        "--engine",
+        "NAME",
+        "processes of this machine, or an emulation of clusters (default: processes)",
+        choices=("processes", "emulation"),
+        default="processes",
+    )
+    parser.option("--clusters", "FILE,...", "emulated in place of four of its own, a rank a node")
     parser.option("--markdown", "FILE", "write the tables to a file", type=Path)
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks) if options.ranks is not None else None
     from orchestra.bench.cases import STRATEGIES, TASKS, cases
-    from orchestra.bench.fidelity import bench_fidelity, markdown
+    from orchestra.bench.clusters import write_clusters
+    from orchestra.bench.fidelity import bench_fidelity
+    from orchestra.bench.tables import markdown
 
     tasks = listed("--tasks", options.tasks, TASKS).values()
-    chosen = cases(listed("--strategies", options.strategies, STRATEGIES), tasks, ranks)
-    with progress_line() as tell:
-        rows, calibration = bench_fidelity(
-            chosen, options.rounds, calibration=options.calibration, on_progress=tell
-        )
+    if options.clusters is not None and options.engine == "processes":
+        raise InputError("--clusters: they are emulated: add --engine emulation")
+    strategies = listed("--strategies", options.strategies, STRATEGIES)
+    with tempfile.TemporaryDirectory(prefix="orchestra-clusters-") as folder:
+        clusters: list[Path | None] = [None]
+        if options.clusters is not None:
+            clusters = [Path(name.strip()) for name in options.clusters.split(",")]
+        elif options.engine == "emulation":
+            clusters = [*write_clusters(Path(folder)).values()]
+        chosen = cases(strategies, tasks, ranks, clusters)
+        with progress_line() as tell:
+            rows, calibration = bench_fidelity(
+                chosen, options.rounds, calibration=options.calibration, on_progress=tell
+            )
     text = markdown(rows, calibration)
     print(text, end="")
     if options.markdown is not None:
         options.markdown.write_text(text)
     write_figures(options.json, "fidelity", rows)
+    if len(rows) < len(chosen):
+        print(f"orchestra: stopped after {len(rows)} of {len(chosen)} rows", file=sys.stderr)
+        return 130
     return 0
 
 

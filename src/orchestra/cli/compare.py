@@ -82,8 +82,10 @@ def main(arguments: Sequence[str]) -> int:
 def simulate(arguments: Sequence[str]) -> int:
     """The same in virtual time."""
     options = _parser("simulate", SIMULATE, SIMULATE_EPILOG).read(arguments)
-    if options.engine == "processes":
-        raise InputError("orchestra simulate has one engine; for processes: orchestra compare")
+    if options.engine not in (None, "simulation"):
+        raise InputError(
+            f"orchestra simulate has one engine; for {options.engine}: orchestra compare"
+        )
     options.engine = "simulation"
     return _compare(options)
 

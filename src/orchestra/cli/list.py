@@ -16,6 +16,7 @@ from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.nodes import ASSUMED
 from orchestra.compression.base import Compressor
+from orchestra.data.balancing import BALANCINGS
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
@@ -55,6 +56,7 @@ HEADINGS: dict[str, tuple[Registry, type | None]] = {
     "tasks": (TASKS, None),
     "schedules of the learning rate": (SCHEDULES, None),
     "shardings of the data": (SHARDINGS, None),
+    "balancing of batches, for shares: RULE": (BALANCINGS, None),
     "clusters": (CLUSTERS, None),
     "jitter, of the nodes of a cluster": (CLUSTERS, Jitter),
 }

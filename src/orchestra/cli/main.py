@@ -35,6 +35,8 @@ commands:
   replay   repeat a recorded run to the same bits, and stop where you like
   bench    measure speed on this machine, beside peers measured in the same run
   calibrate measure what a simulation needs to know of this machine
+  emulation check, use and clean up clusters that Linux emulates on this machine
+  import   write the file of a cluster from SimGrid, lscpu, or a cloud's instances
   list     show strategies, tasks and schedules, or the settings of one of them
 
   orchestra COMMAND --help says more about each. --version shows the version.
@@ -61,6 +63,8 @@ COMMANDS = {
     "bench": "orchestra.cli.bench:main",
     "calibrate": "orchestra.cli.calibrate:main",
     "compare": "orchestra.cli.compare:main",
+    "emulation": "orchestra.cli.emulation:main",
+    "import": "orchestra.cli.imports:main",
     "list": "orchestra.cli.list:main",
     "replay": "orchestra.cli.train:replay",
     "report": "orchestra.cli.compare:report",

@@ -51,6 +51,7 @@ class Cluster(Settings):
         REQUIRED, "of ranks: one a node in turn, node by node as cores last, or names of nodes"
     )
     faults: tuple[Fault, ...] = setting((), "what goes wrong, and when")
+    tcp: bool = setting(True, "whether messages between nodes go by TCP; false: natively")
     overhead: Overhead | None = setting(
         None, "what messages cost beside the links; none: as calibrated"
     )
@@ -63,6 +64,7 @@ class Cluster(Settings):
         """
         self._check_names()
         self._check_tree()
+        self._check_prices()
         for node in self.nodes:
             if node.switch is not None:
                 _require(("nodes", node.name), node.switch, self._by_switch, "there is no switch")
@@ -91,6 +93,16 @@ class Cluster(Settings):
         nodes = self.nodes_of(ranks)
         there = Counter(node.name for node in nodes)
         return tuple(node.threads(there[node.name], chosen) for node in nodes)
+
+    def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
+        """Bytes/s of each rank's own part of its node's link; of a single node's loopback."""
+        nodes = self.nodes_of(ranks)
+        there = Counter(node.name for node in nodes)
+        return tuple(
+            min(link.bandwidth for link in (node.up or node.loopback, node.down or node.loopback))
+            / there[node.name]
+            for node in nodes
+        )
 
     def _place(self, ranks: int) -> tuple[Node, ...]:
         for fault in self.faults:
@@ -248,6 +260,16 @@ class Cluster(Settings):
                 if part.name in seen:
                     raise Unfit((kind, part.name), f"the name {part.name} is given twice")
                 seen.add(part.name)
+
+    def _check_prices(self) -> None:
+        priced = [node for node in self.nodes if node.price is not None]
+        for node in priced:
+            if node.currency != priced[0].currency:
+                raise Unfit(
+                    ("nodes", node.name),
+                    f"the price of {node.name} is in {node.currency}, that of {priced[0].name} in "
+                    f"{priced[0].currency}; give all in one currency",
+                )
 
     def _check_tree(self) -> None:
         roots = [switch.name for switch in self.switches if switch.to is None]

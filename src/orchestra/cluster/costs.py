@@ -66,6 +66,28 @@ class MemoryCosts(Settings):
 
 
 @dataclass(frozen=True, repr=False)
+class Tcp(Settings):
+    """What TCP takes of the links between nodes, beside the headers of `Overhead.wire`.
+
+    Acknowledgements: one for every second full segment (RFC 5681, section 4.2): with timestamps, in
+    Ethernet's frames, 90 bytes for 2 times 1,538. The first window: 10 segments (RFC 6928). The
+    largest: Linux's `net.ipv4.tcp_wmem`. Shares by latency, and the queue: P. Velho et al., On the
+    Validity of Flow-level TCP Network Models, ACM TOMACS 23(4), 2013, as in SimGrid.
+    """
+
+    acknowledgements: float = setting(
+        0.029, "bytes of acknowledgements for each byte that goes the other way", low=0, high=1
+    )
+    first_window: float = quantity(
+        BYTES, 14480, "in flight until the first acknowledgement", above=0
+    )
+    window: float = quantity(BYTES, 4 * 1024**2, "in flight on one connection at most", above=0)
+    queue: float = quantity(
+        BYTES, 20537, "at each link: shares go by 1 / (latency + queue / bandwidth)", low=0
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class Overhead(Settings):
     """What messages cost beside the links that they cross, in processor seconds.
 
@@ -77,12 +99,15 @@ class Overhead(Settings):
     receive: Cost = setting(REQUIRED, "of the receiver")
     add: float = quantity(SECONDS_PER_BYTE, REQUIRED, "of adding what arrived to one's own", low=0)
     buffer: float = quantity(BYTES, REQUIRED, "up to which a sender is free at once", low=0)
-    wire: float = setting(REQUIRED, "bytes on a link for each byte of a message", low=1, high=1e3)
+    wire: float = setting(
+        REQUIRED, "bytes on a link between nodes for each byte of a message", low=1, high=1e3
+    )
     local: Cost | None = setting(None, "of a message from a rank to itself; none: nothing")
     _: KW_ONLY
     cold: float = quantity(SECONDS, 0.0, "of a step with messages beside both alone", low=0)
     collective: float = quantity(SECONDS, 0.0, "of an all-reduce beside its messages", low=0)
     in_memory: MemoryCosts = setting(MemoryCosts(), "of collectives in shared memory")
+    tcp: Tcp = setting(Tcp(), "what TCP takes of the links")
 
     def message(self, frame_bytes: int) -> MessageCost:
         """Of a message of so many bytes, its header included."""
@@ -90,7 +115,7 @@ class Overhead(Settings):
         # Measured costs may fall with the size, by chance.
         rest = max(self.send.at(frame_bytes) - first, 0.0)
         receiving = self.receive.at(frame_bytes)
-        return MessageCost(first, rest, receiving, frame_bytes * self.wire)
+        return MessageCost(first, rest, receiving)
 
 
 class MessageCost(NamedTuple):
@@ -100,13 +125,11 @@ class MessageCost(NamedTuple):
         send_setup: processor seconds of the sender until the first byte leaves.
         send_rest: processor seconds of the sender from then until the last byte has left.
         receiving: processor seconds of the receiver, from the arrival of the first byte on.
-        wire_bytes: bytes on each link that it crosses.
     """
 
     send_setup: float
     send_rest: float
     receiving: float
-    wire_bytes: float
 
 
 MAX_WAITED = 0.1

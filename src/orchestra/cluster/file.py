@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.cluster import Cluster, Part, Unfit
-from orchestra.cluster.costs import Line, MemoryCosts
+from orchestra.cluster.costs import Line, MemoryCosts, Tcp
 from orchestra.cluster.faults import FAULTS, Fault
 from orchestra.cluster.nodes import Drift, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS, Preset
@@ -26,7 +26,7 @@ from orchestra.settings.reading import (
     yaml_text,
 )
 
-KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "overhead", "faults")
+KEYS = ("name", "all_nodes", "nodes", "switches", "ranks", "tcp", "overhead", "faults")
 """The keys of a file."""
 
 ROOT = "switch"
@@ -42,6 +42,7 @@ READER: Reader = Reader(
         "down": LINK,
         "drift": "{sigma: 0.1, time_constant: 60 s}",
         "factor": "4",
+        "price": "3.06 USD/h",
         "in_memory": "{copy: 0.2 ns/B, barrier: 10 us}",
         "local": LINE,
         "loopback": LINK,
@@ -49,11 +50,13 @@ READER: Reader = Reader(
         "of": "worker-3",
         "receive": LINE,
         "send": LINE,
+        "tcp": "true",
         "up": LINK,
         "wire": "1.06",
     },
     special={
         "jitter": lambda entry, key: parse(entry.value, CLUSTERS, where=entry.at(key)),
+        "price": lambda entry, key: str(entry.value),
         **dict.fromkeys(LINES, lambda entry, key: READER.read_settings(Line, entry, key)),
     },
 )
@@ -108,7 +111,7 @@ def read_cluster(path: Path) -> Cluster:
         "nodes": tuple(_nodes(document, places)),
         "faults": tuple(_faults(document.get("faults"), places)),
     }
-    for key, name in (("name", "name"), ("ranks", "placement")):
+    for key, name in (("name", "name"), ("ranks", "placement"), ("tcp", "tcp")):
         if key in document:
             values[name] = READER.read_setting(Cluster, name, document[key], key)
     if "overhead" in document:
@@ -208,6 +211,7 @@ def cluster_text(cluster: Cluster) -> str:
         "nodes": dict(_groups(cluster.nodes)),
         "switches": {switch.name: _plain(switch) for switch in cluster.switches},
         "ranks": cluster.placement if isinstance(cluster.placement, str) else [*cluster.placement],
+        "tcp": cluster.tcp,
         "faults": [{type(fault).__name__: _plain(fault)} for fault in cluster.faults],
     }
     if cluster.overhead is not None:
@@ -245,7 +249,7 @@ def _plain(settings: Settings) -> dict[str, Any]:
         unit = field.metadata.get("unit")
         if unit is not None:
             value = unit.write(value)
-        elif isinstance(value, Link | Drift | Line | MemoryCosts):
+        elif isinstance(value, Link | Drift | Line | MemoryCosts | Tcp):
             value = _plain(value)
         elif isinstance(value, Settings):
             value = write(value, CLUSTERS)

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Final, Literal
 
-from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, quantity
+from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS, quantity, read_price
 from orchestra.errors import InputError
 from orchestra.settings import REQUIRED, Settings, setting
 
@@ -33,6 +33,11 @@ class Jitter(Settings, ABC):
     @abstractmethod
     def factor(self, uniform: float) -> float:
         """The factor at the quantile `uniform`, which lies between 0 and 1, both excluded."""
+
+    @property
+    def expectation(self) -> float:
+        """The mean of the factors."""
+        return 1.0
 
     def draw(self, generator: Generator) -> float:
         """A factor, from one uniform number of `generator`."""
@@ -72,6 +77,11 @@ class ExponentialTail(Jitter):
     """A duration and an exponential tail: factors from 1, their mean 1 + `mean`."""
 
     mean: float = setting(0.1, "mean of the tail, in durations", above=0, high=1e3)
+
+    @property
+    def expectation(self) -> float:
+        """1 + `mean`."""
+        return 1 + self.mean
 
     def factor(self, uniform: float) -> float:
         """1 - mean log(1 - uniform)."""
@@ -193,9 +203,13 @@ class Node(Settings):
     down: Link | None = setting(None, "the link back from the switch")
     loopback: Link = setting(REQUIRED, "between ranks of this node")
     shared_memory: bool = setting(True, "whether its ranks carry out collectives in shared memory")
+    price: str | None = setting(None, "of an hour, such as 3.06 USD/h; none: not known")
+    watts: float | None = setting(
+        None, "what it draws while it trains, in the mean; none: not known", above=0, high=1e9
+    )
 
     def check(self) -> None:
-        """Exactly one of speed and flops; a link in both directions, or none."""
+        """Exactly one of speed and flops; a link in both directions, or none; a price is one."""
         _require_word(self.name)
         if self.speed is None and self.flops is None:
             raise InputError(f"node {self.name} lacks a speed; give speed: 1 or flops: 1.5 TFLOP/s")
@@ -203,6 +217,13 @@ class Node(Settings):
             raise InputError(f"node {self.name} has both speed and flops; give one of them")
         if len({part is None for part in (self.switch, self.up, self.down)}) > 1:
             raise InputError(f"node {self.name} needs all of switch, up and down, or none of them")
+        if self.price is not None:
+            read_price(self.price, where="price")
+
+    @property
+    def currency(self) -> str | None:
+        """That of the price, if there is one."""
+        return None if self.price is None else read_price(self.price, where="price")[1]
 
     def speed_beside(self, flops: float) -> float:
         """Of a core (or a device), where one that does so many FLOP/s has 1."""

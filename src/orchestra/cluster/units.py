@@ -91,6 +91,24 @@ class Unit:
         return f"unknown unit {name!r} of {self.kind}; {nearest(name, same or self.factors)}"
 
 
+_PRICE = re.compile(r"(?P<amount>\d{1,12}(?:\.\d{1,12})?) (?P<currency>[A-Z]{3})/h")
+
+
+def read_price(text: str, *, where: str) -> tuple[float, str]:
+    """What an hour costs, and in which currency: "3.06 USD/h".
+
+    Raises:
+        InputError: it is no such text.
+    """
+    match = _PRICE.fullmatch(text)
+    if match is None:
+        raise InputError(
+            f"{where}: {text!r} is no price; write an amount and the three letters of a currency, "
+            "for an hour: 3.06 USD/h"
+        )
+    return float(match["amount"]), match["currency"]
+
+
 def _scaled(units: Mapping[str, Fraction], prefixes: Mapping[str, int]) -> dict[str, Fraction]:
     return {
         prefix + name: factor * scale

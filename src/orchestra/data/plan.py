@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -120,3 +121,9 @@ def apportion(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     for rank in by_remainder[: total - sum(counts)]:
         counts[rank] += 1
     return tuple(counts)
+
+
+def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
+    """The weights of the parts of ranks that are that fast: 1 in the mean, to three decimals."""
+    mean = sum(speeds) / len(speeds)
+    return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)

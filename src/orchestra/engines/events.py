@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed, text_of
+from orchestra.records.counters import Counters
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Heartbeat(OfRank):
         activity: changes whenever anything progressed.
         waits_for: ranks any of which may release it; `waits_what` says in words what it waits for.
         expendable: the run can go on without it.
+        counters: the latest.
     """
 
     step: int = 0
@@ -71,6 +73,7 @@ class Heartbeat(OfRank):
     waits_for: tuple[int, ...] = ()
     waits_what: str = ""
     expendable: bool = False
+    counters: Counters | None = None
 
 
 class Finished(OfRank):

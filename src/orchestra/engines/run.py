@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestra.cluster import Node
 from orchestra.data.plan import apportion
+from orchestra.engines.machines import by_node, on_machines
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.record import RunRecord, combine, environment, write_atomically, write_curve
 from orchestra.records.report import RankReport
+from orchestra.records.stragglers import LEAST_SECONDS, Straggler, find
 from orchestra.records.trace import write_trace
+from orchestra.settings.base import to_plain
 from orchestra.strategies.base import roles_of
 from orchestra.trainer.settings import Run, target_times
 
@@ -49,11 +53,15 @@ def record_of(
     launch: Mapping[str, float],
     *,
     left_out: Mapping[int, str],
+    nodes: Sequence[Node] = (),
+    alone: Mapping[str, float] | None = None,
     **about: Any,
 ) -> RunRecord:
     """The record of a run that ended well, from the reports of the ranks that were there at the
     end; its curve and its timeline go into `folder`. `launch` are the seconds before their programs
     began: the import that the first launch of a command waits for is among them, but is no set-up.
+    `nodes` are those of the ranks, where they are described; `alone` what each does without the
+    others, in samples/s, by default what was measured of its ranks.
     """
     reports = [report for report in results if report is not None]
     # The longest set-up is the one that the others waited for.
@@ -65,20 +73,41 @@ def record_of(
     shares = roles_of(run.strategy, training.ranks).shares
     weighted = training.weighted(shares, measured or None)
     samples = apportion(training.global_batch(shares), weighted)
+    batches = next((report.batches for report in reports if report.batches), [])
+    if batches:  # within the bounds of a rule
+        samples = tuple(batches[0][1:])
+    if alone is None:
+        speeds = [gradients * training.batch_size for gradients in reports[0].speeds]
+        alone = by_node(speeds, nodes)
     record = combine(
         reports,
+        stragglers=to_plain(stragglers_of(run, reports)),
         **_identity(run, folder),
         setup_seconds=sum(setup.values()) - setup.get("import", 0.0),
         setup=setup,
         left_out={str(rank): reason for rank, reason in left_out.items()},
         worker_batches=[count for count, share in zip(samples, weighted, strict=True) if share],
         shares=measured,
+        batches=batches,
         **target_times(leader.curve, training.target),
         **about,
     )
     write_curve(folder, leader.curve)
     write_trace(folder, reports)
-    return record
+    return on_machines(record, nodes, alone)
+
+
+def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[Straggler]:
+    """Who held up whom; stages of a model have unlike work, and are not compared."""
+    if run.strategy.divides_model:
+        return []
+    nodes = {report.rank: report.node for report in reports if report.node}
+    return find(
+        {report.rank: report.counters for report in reports},
+        servers={report.rank for report in reports if not report.steps},
+        nodes=nodes if len({*nodes.values()}) > 1 else {},
+        least_seconds=0.0 if run.training.engine == "simulation" else LEAST_SECONDS,
+    )
 
 
 def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
@@ -92,7 +121,7 @@ def _identity(run: Run, folder: Path) -> dict[str, Any]:
         "name": run.name,
         "strategy": repr(run.strategy),
         "engine": run.training.engine,
-        "cluster": run.training.cluster if run.training.engine == "simulation" else None,
+        "cluster": run.training.cluster if run.training.engine != "processes" else None,
         "ranks": run.training.ranks,
         "workers": len(roles.workers),
         "servers": len(roles.servers),

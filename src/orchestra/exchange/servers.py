@@ -33,14 +33,17 @@ from orchestra.worker.worker import Worker
 Compensate = Callable[[Tensor, Sequence[int]], DelayCompensation]
 
 
-def slices_of(worker: Worker, servers: Sequence[int], *, updates: bool) -> list[Slice]:
-    """Cut the parameters over the ranks in `servers`, balanced by bytes.
+def slices_of(
+    worker: Worker, servers: Sequence[int], *, updates: bool, weights: Sequence[float] = ()
+) -> list[Slice]:
+    """Cut the parameters over the ranks in `servers`, balanced by bytes, or by `weights`.
 
     Where the servers update, a tensor is cut only if the optimizer works element by element.
     """
     spans = [(slot.offset, slot.size) for slot in worker.layout.slots]
     divisible = worker.optimizer.elementwise or not updates
-    slices = place_slices(spans, worker.layout.size, len(servers), divisible=divisible)
+    size = worker.layout.size
+    slices = place_slices(spans, size, len(servers), divisible=divisible, weights=weights)
     return [replace(part, rank=rank) for rank, part in zip(servers, slices, strict=True)]
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestra.data.balancing import BALANCINGS
 from orchestra.data.sharding import SHARDINGS
 from orchestra.engines.run import train_run
 from orchestra.errors import InputError
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from orchestra.strategies.base import Strategy
     from orchestra.tasks.task import Task
 
-REGISTRIES = {"task": TASKS, "schedule": SCHEDULES, "sharding": SHARDINGS}
+REGISTRIES = {
+    "task": TASKS, "schedule": SCHEDULES, "sharding": SHARDINGS, "shares": BALANCINGS
+}  # fmt: skip
 
 
 def train(
@@ -206,7 +209,7 @@ def replay(
     from orchestra.trainer.checkpoints import read_rank
 
     (record,) = read_summary(source / SUMMARY)
-    threads = record.threads_by_rank if record.engine == "processes" else None
+    threads = None if record.engine == "simulation" else record.threads_by_rank
     replayed = replay_run(settings, source, folder, until=until, threads=threads, quiet=quiet)
     stopped = replayed.parameters_sha256 is None
     then = record.parameters_sha256

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.engines.events import Event, Interrupted, Notice
+from orchestra.engines.machines import beside_single
 from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
 from orchestra.engines.run import failed_record, train_run
@@ -182,7 +183,9 @@ class _Execution:
     def rows(self) -> list[RunRecord]:
         """The records of the runs that are done, in the order of the runs."""
         places = map(self._place, self.runs)
-        return [self._records[place] for place in places if place in self._records]
+        records = [self._records[place] for place in places if place in self._records]
+        single = {(r.ranks, r.seed): r for r in records if r.distributed is False}
+        return [beside_single(r, single.get((r.ranks, r.seed))) for r in records]
 
     def _tuned(self, tune: Tune) -> Mapping[tuple[str, int], Choice]:
         """Make all trials, and choose; rows with a completed run keep their choice."""

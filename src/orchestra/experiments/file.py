@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.file import is_file, load_cluster
+from orchestra.data.balancing import BALANCINGS, Balancing
+from orchestra.data.plan import shares_of
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
+from orchestra.records.layout import SUMMARY
+from orchestra.records.record import read_summary
 from orchestra.settings import parse, read, replace_setting, write
 from orchestra.settings.base import settings_of, to_plain
 from orchestra.settings.notation import bound, build
@@ -29,7 +34,7 @@ from orchestra.settings.reading import (
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.settings import replace_task_setting, task_name, task_text
-from orchestra.trainer.settings import Training
+from orchestra.trainer.settings import MEASURED, Training
 
 _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")
 
@@ -95,6 +100,8 @@ def to_yaml(experiment: Experiment) -> str:
     document["schedule"] = write(training.schedule, SCHEDULES)
     if training.sharding is not None:
         document["sharding"] = write(training.sharding, SHARDINGS)
+    if isinstance(training.shares, Balancing):
+        document["shares"] = write(training.shares, BALANCINGS)
     document["target"] = to_plain(training.target)
     return yaml_text(document)
 
@@ -166,12 +173,48 @@ def _groups(entry: Entry) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def _folder(entry: Entry) -> Path:
+    """Return what paths in `entry` are relative to: where its file is, or the current folder."""
+    from_option = entry.where.startswith("--")
+    return Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
+
+
 def _cluster(entry: Entry, key: str) -> str:
     """Return the cluster's notation, or the full path of its file, relative to the experiment's."""
-    from_option = entry.where.startswith("--")
-    folder = Path() if from_option else Path(entry.where.rpartition(":")[0]).parent
+    folder = _folder(entry)
     load_cluster(entry.value, where=entry.at(key), folder=folder)
     return str((folder / entry.value).resolve()) if is_file(entry.value) else str(entry.value)
+
+
+def _shares(entry: Entry, key: str) -> Any:
+    """Return weights and `measured` as they are, of a notation the rule, of a run its speeds."""
+    if not isinstance(entry.value, str) or entry.value == MEASURED:
+        return entry.value
+    run = _folder(entry) / entry.value
+    if (run / SUMMARY).is_file():
+        return _shares_of(run, entry.at(key))
+    if "/" in entry.value:
+        raise InputError(f"{entry.at(key)}: {run} is not the folder of a run: it has no {SUMMARY}")
+    return parse(entry.value, BALANCINGS, where=entry.at(key))
+
+
+def _shares_of(run: Path, where: str) -> tuple[float, ...]:
+    """Return the shares by the speeds of the ranks in a run, or in all runs of a comparison."""
+    samples: defaultdict[int, float] = defaultdict(float)
+    seconds: defaultdict[int, float] = defaultdict(float)
+    numbers = set()
+    for record in read_summary(run / SUMMARY):
+        if record.status == "completed" and record.workers == record.ranks == len(record.by_rank):
+            numbers.add(record.ranks)
+            for rank in record.by_rank:
+                samples[rank["rank"]] += rank["samples"]
+                seconds[rank["rank"]] += rank["seconds"]["compute"]
+    if len(numbers) != 1 or not all(seconds.values()):
+        raise InputError(
+            f"{where}: {run} tells no speeds: it needs completed runs whose ranks are all workers, "
+            "on one number of ranks"
+        )
+    return shares_of([samples[rank] / seconds[rank] for rank in sorted(samples)])
 
 
 READER = Reader(
@@ -187,6 +230,7 @@ READER = Reader(
         "optimizer": lambda entry, key: Optimizer.parse(entry.value, where=entry.at(key)),
         "schedule": lambda entry, key: parse(entry.value, SCHEDULES, where=entry.at(key)),
         "sharding": lambda entry, key: parse(entry.value, SHARDINGS, where=entry.at(key)),
+        "shares": _shares,
         "ranks": lambda entry, key: entry.value if isinstance(entry.value, list) else [entry.value],
         "cluster": _cluster,
     },

@@ -21,6 +21,7 @@ from orchestra.engines.run import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
+from orchestra.records.layout import SUMMARY as SUMMARY
 from orchestra.records.record import (
     RunRecord,
     partial_of,
@@ -32,7 +33,6 @@ from orchestra.settings.reading import yaml_value
 from orchestra.trainer.settings import Run
 
 RESOLVED = "experiment.yaml"
-SUMMARY = "summary.json"
 PARENT = Path("runs")
 
 
@@ -219,9 +219,9 @@ def _require_same(path: Path, old_text: str, new_text: str) -> None:
 def idle_nodes(planned: Sequence[Run]) -> list[str]:
     """A line for each cluster that has more nodes than the largest run has ranks to spread."""
     most = max((run.training.ranks for run in planned), default=0)
-    simulated = [run.training for run in planned if run.training.engine == "simulation"]
+    described = [run.training for run in planned if run.training.engine != "processes"]
     lines = []
-    for name in dict.fromkeys(each.cluster for each in simulated):
+    for name in dict.fromkeys(each.cluster for each in described):
         cluster = load_cluster(name, where="cluster", folder=Path())
         nodes = len(cluster.nodes)
         if cluster.placement == "spread" and nodes > most:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 GRAIN = 64
@@ -79,28 +82,60 @@ def cut_into_parts(slices: Sequence[Slice], limit: int) -> list[Part]:
 
 
 def place(
-    spans: Sequence[tuple[int, int]], size: int, servers: int, *, divisible: bool
+    spans: Sequence[tuple[int, int]],
+    size: int,
+    servers: int,
+    *,
+    divisible: bool,
+    weights: Sequence[float] = (),
 ) -> tuple[Slice, ...]:
     """Cut a flat vector of `size` elements into one contiguous slice a server, balanced.
 
     `spans` are (offset, elements) of the tensors, in order. With `divisible` a tensor may be cut
     (at multiples of 64 of its elements); without, the largest slice of whole tensors is as small
-    as it can be. A server may own nothing where there are more servers than tensors.
+    as it can be. With `weights`, one for each server, slices are in proportion to them, and it is
+    the largest over its weight. A server may own nothing where there are more servers than tensors.
     """
-    return _place(tuple(spans), size, servers, divisible)
+    return _place(tuple(spans), size, tuple(weights) or (1.0,) * servers, divisible)
 
 
 @functools.lru_cache(maxsize=256)  # all ranks of a simulation ask for the same
-def _place(spans: Spans, size: int, servers: int, divisible: bool) -> tuple[Slice, ...]:
+def _place(
+    spans: Spans, size: int, weights: tuple[float, ...], divisible: bool
+) -> tuple[Slice, ...]:
     edges = [*(offset for offset, _ in spans), size]
+    exact = list(map(Fraction, weights))
     if divisible:
-        cuts = [_next_cut(edges, -(-size * k // servers)) for k in range(servers)]
+        before = itertools.accumulate(exact[:-1], initial=Fraction(0))
+        cuts = [_next_cut(edges, math.ceil(size * part / sum(exact))) for part in before]
     else:
-        cuts = _cuts_between_tensors(edges, servers)
+        cuts = _cuts_between_tensors(edges, [weight / max(exact) for weight in exact])
     return tuple(
         Slice(first, end, tuple(_pieces(spans, first, end)), number)
         for number, (first, end) in enumerate(pairwise([*cuts, size]))
     )
+
+
+def parts_by_links(
+    bandwidths: Sequence[float], own: float, each: float, least: float = 0.0
+) -> tuple[float, ...]:
+    """The part of the parameters of each server, so that the slowest link is done soonest.
+
+    In a step the link of server k, of `bandwidths[k]` bytes/s, carries in each direction `own`
+    models whatever the server has, and `each` times its part s_k: (own + each s_k) / B_k is made
+    as equal as parts from `least` on allow. Their sum is 1.
+    """
+    there = sorted(range(len(bandwidths)), key=lambda server: -bandwidths[server])
+    left = 1.0
+    while True:  # all links of those that have more than the least part end together
+        whole = math.fsum(bandwidths[server] for server in there)
+        seconds = (each * left + own * len(there)) / whole
+        if seconds * bandwidths[there[-1]] >= own + each * least or len(there) == 1:
+            break
+        there.pop()
+        left -= least
+    parts = {server: (seconds * bandwidths[server] - own) / each for server in there}
+    return tuple(parts.get(server, least) for server in range(len(bandwidths)))
 
 
 def _pieces(spans: Spans, first: int, end: int) -> Iterator[Piece]:
@@ -118,20 +153,20 @@ def _next_cut(edges: Sequence[int], wanted: int) -> int:
     return min(edges[after], start - (start - wanted) // GRAIN * GRAIN)
 
 
-def _cuts_between_tensors(edges: Sequence[int], servers: int) -> list[int]:
-    """Find where each server's run of whole tensors begins, the largest run being minimal."""
+def _cuts_between_tensors(edges: Sequence[int], weights: Sequence[Fraction]) -> list[int]:
+    """Find where each server's run of whole tensors begins, the largest run being minimal.
+
+    A run counts over its server's weight, of which the largest is 1.
+    """
     size = edges[-1]
 
     def cuts_for(capacity: int) -> list[int]:
-        cuts = []
-        start = 0
-        while start < size:
-            cuts.append(start)
-            start = edges[bisect_right(edges, start + capacity) - 1]
+        """And at last where the room of all servers ends."""
+        cuts = [0]
+        for weight in weights:
+            room = cuts[-1] + int(capacity * weight)
+            cuts.append(edges[bisect_right(edges, room) - 1])
         return cuts
 
-    largest_tensor = max(end - first for first, end in pairwise(edges))
-    capacities = range(largest_tensor, size)
-    enough = bisect_left(capacities, True, key=lambda c: len(cuts_for(c)) <= servers)
-    cuts = cuts_for(largest_tensor + enough)
-    return cuts + [size] * (servers - len(cuts))
+    enough = bisect_left(range(size), True, key=lambda capacity: cuts_for(capacity)[-1] == size)
+    return cuts_for(enough)[:-1]

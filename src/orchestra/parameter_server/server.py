@@ -66,8 +66,13 @@ class Server:
         while self._expected():
             self.serve(transport)
 
-    def serve(self, transport: Transport) -> Pause | None:
-        """Serve until nothing is in flight; the quiet point, None if all workers are done."""
+    def serve(
+        self, transport: Transport, observe: Callable[[], None] = lambda: None
+    ) -> Pause | None:
+        """Serve until nothing is in flight; the quiet point, None if all workers are done.
+
+        `observe` is called after each request.
+        """
         while self._expected():
             try:
                 handle = transport.receive(None, Tag.REQUEST)
@@ -76,6 +81,7 @@ class Server:
                 self._lose(transport, lost)
             else:
                 self._hear(transport, handle.source, message)
+                observe()
             reached = all(held.log.points > self._points for held in self.held)
             if reached and self.own.log.confirmed_all:
                 self._points += 1

@@ -12,8 +12,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+SUMMARY = "summary.json"
 CLUSTER = "cluster.yaml"
-"""In the folder of a simulated run: the cluster, written out in full."""
+"""In the folder of a run on a described cluster: the cluster, written out in full."""
+
+EMULATION = "emulation.json"
+"""In the folder of an emulated run: what the transports counted, and what the cables carried."""
 
 
 TECHNIQUES = "techniques.json"

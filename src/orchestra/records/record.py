@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from orchestra.errors import InputError
 from orchestra.records.report import NOTABLE, Point, RankReport, busy_with_others
@@ -71,6 +71,7 @@ class RunRecord:
     steps_together: bool | None = None
     work: str | None = None
     shares: Sequence[float] = ()
+    batches: Sequence[Sequence[int]] = ()
     threads: int = 1
     by_rank: Sequence[Mapping[str, Any]] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +83,15 @@ class RunRecord:
     node: str | None = None
     costs_doubts: Sequence[str] = ()
     busy_with_others: float | None = None
+    stragglers: Sequence[Mapping[str, Any]] = ()
+    alone: Mapping[str, float] = field(default_factory=dict)
+    heterogeneous_efficiency: float | None = None
+    convergence_efficiency: float | None = None
+    cost: float | None = None
+    cost_to_target: float | None = None
+    currency: str | None = None
+    energy_joules: float | None = None
+    energy_to_target_joules: float | None = None
     folder: Path = Path()
 
     @property
@@ -90,6 +100,11 @@ class RunRecord:
         known = {part["rank"]: part.get("threads", self.threads) for part in self.by_rank}
         ranks = max((*known, *map(int, self.left_out)), default=-1) + 1
         return [known.get(rank, self.threads) for rank in range(ranks)]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether its nodes are known to be unlike in what they do alone."""
+        return len({float(f"{speed:.3g}") for speed in self.alone.values()}) > 1
 
     def summary(self) -> dict[str, Any]:
         """This run's entry in `summary.json`: everything but the folder, finite or null."""
@@ -116,7 +131,7 @@ def combine(reports: Sequence[RankReport], **about: Any) -> RunRecord:
         stale.update({int(value): count for value, count in report.staleness.items()})
     of_rank = (
         "rank", "role", "threads", "steps", "samples", "seconds", "bytes_sent", "dropped", "memory",
-        "peak_memory_bytes",
+        "peak_memory_bytes", "usage",
     )  # fmt: skip
     return RunRecord(
         status="stopped" if any(report.stopped for report in reports) else "completed",
@@ -244,6 +259,16 @@ class Links:
     unused: int
     tenths: Sequence[int]
     busiest: Sequence[Link]
+
+    @classmethod
+    def of(cls, seconds: float, links: Sequence[Link]) -> Self:
+        """From what each carried."""
+        tenths = [0] * TENTHS
+        for link in links:
+            tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
+        busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
+        unused = sum(not link.bytes for link in links)
+        return cls(seconds, len(links), unused, tenths, busiest[:MAX_LINKS])
 
 
 def write_links(folder: Path, links: Links) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from orchestra.records.counters import Counters
+
 NOTABLE = 0.1
 """Part of a machine's processor time that other programs took: from here on there is a warning."""
 LEAST_SECONDS = 0.25
@@ -23,6 +25,8 @@ class Usage:
         own: processor seconds of the process, all of its threads.
         busy: processor seconds of all programs on those cores, what a hypervisor gave to other
             machines included; None where the system does not tell.
+        stolen: those that a hypervisor gave to other machines; None where it is not known.
+        switches: how often a core was taken from a thread of the process that had work to do.
     """
 
     machine: str
@@ -30,6 +34,8 @@ class Usage:
     passed: float
     own: float
     busy: float | None
+    stolen: float | None = None
+    switches: int = 0
 
 
 def taken_by_others(usages: Sequence[Usage]) -> float | None:
@@ -162,8 +168,11 @@ class RankReport:
     `timeline` is None where none was to be kept; `dropped` counts gradients that came too late;
     `memory` is what the formula says that it keeps, in bytes by what for, and `peak_memory_bytes`
     the most that its process had, None where it has none of its own.
-    `shares` are the weights of all ranks' parts, where they were measured; `usage` is that of the
-    machine while the stopwatch ran, None where it was not real.
+    `shares` are the weights of all ranks' parts, where they were measured, and `speeds` what they
+    follow from: gradients of a worker's batch that each rank computes in a second, all at once.
+    `batches` are those that a rule has chosen (steps done before, and from there on the batch of
+    each rank), on the first worker; `usage` is that of the machine while the stopwatch ran, None
+    where it was not real. `node` is the name of its machine, and `counters` what it did until when.
     """
 
     rank: int
@@ -185,9 +194,13 @@ class RankReport:
     dropped: int = 0
     switched_at_sample: int | None = None
     shares: tuple[float, ...] = ()
+    batches: list[list[int]] = field(default_factory=list)
+    speeds: tuple[float, ...] = ()
     usage: Usage | None = None
     memory: dict[str, int] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
+    node: str = ""
+    counters: tuple[Counters, ...] = ()
 
 
 @dataclass(frozen=True)

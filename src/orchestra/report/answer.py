@@ -18,6 +18,8 @@ from orchestra.report.numbers import (
     with_unit,
 )
 from orchestra.report.rows import (
+    CONVERGENCE,
+    HETEROGENEOUS,
     PACE,
     SENT,
     STALENESS,
@@ -27,6 +29,7 @@ from orchestra.report.rows import (
     Row,
     grouped,
 )
+from orchestra.report.stragglers import sentence
 from orchestra.report.study import Study
 
 
@@ -55,7 +58,7 @@ def answer(study: Study) -> Conclusion:
         headline = (
             f"this is not one fair comparison, for the runs differ in {differing}: {headline}"
         )
-    parts = (detail, _why(study), _caveats(study))
+    parts = ([*detail, *_machines(study)], _why(study), _caveats(study))
     return Conclusion(_sentence(headline), *([_sentence(text) for text in part] for part in parts))
 
 
@@ -208,6 +211,35 @@ def _fastest(study: Study) -> Iterator[str]:
     )
 
 
+# What it made of the machines
+
+
+def _machines(study: Study) -> Iterator[str]:
+    """Yield how well the best row used unlike nodes, and which row was the cheapest."""
+    row = next((row for row in study.completed if row.values(HETEROGENEOUS.read)), None)
+    if row is not None:
+        alone = row.record.alone
+        text = (
+            f"the {len(alone)} {'nodes' if row.record.cluster else 'ranks'} of "
+            f"{_row_text(study, row)} do {figure_text(sum(alone.values()), 'samples/s')} if each "
+            f"works alone; together they came to {row.text(HETEROGENEOUS)} of that (heterogeneous "
+            "efficiency)"
+        )
+        if row.values(CONVERGENCE.read):
+            text += (
+                f", and in time to the target to {row.text(CONVERGENCE)} of what their speed is "
+                "beside that of the fastest (convergence efficiency)"
+            )
+        yield text
+    for measure in study.of_machines:
+        rows = [row for row in study.completed if row.values(measure.read)]
+        if measure.key.endswith("_to_target") and len(rows) > 1:
+            least = min(rows, key=lambda row: row.mean(measure.read) or 0.0)
+            what = measure.title.partition(" ")[0]
+            whose = _row_text(study, least)
+            yield f"the least {what} to the target was that of {whose}, {least.text(measure)}"
+
+
 # Why, and with what caveats
 
 
@@ -229,6 +261,31 @@ def _why(study: Study) -> Iterator[str]:
         if stale := row.mean(STALENESS.read):
             text += f", and its gradients were {significant(stale)} updates old in the mean"
         yield text
+    if slow := sentence(row):
+        text = f"under {row.name}, {slow}"
+        yield text if len(row.runs) == 1 else f"{text}, with seed {row.record.seed}"
+    yield from _balanced(study)
+
+
+def _balanced(study: Study) -> Iterator[str]:
+    """Tell what a rule made of the batches, in the best row that had one."""
+    row = next((row for row in study.completed if row.record.batches), None)
+    if row is None:
+        return
+    (_, *first), *changes = row.record.batches
+    if not changes:
+        yield f"under {row.name} the workers were so alike that their batches stayed as they were"
+        return
+    before, after = _range(first), _range(changes[-1][1:])
+    yield (
+        f"under {row.name} batches followed the workers' speeds, and changed "
+        f"{count('time', len(changes))}: from {before} samples a worker to {after}"
+    )
+
+
+def _range(batches: Sequence[int]) -> str:
+    low, high = min(filter(None, batches)), max(batches)
+    return str(low) if low == high else f"between {low} and {high}"
 
 
 def _part(name: str) -> Read:
@@ -305,7 +362,9 @@ def _verdict(study: Study, first: Row, other: Row) -> str:
 
 def _here(study: Study) -> str:
     engines = {run.record.engine for row in study.rows for run in row.runs}
-    return "on the simulated cluster" if engines == {"simulation"} else "on this machine"
+    if len(engines) > 1 or "processes" in engines:
+        return "on this machine"
+    return f"on the {'simulated' if 'simulation' in engines else 'emulated'} cluster"
 
 
 def _no_rival(row: Row) -> str:

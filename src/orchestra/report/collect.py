@@ -43,7 +43,7 @@ class RunData:
 
     @cached_property
     def links(self) -> Links | None:
-        """What the links carried; None where they were real."""
+        """What the links carried; None where nobody counted."""
         return read_links(self.record.folder)
 
     @cached_property

@@ -46,7 +46,8 @@ class Condition:
 def conditions(study: Study) -> list[Condition]:
     """The machine of real processes; of simulated runs the cluster and the cost model."""
     records = _records(study)
-    clusters = [Condition("simulated cluster", r.cluster) for r in records if r.cluster]
+    kinds = {"simulation": "simulated cluster", "emulation": "emulated cluster"}
+    clusters = [Condition(kinds[r.engine], r.cluster) for r in records if r.cluster]
     costs = [
         Condition("cost model", costs_text(record), bool(record.costs_doubts))
         for record in records
@@ -54,7 +55,7 @@ def conditions(study: Study) -> list[Condition]:
     ]
     machines = []
     for source in study.sources:
-        real = [run.record for run in source.runs if run.record.engine == "processes"]
+        real = [run.record for run in source.runs if run.record.engine != "simulation"]
         if real and (text := machine_text(source)):
             busy = [r.busy_with_others for r in real if r.busy_with_others is not None]
             if busy:
@@ -313,15 +314,16 @@ def unequal_shares(study: Study) -> Iterator[str]:
     also = f"; the same holds for {listed(others)}" if others else ""
     yield (
         f"under {row.name} all wait for the slowest worker, which computes for "
-        f"{figure_text(now, 's')} in a step; with shares: measured, parts by speed, it would be "
-        f"about {figure_text(best, 's')}, estimated from what the workers computed here{also}"
+        f"{figure_text(now, 's')} in a step; with parts by speed (shares: measured, or LBBSP) "
+        f"it would be about {figure_text(best, 's')}, estimated from what the workers computed "
+        f"here{also}"
     )
 
 
 def _gain(row: Row) -> tuple[float, float] | None:
     """Return seconds of a step's gradients as they are, and at best, where that is worth it."""
     batches = row.record.worker_batches
-    if not row.record.steps_together or row.record.shares:
+    if not row.record.steps_together or row.record.shares or row.record.batches:
         return None
     workers = [rank for rank in row.record.by_rank if rank["role"] == "worker"]
     seconds = [rank["seconds"]["compute"] for rank in workers]

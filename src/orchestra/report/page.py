@@ -25,6 +25,7 @@ from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
 from orchestra.report.numbers import count, listed, percent, significant
 from orchestra.report.rows import grouped
+from orchestra.report.stragglers import lines
 from orchestra.report.study import Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
 from orchestra.report.techniques import verdicts
@@ -113,6 +114,7 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
         sections=sections,
         captions=_captions(sections),
         lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},
+        stragglers=list(lines(study)),
         switched=list(_switched(study)),
         troubles=list(_troubles(study)),
         tuned=[source for source in study.sources if source.tuning],

@@ -143,6 +143,50 @@ SENT = Measure("bytes_sent", "sent", "MB", lambda r: r.bytes_sent / 1e6, False)
 STALENESS = Measure("staleness_mean", "staleness, mean", "updates", _staleness("mean"), False)
 STALEST = Measure("staleness_max", "largest", "updates", _staleness("max"), False)
 FINAL_LOSS = Measure("final_loss", "final loss", "", lambda r: r.final_loss, False, 4)
+HETEROGENEOUS = Measure(
+    "heterogeneous_efficiency", "heterogeneous efficiency", "%",
+    lambda r: _percent(r.heterogeneous_efficiency) if r.mixed else None, True,
+)  # fmt: skip
+CONVERGENCE = Measure(
+    "convergence_efficiency", "convergence efficiency", "%",
+    lambda r: _percent(r.convergence_efficiency) if r.mixed else None, True,
+)  # fmt: skip
+ENERGY = Measure(
+    "energy_joules", "energy", "kJ", lambda r: _thousands(r.energy_joules), False
+)  # fmt: skip
+ENERGY_TO_TARGET = Measure(
+    "energy_to_target_joules", "energy to target", "kJ",
+    lambda r: _thousands(r.energy_to_target_joules), False,
+    resolution=lambda r: _spacing_of(_thousands(r.energy_to_target_joules), r),
+)  # fmt: skip
+
+
+def costs_in(currency: str) -> tuple[Measure, Measure]:
+    """The costs of runs whose nodes are paid for in `currency`: to the target, and of the whole."""
+    return (
+        Measure(
+            "cost_to_target", "cost to target", currency, lambda r: r.cost_to_target, False,
+            resolution=lambda r: _spacing_of(r.cost_to_target, r),
+        ),
+        Measure("cost", "cost", currency, lambda r: r.cost, False),
+    )  # fmt: skip
+
+
+def _percent(part: float | None) -> float | None:
+    return None if part is None else 100 * part
+
+
+def _thousands(value: float | None) -> float | None:
+    return None if value is None else value / 1e3
+
+
+def _spacing_of(value: float | None, record: RunRecord) -> float | None:
+    """Return how far below `value` the true one may lie, which is in proportion to the time to
+    target."""
+    spacing, reached = _spacing(record), record.time_to_target_seconds
+    return None if value is None or spacing is None or not reached else value * spacing / reached
+
+
 METRIC = "metrics."
 """Begins the keys of the measures that are metrics of the final parameters."""
 

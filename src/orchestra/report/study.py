@@ -9,7 +9,11 @@ from functools import cached_property
 from orchestra.errors import InputError, nearest
 from orchestra.report.collect import RunData, Source
 from orchestra.report.rows import (
+    CONVERGENCE,
+    ENERGY,
+    ENERGY_TO_TARGET,
     FINAL_LOSS,
+    HETEROGENEOUS,
     METRIC,
     PACE,
     SENT,
@@ -23,6 +27,7 @@ from orchestra.report.rows import (
     ReportTarget,
     Row,
     common_settings,
+    costs_in,
     final_metric,
     grouped,
     numbered,
@@ -172,7 +177,16 @@ class Study:
         """Every figure of the table, in its order."""
         first = [TIME_TO_TARGET] if self.target and not self.only_time else []
         stale = [STALENESS, STALEST] if any(row.values(STALENESS.read) for row in self.rows) else []
-        return [*first, *self.finals, TRAIN, PACE, SETUP, SENT, *stale]
+        return [*first, *self.finals, TRAIN, PACE, SETUP, SENT, *stale, *self.of_machines]
+
+    @cached_property
+    def of_machines(self) -> list[Measure]:
+        """How well unlike nodes were used, what they cost and drew, where the runs know it; no
+        costs where they are in several currencies."""
+        currencies = {run.record.currency for run in self.runs if run.record.currency}
+        costs = costs_in(*currencies) if len(currencies) == 1 else ()
+        known = (HETEROGENEOUS, CONVERGENCE, *costs, ENERGY_TO_TARGET, ENERGY)
+        return [m for m in known if any(row.values(m.read) for row in self.rows)]
 
     @property
     def seeds(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from orchestra import exchange, optimizers, parameter_server
 from orchestra.compression.base import Compressor, Encoder
 from orchestra.errors import InputError
+from orchestra.parameter_server.placement import parts_by_links
 from orchestra.settings import MAX_RANKS, MAX_STEPS, setting
 from orchestra.strategies.base import Footprint, Roles, Strategy, placed_roles, roles_of
 
@@ -131,6 +133,14 @@ class ParameterServer(Strategy[ParameterServerState]):
     servers: int = setting(
         1, "servers that the parameters are cut over, balanced by bytes", low=1, high=MAX_RANKS
     )
+    slices: tuple[float, ...] | Literal["links"] | None = setting(
+        None,
+        "weight of each server's slice; links: by the bandwidth of its link, where the cluster is "
+        "described; equal if none",
+        low=1e-12,
+        high=1e12,
+        above=0,
+    )
     consistency: Literal["synchronous", "asynchronous", "bounded"] = setting(
         "synchronous", "whether a pull waits for the pushes of all workers, or how far for them"
     )
@@ -200,6 +210,10 @@ class ParameterServer(Strategy[ParameterServerState]):
                 self.backup > 0 and not averages,
                 f"backup needs consistency='synchronous': where it is {self.consistency!r}, no "
                 "gradient comes too late",
+            ),
+            (
+                isinstance(self.slices, tuple) and len(self.slices) != self.servers,
+                f"slices={self.slices} is not one weight for each of {self.servers} servers",
             ),
             (
                 self.replicas > 0 and self.servers < 2,
@@ -291,7 +305,10 @@ class ParameterServer(Strategy[ParameterServerState]):
             whole = replace(own, optimizer=0.0 if updates else 1.0, copies=copies)
         if rank not in roles.servers:
             return whole
-        part = (1 + self.replicas) / self.servers
+        weights = self.slices if isinstance(self.slices, tuple) else (1.0,) * self.servers
+        place = roles.servers.index(rank)
+        held = [weights[place - k] for k in range(1 + self.replicas)]
+        part = sum(held) / sum(weights)
         given = {"none": 0, "constant": 1, "adaptive": 2}[self.delay_compensation]
         pushes = len(roles.workers) * (1 + given)
         served = Footprint(part, part, part if updates else 0.0, part * pushes, 0.0)
@@ -313,7 +330,10 @@ class ParameterServer(Strategy[ParameterServerState]):
         exchange.agree_on_parameters(worker)
         roles, updates = self.roles(worker.budget_ranks), self.returns == "parameters"
         is_server = worker.rank in roles.servers
-        state = ParameterServerState(exchange.slices_of(worker, roles.servers, updates=updates))
+        weights = self._weights(worker, roles)
+        state = ParameterServerState(
+            exchange.slices_of(worker, roles.servers, updates=updates, weights=weights)
+        )
         pushes = self._compressed(worker, state.slices)
         apart = self.replicas or pushes is not None  # what is compressed goes slice by slice
         parts = [] if apart else exchange.parts_of(worker, state.slices)
@@ -342,6 +362,23 @@ class ParameterServer(Strategy[ParameterServerState]):
         replaceable = bool(self.replicas) if is_server else not self.synchronous
         worker.reporter.expendable(replaceable and worker.rank != roles.leader)
         return state
+
+    def _weights(self, worker: Worker, roles: Roles) -> Sequence[float]:
+        """Return the weight of each server's slice, or none where all are equal."""
+        if self.slices != "links":
+            return self.slices or ()
+        bandwidths = worker.runtime.bandwidths
+        if not bandwidths:
+            raise InputError(
+                "ParameterServer: slices='links' needs an engine that knows the links, simulation "
+                "or emulation: give weights, such as what orchestra calibrate --links tells"
+            )
+        own, each, least, workers = 0.0, 1.0, 0.0, len(roles.workers)
+        if self.placement == "beside" and self.synchronous:
+            least = 1 / workers  # with less than that a link's own pushes and pulls take longer
+        elif self.placement == "beside":
+            own, each = 1.0, max(workers - 2, 1)  # pushes and answers pass each other all the time
+        return parts_by_links([bandwidths[rank] for rank in roles.servers], own, each, least)
 
     def _compressed(self, worker: Worker, slices: list[Slice]) -> CompressedPushes | None:
         if self.compression is None:
@@ -447,7 +484,7 @@ class ParameterServer(Strategy[ParameterServerState]):
     def serve(self, worker: Worker, state: ParameterServerState) -> Pause | None:
         """Serve until all workers pause or have left."""
         assert state.server is not None
-        paused = state.server.serve(worker.transport)
+        paused = state.server.serve(worker.transport, worker.observe)
         worker.step.consumed = state.server.own.state.consumed
         return paused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.data.feed import Feed, Samples
@@ -13,6 +13,7 @@ from orchestra.errors import RunFailed
 from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue
 from orchestra.strategies.base import CHANGED, Strategy, WorkSource
+from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.curve import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
@@ -68,6 +69,7 @@ class Loop(ABC):
         state: the strategy's.
         training: its settings; an epoch has `epoch_samples`, and the whole run `budget`.
         shares: the measured weights of the ranks' parts wherever workers step together, if any.
+        balancer: changes these parts there as the run goes on, if a rule says so.
         stopped: the user's stop was agreed on.
     """
 
@@ -81,6 +83,7 @@ class Loop(ABC):
     recorder: Recorder
     trace: Trace
     shares: tuple[float, ...] = ()
+    balancer: Balancer | None = None
     stopped = False
     _leaving: CommonStep | None = None
 
@@ -105,6 +108,9 @@ class Loop(ABC):
             roles.shares,
             (self.shares or None) if together else None,
         )
+        self._balances = self.balancer if together else None
+        if self._balances is not None:
+            plan = self._balances.begin(plan, self.position.steps)
         own = self.training.sharding is not None
         self._feed = Feed(self._samples(plan.shares), plan, roles.part(rank), own)
         self._works = rank in roles.workers
@@ -139,6 +145,8 @@ class Loop(ABC):
         if self.worker.rank == self._roles.workers[0]:
             self.trace.happened(f"switch, after step {self.worker.measures.switched_at_step}")
         self._stop_looking()
+        if self.balancer is not None:
+            self.balancer.agree(self._roles.workers[0])
         self.position.plan_start = self.position.consumed
         self.position.plan_step = 0
         self.position.own = None
@@ -171,7 +179,8 @@ class Loop(ABC):
             item = queue.take()
             worker.reporter.phase("training")
         if item.kind is Kind.BATCH:
-            batch = self._feed.samples.read(*self._part_of(item))
+            part = self._part_of(item)
+            batch = self.recorder.read(lambda: self._feed.samples.read(*part))
             samples = item.samples
             step = Step(samples, samples, item.stop, planned=item.stop, position=item.start)
             self._train(batch, step, done=item.start)
@@ -198,7 +207,7 @@ class Loop(ABC):
 
     def _step(self) -> None:
         position = self.position
-        batch, samples = self._feed.next(position.plan_step)
+        batch, samples = self.recorder.read(lambda: self._feed.next(position.plan_step))
         deal = self._feed.plan.deal(position.plan_step)
         position.plan_step += 1
         if not samples and not self.strategy.currently_lockstep(self.state):
@@ -209,6 +218,9 @@ class Loop(ABC):
         if self.worker.phase != self._phase:
             return  # `_follow_phase` takes a checkpoint with all ranks; some count no steps
         self.stopped = self._all_stop()
+        if self._balances is not None and not self.stopped:
+            plan = self._balances.after_step(self._feed.plan, position.plan_step, position.steps)
+            self._feed = replace(self._feed, plan=plan)
         every = self.training.checkpoint_every
         if self.stopped or (every is not None and position.plan_step % every == 0):
             self._checkpoint_together()
@@ -240,6 +252,7 @@ class Loop(ABC):
             samples=self.recorder.totals.samples,
             loss=worker.step.loss,
             fraction=position.consumed / self.budget,
+            counters=self.recorder.series.points[-1],
         )
         self._check_loss(worker.step.loss, position.steps)
 

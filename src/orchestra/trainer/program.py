@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from orchestra.data.feed import Samples, open_samples, open_shard
+from orchestra.data.plan import shares_of
 from orchestra.data.random_state import undisturbed
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.exchange import start_together
@@ -24,6 +25,7 @@ from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
+from orchestra.trainer.balancing import Balancer
 from orchestra.trainer.building import in_files
 from orchestra.trainer.loop import Loop, Position, queue_of
 from orchestra.trainer.memory import kept_bytes, sizes_of
@@ -94,6 +96,7 @@ class Session(Loop):
         self.strategy, self.folder = strategy, folder
         self.began = runtime.transport.now()
         self.setup: dict[str, float] = {}
+        self.speeds: tuple[float, ...] = ()
         self.roles = strategy.roles(training.ranks)
         self.part: ModelPart | None = None
         self.worker = self._make_worker()
@@ -102,6 +105,8 @@ class Session(Loop):
             self.worker.queue_of = functools.partial(queue_of, training, self.budget)
         self.position, self.totals = Position(), Totals()
         self.checkpoints = checkpoints.CollectiveCheckpoints(self.worker, folder / "checkpoints")
+        if run.balancing is not None:
+            self.balancer = Balancer(run.balancing, self.worker)
         self._passed("task")
         self.state = self._start()
         self._passed("group")
@@ -111,20 +116,22 @@ class Session(Loop):
             self.scalars = Scalars(folder, f"rank-{runtime.rank}", first=first)
         path = None if self.shared else folder / f"steps-rank-{runtime.rank}.jsonl"
         self.recorder = Recorder(self.worker, path, self.totals, self.position.steps, self.scalars)
+        self.worker.observe = self.recorder.observe
 
     def train(self) -> None:
         """From the warm-up to the agreement on the final parameters."""
         worker, strategy, reporter = self.worker, self.strategy, self.runtime.reporter
         warms_up = self.runtime.warms_up and not self.in_parts
-        if strategy.footprint(worker.rank, self.training.ranks).windows:
-            warms_up = False  # on a copy of the whole, with its gradients and moments
+        footprint = strategy.footprint(worker.rank, self.training.ranks)
+        if footprint.windows:
+            warms_up = False  # on a copy of the whole, with its gradients
         if warms_up and worker.rank in self.roles.workers:
-            setup.warm_up(worker, self._first_samples)
+            setup.warm_up(worker, self._first_samples, footprint.optimizer)
         if not self.shares and self.run.measures_shares:
-            speeds = self.engine.speeds
-            if not speeds:
-                speeds = setup.measured_speeds(self.engine, worker, self._first_samples)
-            self.shares = setup.shares_of(speeds)
+            self.speeds = self.engine.speeds
+            if not self.speeds:
+                self.speeds = setup.measured_speeds(self.engine, worker, self._first_samples)
+            self.shares = shares_of(self.speeds)
             self.order.shares = list(self.shares)
         self._begin_phase()
         # Before anything of it is sent, so that the rank is named whose own loss it is.
@@ -247,7 +254,16 @@ class Session(Loop):
             memory=+self._kept_bytes(),
             peak_memory_bytes=self.runtime.peak_memory(),
             shares=self.shares,
+            batches=self._changes_of_batches(),
+            node=self.runtime.node,
+            counters=tuple(self.recorder.series.points),
+            speeds=self.speeds,
         )
+
+    def _changes_of_batches(self) -> list[list[int]]:
+        """On the first worker: of each change the steps before it, and each rank's batch."""
+        first = self.worker.rank == self.roles.workers[0]
+        return self.balancer.state.changes if self.balancer and first else []
 
     def _kept_bytes(self) -> Counter[str]:
         """What this rank keeps by the formula."""
@@ -352,6 +368,8 @@ class Session(Loop):
         worker.snapshots.parts = [Part(**part) for part in saved["snapshots"]]
         worker.snapshots.skip(position.consumed)
         self.shares = tuple(saved.get("shares", ()))
+        if self.balancer is not None:
+            restore(self.balancer.state, saved["balance"])
         worker.step.consumed = position.consumed
         state = checkpoints.resume(worker, self.strategy, saved)
         if self.runtime.rank == self.roles.workers[0]:
@@ -374,6 +392,7 @@ class Session(Loop):
             "measures": worker.measures,
             "snapshots": worker.snapshots.parts,
             "shares": self.shares,
+            **({"balance": self.balancer.state} if self.balancer else {}),
         }
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from orchestra.records.counters import MAX_SOURCES, Counters, CounterSeries
 from orchestra.records.tensorboard import Scalars
 from orchestra.trainer.checkpoints import writing
 from orchestra.worker.worker import Worker
+
+T = TypeVar("T")
 
 FLUSH_SECONDS = 1.0
 SECONDS = ("compute", "communicate", "wait")
@@ -44,7 +48,7 @@ class Spent:
 
 @dataclass
 class Totals:
-    """Sums over the run so far, while the stopwatch ran; kept in checkpoints."""
+    """Figures of the run so far, while the stopwatch ran; kept in checkpoints."""
 
     elapsed: float = 0.0
     spent: Spent = field(default_factory=Spent)
@@ -57,7 +61,8 @@ class Recorder:
 
     The main figures of each step go to `scalars`, too, where there are any. `steps` were done
     before the run was resumed. The stopwatch runs between `resume` and `pause`: set-up,
-    checkpoints and evaluation are out.
+    checkpoints and evaluation are out. `series` has what comparing the ranks takes, since the run
+    began or was resumed.
     """
 
     def __init__(
@@ -76,6 +81,9 @@ class Recorder:
         self._started_at = self._flushed_at = 0.0
         self._spent_before = self._spent_last = Spent()
         self._seconds_last = totals.elapsed
+        self.series = CounterSeries()
+        self._steps = steps
+        self._reading = 0.0  # seconds
         if path is not None:
             _keep_first(path, steps)
 
@@ -84,12 +92,14 @@ class Recorder:
         self._started_at = self._flushed_at = self._worker.transport.now()
         self._spent_before = self._spent_last = Spent.by(self._worker)
         self._worker.runtime.stopwatch(True)
+        self._keep_counters(self.totals.elapsed, self._spent_before)
 
     def pause(self) -> None:
         """Stop the stopwatch."""
         self.totals.elapsed = self.elapsed()
-        passed = Spent.by(self._worker).plus(self._spent_before, -1)
-        self.totals.spent = self.totals.spent.plus(passed)
+        spent = Spent.by(self._worker)
+        self._keep_counters(self.totals.elapsed, spent)
+        self.totals.spent = self.totals.spent.plus(spent.plus(self._spent_before, -1))
         self._worker.runtime.stopwatch(False)
         self.flush()
 
@@ -97,19 +107,54 @@ class Recorder:
         """Seconds on the running stopwatch."""
         return self.totals.elapsed + self._worker.transport.now() - self._started_at
 
+    def read(self, batch: Callable[[], T]) -> T:
+        """The batch that `batch` reads, which is waiting for input."""
+        began = self._worker.transport.now()
+        result = batch()
+        self._reading += self._worker.transport.now() - began
+        return result
+
+    def observe(self) -> None:
+        """Something was done, if not a step."""
+        seconds = self.elapsed()
+        if self.series.due(seconds):
+            self._keep_counters(seconds, Spent.by(self._worker))
+
+    def _keep_counters(self, seconds: float, spent: Spent) -> None:
+        arrived = self._worker.transport.arrived()
+        if len(arrived) > MAX_SOURCES:
+            arrived = {}
+        spent = self.totals.spent.plus(spent.plus(self._spent_before, -1))
+        self.series.add(
+            Counters(
+                seconds,
+                self._steps,
+                self.totals.samples,
+                self._worker.compute.main_seconds,
+                self._reading,
+                spent.communicate + spent.wait,
+                tuple((source, *numbers) for source, numbers in arrived.items()),
+            )
+        )
+
     def step(self, number: int) -> None:
         """Write down step `number`, just finished."""
         step = self._worker.step
         self.totals.samples += step.samples
+        self._steps = number
         if self._path is None:
+            self.observe()
             return
         self.totals.loss = step.loss
         spent = Spent.by(self._worker)
         passed = vars(spent.plus(self._spent_last, -1))
         self._spent_last = spent
+        seconds = self.elapsed()
+        if self.series.due(seconds):
+            self._keep_counters(seconds, spent)
         line: dict[str, Any] = {
             "step": number,
-            "seconds": round(self.elapsed(), 6),
+            "seconds": round(seconds, 6),
             "samples": step.samples,
             "consumed": step.consumed,
             "loss": step.loss,

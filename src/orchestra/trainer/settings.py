@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
+from orchestra.data.balancing import Balancing
 from orchestra.data.sharding import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
@@ -23,7 +24,7 @@ _SNAPSHOT_BYTES = 4e9
 Device: TypeAlias = Literal["cpu", "cuda", "auto"]
 AUTO, NONE = "auto", "none"
 MEASURED: Literal["measured"] = "measured"
-Engine: TypeAlias = Literal["processes", "simulation"]
+Engine: TypeAlias = Literal["processes", "emulation", "simulation"]
 Tensors: TypeAlias = Literal["real", "shapes"]
 
 
@@ -74,10 +75,11 @@ class Training(Settings):
         "what dedicated servers leave as it is: the samples in a step of all workers, ranks x "
         "batch_size; or of each one, batch_size",
     )
-    shares: tuple[float, ...] | Literal["measured"] | None = setting(
+    shares: tuple[float, ...] | Balancing | Literal["measured"] | None = setting(
         None,
-        "weight of each rank's part of the data and of a batch; measured: the speed of its "
-        "gradients, for workers that step together; equal if none",
+        "weight of each rank's part of the data and of a batch; for workers that step together "
+        "also measured, the speed of its gradients, or a rule that follows it, such as LBBSP; in a "
+        "file the folder of a run with as many ranks: the speeds there; equal if none",
         low=1e-12,
         high=1e12,
         above=0,
@@ -105,9 +107,12 @@ class Training(Settings):
     schedule: Schedule = setting(Constant(), "of the learning rate: Constant, StepDecay or Cosine")
     clip_norm: float | None = setting(None, "largest global norm of a gradient", above=0, high=1e30)
     precision: Literal["float32", "bf16"] = setting("float32", "of the forward pass (autocast)")
-    engine: Engine = setting("processes", "real processes, or a simulation in virtual time")
+    engine: Engine = setting(
+        "processes",
+        "real processes; emulation: on nodes that Linux keeps apart; simulation: in virtual time",
+    )
     cluster: str = setting(
-        "one_host", "what is simulated: a preset (orchestra list clusters), or a file"
+        "one_host", "what is simulated or emulated: a preset (orchestra list clusters), or a file"
     )
     calibration: str = setting(
         AUTO,
@@ -171,6 +176,11 @@ class Training(Settings):
         if isinstance(self.shares, tuple) and len(self.shares) != self.ranks:
             raise InputError(
                 f"shares: {len(self.shares)} weights for {self.ranks} ranks; give one for each"
+            )
+        if isinstance(self.shares, Balancing) and self.sharding is not None:
+            raise InputError(
+                f"shares: {self.shares!r} would let fast workers read their shards more often than "
+                "slow ones: leave sharding out, or set shares to measured"
             )
         if self.accumulation > self.batch_size:
             raise InputError(
@@ -245,13 +255,25 @@ class Run(Settings):
     @property
     def measures_shares(self) -> bool:
         """Whether the parts of the ranks are to be measured, and somebody waits for somebody."""
+        shares = self.training.shares
+        wanted = shares.start if isinstance(shares, Balancing) else shares
+        return wanted == MEASURED and self._several_together
+
+    @property
+    def balancing(self) -> Balancing | None:
+        """The rule by which batches follow speeds, where somebody waits for somebody."""
+        shares = self.training.shares
+        return shares if isinstance(shares, Balancing) and self._several_together else None
+
+    @property
+    def _several_together(self) -> bool:
         several = len(self.strategy.roles(self.training.ranks).workers) > 1
-        return self.training.shares == MEASURED and several and self.steps_together
+        return several and self.steps_together
 
     def check(self) -> None:
         """Without values, time can be told, and nothing else."""
         training = self.training
-        if training.shares == MEASURED and self.strategy.shards_parameters:
+        if self.strategy.shards_parameters and self.measures_shares:
             raise InputError(
                 f"shares: {MEASURED} takes gradients of the whole model, which {self.strategy!r} "
                 "keeps on no rank: give one number a rank, or leave it out"

@@ -167,11 +167,12 @@ def meta_model(task: Task) -> nn.Module:
         ) from error
 
 
-def warm_up(worker: Worker, read: Callable[[], Batch]) -> None:
+def warm_up(worker: Worker, read: Callable[[], Batch], updated: float) -> None:
     """Pay what a first step costs once, before the stopwatch starts.
 
-    A forward, a backward and an update on copies, of a micro-batch of what `read` gives. Random
-    streams go on as if it had not been.
+    A forward and a backward on a copy, of a micro-batch of what `read` gives, and an update of the
+    part of its parameters that this rank updates: `updated`, from 0 to 1. Random streams go on as
+    if it had not been.
     """
     with undisturbed():
         batch, _ = worker.micro_batches(to_device(read(), worker.layout.device))[0]
@@ -179,7 +180,13 @@ def warm_up(worker: Worker, read: Callable[[], Batch]) -> None:
         loss = worker.loss_of(module, batch)
         if loss.requires_grad:
             loss.backward()
-        worker.optimizer.build(dict(module.named_parameters())).step()
+        left, own = updated * worker.layout.size, {}
+        for name, parameter in module.named_parameters():
+            if left > 0:
+                own[name] = parameter
+                left -= parameter.numel()
+        if own:
+            worker.optimizer.build(own).step()
 
 
 def measured_speeds(
@@ -215,12 +222,6 @@ def _seconds(runtime: Runtime, worker: Worker, read: Callable[[], Batch]) -> lis
             runtime.compute.run(work, gradient)
             seconds.append(now() - began)
     return seconds
-
-
-def shares_of(speeds: Sequence[float]) -> tuple[float, ...]:
-    """The weights of the parts of ranks that are that fast: 1 in the mean, to three decimals."""
-    mean = sum(speeds) / len(speeds)
-    return tuple(max(round(speed / mean, 3), 0.001) for speed in speeds)
 
 
 # Where each rank has a part of the model

@@ -18,6 +18,7 @@ import selectors
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -164,12 +165,16 @@ class StreamEnded(ConnectionError):
 
 @dataclass(eq=False, slots=True)
 class Signal:
-    """A frame of which nobody waits for the end, and what the kernel has not taken of it."""
+    """A frame of which nobody waits for the end, and what the kernel has not taken of it.
+
+    It leaves no earlier than `due`, a time of `perf_counter`.
+    """
 
     header: bytes
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
     finished: bool = False
     awaited: bool = False
+    due: float = 0.0
 
 
 class Stream:
@@ -206,6 +211,7 @@ class Stream:
             self.encrypted, self._decrypted = True, connection.pending
         self._mailbox = mailbox
         self._position = 0  # bytes of `incoming` that are in place
+        self._blocked = 0.0  # of the mailbox, when `incoming` began
         self._inbox = memoryview(bytearray(INBOX_BYTES))
         self._filled = 0
         self._own_memory: OfferedMemory | None = None
@@ -215,6 +221,15 @@ class Stream:
     def copies(self) -> bool:
         """A message is being copied from the other end's memory, which no selector sees."""
         return self.incoming is not None and self.incoming.header.kind == OFFER
+
+    @property
+    def wants_write(self) -> bool:
+        """Something is still to be written, and may leave by now."""
+        return bool(self.backlog) and self.backlog[0].due <= time.perf_counter()
+
+    def next_due(self, now: float) -> float:
+        """When the first message that has to wait may leave; infinite where there is none."""
+        return next((send.due for send in self.backlog if send.due > now), math.inf)
 
     def show_memory(self) -> None:
         """Let the other end find out whether it can read the memory of this process."""
@@ -234,6 +249,8 @@ class Stream:
         news = False
         while self.backlog:
             send = self.backlog[0]
+            if send.due and send.due > time.perf_counter():
+                break
             try:
                 if self.encrypted:
                     count = self.connection.send(send.header or send.payload[:CALL_BYTES])
@@ -292,6 +309,9 @@ class Stream:
                 self._parse()
             else:
                 self._position += count
+                if self._position == message.header.payload_bytes:
+                    seconds = self._mailbox.blocked - self._blocked
+                    self._mailbox.count(self.rank, message.frame_bytes, seconds)
                 self._complete_if_full(message)
             if count < len(place) and not self.encrypted and not self.copies:
                 break
@@ -316,6 +336,7 @@ class Stream:
             message.view[:count] = self._inbox[start : start + count]
             start += count
             self._position = count
+            self._blocked = self._mailbox.blocked
             self._complete_if_full(message)
         rest = self._filled - start
         self._inbox[:rest] = bytes(self._inbox[start : self._filled])

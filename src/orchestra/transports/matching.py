@@ -85,7 +85,8 @@ class Operation:
 class Send(Operation):
     """Bytes on their way to one rank: what the kernel has not taken of `header` and `payload`.
 
-    Where it `offers`, the receiver copies `tensor`, and says so.
+    Where it `offers`, the receiver copies `tensor`, and says so. It leaves no earlier than `due`, a
+    time of `perf_counter`.
     """
 
     to: int
@@ -93,6 +94,7 @@ class Send(Operation):
     header: bytes
     payload: memoryview
     offers: bool = False
+    due: float = 0.0
 
     @property
     def source(self) -> int:
@@ -169,6 +171,8 @@ class Mailbox:
         gone: why nothing more comes from a rank, by rank.
         lost: those of them that went without a farewell.
         news: a receive that a flow waits for was finished since this was last cleared.
+        blocked: seconds for which somebody was ready to read whatever came.
+        arrived: of each rank that sent messages which took time, their bytes, and the seconds.
     """
 
     def __init__(self, rank: int) -> None:
@@ -176,6 +180,8 @@ class Mailbox:
         self.gone: dict[int, str] = {}
         self.lost: set[int] = set()
         self.news = False
+        self.blocked = 0.0
+        self.arrived: dict[int, tuple[float, float]] = {}
         self._posted: dict[tuple[int | None, int], deque[Receive]] = {}
         self._unexpected: dict[int, list[Incoming]] = {}
         self._sequence = 0
@@ -230,6 +236,11 @@ class Mailbox:
         message.complete = True
         if message.receive is not None:
             self._deliver(message, message.receive)
+
+    def count(self, source: int, size: int, seconds: float) -> None:
+        """Messages of `size` bytes from `source` have been on their way for so many seconds."""
+        before, passed = self.arrived.get(source, (0.0, 0.0))
+        self.arrived[source] = before + size, passed + seconds
 
     def deliver_local(self, tensor: Tensor, tag: int) -> None:
         """A message from this rank to itself; `tensor` is given away."""

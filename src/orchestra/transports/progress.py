@@ -7,14 +7,17 @@ is free. One lock guards all state and is held except while blocked.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -24,7 +27,10 @@ from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receiv
 from orchestra.transports.peer_memory import let_siblings_read
 from orchestra.transports.shared_memory import SharedMemory
 
+BUFFERED_BYTES = 1 << 17
+"""Up to here a message that has to wait is copied, as the kernel would take it at once."""
 TCP_INFO_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
+_PR_SET_TIMERSLACK = 29
 
 
 class ProgressEngine:
@@ -41,7 +47,10 @@ class ProgressEngine:
         self._leading = False  # a flow is blocked in the selector, without the lock
         self._followers = 0
         self._woken = False
-        self._closed = False
+        self._closed = self._released = False
+        self._latency: Callable[[int, float], float] | None = None
+        self._held = threading.Condition(self._lock)
+        self._wakes_at = math.inf  # the thread that sees held messages off
         self._mailbox = Mailbox(rank)
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -66,6 +75,12 @@ class ProgressEngine:
                 self._streams[rank].show_memory()
                 self._serve(self._streams[rank], selectors.EVENT_WRITE)
 
+    def hold(self, latency: Callable[[int, float], float]) -> None:
+        """From now on, let a message to rank r that is sent at time t (of `perf_counter`) leave
+        `latency(r, t)` seconds later, as if it had been on its way meanwhile."""
+        self._latency = latency
+        threading.Thread(target=self._see_off, name="latency", daemon=True).start()
+
     def send(self, send: Send, offer: bytes | None = None) -> None:
         """Queue `send`, and hand over at once what the kernel takes.
 
@@ -79,10 +94,48 @@ class ProgressEngine:
             stream = self._streams[send.to]
             if offer is not None and stream.takes_offers:
                 send.header, send.payload, send.offers = offer, memoryview(b""), True
-            stream.backlog.append(send)
-            if len(stream.backlog) == 1:
-                self._serve(stream, selectors.EVENT_WRITE)
+            if not (self._latency is not None and self._keep_back(stream, send)):
+                stream.backlog.append(send)
+                if len(stream.backlog) == 1:
+                    self._serve(stream, selectors.EVENT_WRITE)
             self._announce()
+
+    def _keep_back(self, stream: Stream, send: Send) -> bool:
+        """Queue `send` for later where it has to wait; a small one leaves its sender free."""
+        assert self._latency is not None
+        now = time.perf_counter()
+        seconds = self._latency(stream.rank, now)
+        if seconds <= 0.0:
+            return False
+        due = now + seconds
+        if len(send.payload) <= BUFFERED_BYTES:
+            stream.backlog.append(Signal(send.header + bytes(send.payload), due=due))
+            send.finished = True
+        else:
+            send.due = due
+            stream.backlog.append(send)
+        if due < self._wakes_at:
+            self._held.notify()
+        return True
+
+    def _see_off(self) -> None:
+        """Begin to write each message that had to wait, once it may leave.
+
+        It is not left to whoever waits next: that may be a long computation away.
+        """
+        _wake_in_time()
+        with self._lock:
+            while not self._released:
+                now = time.perf_counter()
+                for stream in list(self._streams.values()):
+                    if stream.wants_write:
+                        self._serve(stream, selectors.EVENT_WRITE)
+                self._mailbox.news |= self._closed  # whoever closes waits for what has to leave
+                self._announce()
+                streams = self._streams.values()
+                self._wakes_at = min((s.next_due(now) for s in streams), default=math.inf)
+                pause = self._wakes_at - time.perf_counter()
+                self._held.wait(None if pause == math.inf else max(pause, 0.0))
 
     def deliver_local(self, tensor: torch.Tensor, tag: int) -> None:
         """A message from this rank to itself; `tensor` is given away."""
@@ -179,6 +232,12 @@ class ProgressEngine:
             for memory in self.memories:
                 memory.close()
             self.release()
+            self._held.notify_all()
+
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        """See `Transport.arrived`."""
+        with self._lock:
+            return dict(self._mailbox.arrived)
 
     def acknowledged_bytes(self) -> int:
         """Bytes of all flows that the other ends have confirmed, hellos included: their kernels, or
@@ -199,6 +258,7 @@ class ProgressEngine:
 
     def release(self) -> None:
         """Close this process's copies of the sockets."""
+        self._released = True
         for stream in self._streams.values():
             stream.connection.close()
         self._streams = {}
@@ -248,6 +308,7 @@ class ProgressEngine:
             blocked = time.perf_counter() - started
             self._lock.acquire()
             self._leading = False
+            self._mailbox.blocked += blocked
         for key, events in ready:
             stream: Stream | None = key.data
             if stream is None:
@@ -297,7 +358,7 @@ class ProgressEngine:
             self._drop(stream, LEFT, lost=False)
         elif stream.rank in self._streams:
             events = selectors.EVENT_READ
-            if stream.backlog or stream.read_wants_write:
+            if stream.wants_write or stream.read_wants_write:
                 events |= selectors.EVENT_WRITE
             if events != stream.events:
                 stream.events = events
@@ -322,6 +383,12 @@ class ProgressEngine:
             for memory in self.memories:
                 memory.shut(stream.rank)
         self._mailbox.news = True
+
+
+def _wake_in_time() -> None:
+    """Have the kernel wake this thread without the 50 us by which it groups timers (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 _engines: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()

@@ -245,6 +245,14 @@ class Transport(Protocol):
         """Run `function(transport of the new flow)` in the background."""
         ...
 
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        """For each rank that sent messages large enough to take time: their bytes, and the seconds
+        for which one was on its way while this rank was ready to read it.
+
+        Of all flows. What ranks of one host read from each other's memory is not counted.
+        """
+        ...
+
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone."""
         ...

@@ -49,7 +49,7 @@ class SocketTransport(Flow, CollectiveMixin):
         native: begins the all-reduce of torch.distributed, where there is one.
         host: the memory that ranks of this host share, where they do.
         traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
-        lost, disconnect, abort, acknowledged_bytes: see `ProgressEngine`; from any thread.
+        lost, disconnect, abort, arrived, acknowledged_bytes: see `ProgressEngine`; from any thread.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class SocketTransport(Flow, CollectiveMixin):
         self.native: Callable[[Tensor], Task[int]] | None = None
         self.host: Host | None = None
         self.lost, self.disconnect, self.abort = engine.lost, engine.disconnect, engine.abort
+        self.arrived = engine.arrived
         self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
         self._on_flow_start = on_flow_start
@@ -122,6 +123,10 @@ class SocketTransport(Flow, CollectiveMixin):
         them read large messages out of the memory of this process."""
         self.host = Host(self._engine, frozenset(neighbours))
         self._engine.share_memory(neighbours)
+
+    def hold(self, latency: Callable[[int, float], float]) -> None:
+        """From now on, let messages leave later; see `ProgressEngine.hold`."""
+        self._engine.hold(latency)
 
     def add(self, own: Tensor, *arrived: Tensor) -> None:
         """Add all that has arrived to what is there, in this order."""

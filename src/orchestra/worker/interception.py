@@ -261,6 +261,9 @@ class InterceptedTransport(CollectiveMixin):
     def now(self) -> float:
         return self.chain.call("ask", self.flow, "now", proceed=self.inner.now)
 
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        return self.inner.arrived()
+
     def lost(self) -> frozenset[int]:
         return self.chain.call("ask", self.flow, "lost", proceed=self.inner.lost)
 
@@ -301,6 +304,10 @@ class InterceptedCompute:
         ask = functools.partial(getattr, self.inner, "seconds")
         seconds: float = self.chain.call("ask", self.chain.flow, "seconds", proceed=ask)
         return seconds
+
+    @property
+    def main_seconds(self) -> float:
+        return self.inner.main_seconds
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
         proceed = functools.partial(self.inner.run, work, function)

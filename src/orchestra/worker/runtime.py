@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from orchestra.records.counters import Counters
 from orchestra.transports.protocol import Transport
 
 T = TypeVar("T")
@@ -33,6 +34,11 @@ class Compute(Protocol):
         """Charged so far on this rank."""
         ...
 
+    @property
+    def main_seconds(self) -> float:
+        """Those of its main flow."""
+        ...
+
     def run(self, work: Work, function: Callable[[], T]) -> T:
         """Do `function`, and let the clock advance by what `work` costs on this engine."""
         ...
@@ -56,11 +62,18 @@ class Reporter(Protocol):
     """One way up to the watcher: progress for the display, and facts that its verdicts need."""
 
     def progress(
-        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
+        self,
+        *,
+        step: int,
+        samples: int,
+        loss: float | None = None,
+        fraction: float | None = None,
+        counters: Counters | None = None,
     ) -> None:
         """This rank has finished `step` steps of its own; `samples` it has consumed so far.
 
-        `fraction` is the part of the run's budget that the cluster has consumed.
+        `fraction` is the part of the run's budget that the cluster has consumed; `counters` are the
+        latest.
         """
         ...
 
@@ -130,9 +143,11 @@ class Runtime:
     seed: Callable[[int], None]  # the global random streams of this rank begin anew
     local_rank: int = 0  # index of this rank among those of its host: which GPU is its own
     clock: str = ""  # ranks with the same one read the same clock
+    node: str = ""  # the name of the machine that it is on, where that is known
     share: Callable[[Callable[[], Any]], Any] = lambda make: make()  # one for all ranks here
     warms_up: bool = True  # whether the first step costs more than the others
     stopwatch: Callable[[bool], None] = lambda running: None  # told when this rank's runs or stops
     speeds: tuple[float, ...] = ()  # gradients a second of each rank, where the engine knows them
+    bandwidths: tuple[float, ...] = ()  # bytes/s of each rank's link, where the engine knows them
     peak_memory: Callable[[], int | None] = lambda: None  # bytes of this rank's process so far
     threads: int | None = None  # that this rank's time is charged for; None: those that it uses

@@ -105,9 +105,11 @@ class Worker(FlatModel):
     `parameters` and `gradients.vector` are flat: shape [layout.size], dtype of the model. Where
     `agrees` is set they are known to be equal on all ranks. `transport` is that of the main flow.
     Values of the parameters that are still `arriving` are awaited by the next forward pass.
+    `observe` is called now and then by a rank that only serves.
     """
 
     agrees = False
+    observe: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,

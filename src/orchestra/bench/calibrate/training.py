@@ -99,6 +99,7 @@ class Profile:
     clock: Callable[[], float]
     exchange: Callable[[], object] = lambda: None
     seconds: float = 0.0
+    main_seconds: float = 0.0
     notes: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def run(self, work: Work, function: Callable[[], T]) -> T:
@@ -106,6 +107,7 @@ class Profile:
         result = function()
         ended = self.clock()
         self.seconds += ended - began
+        self.main_seconds = self.seconds
         self.notes[work.kind].append((began, ended))
         if work.kind == "update":
             self.exchange()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.engines.events import BEAT_SECONDS, Failure, Heartbeat
 from orchestra.engines.failure_detector import Limits
+from orchestra.engines.processes.place import Place
 from orchestra.engines.processes.system import keep_freed_memory
 from orchestra.errors import RunAborted, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, WATCHER, connect
@@ -57,6 +58,7 @@ class RankSpec:
         threads: intra-op threads of its program; None: those of `OMP_NUM_THREADS`, or its share of
             the cores.
         shared_memory: carry out collectives with ranks of this host in shared memory.
+        place: the node that this process moves to, where it is an emulated one.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class RankSpec:
     tls: TLS | None = None
     threads: int | None = None
     shared_memory: bool = True
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -243,10 +246,8 @@ class Control:
 
     # Reporter
 
-    def progress(
-        self, *, step: int, samples: int, loss: float | None = None, fraction: float | None = None
-    ) -> None:
-        self._state = replace(self._state, step=step, samples=samples, loss=loss, fraction=fraction)
+    def progress(self, **facts: Any) -> None:
+        self._state = replace(self._state, **facts)
 
     def phase(self, name: str) -> None:
         self._state = replace(self._state, phase=name)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from orchestra.engines.events import Event, Heartbeat, Interrupted, Notice
+from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
+from orchestra.engines.processes.slow_ranks import SlowRanks
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 
@@ -141,6 +142,8 @@ class Display:
         self._training_since: float | None = None
         self._series = progress
         self._progress = progress or Progress(1, quiet=quiet)
+        alike = not run.strategy.divides_model  # stages of a model have unlike work
+        self._slow = SlowRanks(set(roles.servers) - set(roles.workers), self._tell, alike=alike)
 
     def __enter__(self) -> Self:
         if (live := self._progress.live) is not None:
@@ -158,11 +161,21 @@ class Display:
     def on_event(self, event: Event | Notice) -> None:
         """Take in one event of the watcher."""
         if isinstance(event, Notice):
-            prefix = "" if self._series is None else f"{self._series.what}: "
-            self._progress.tell(prefix + event.text)
+            self._tell(event.text)
         elif isinstance(event, Interrupted):
             self._progress.interrupted = True
-        elif isinstance(event, Heartbeat) and self._progress.live is not None:
+        elif isinstance(event, Joined):
+            self._slow.hosts[event.rank] = event.host
+        elif isinstance(event, Heartbeat):
+            self._slow.on_beat(event)
+            self._show(event)
+
+    def _tell(self, text: str) -> None:
+        prefix = "" if self._series is None else f"{self._series.what}: "
+        self._progress.tell(prefix + text)
+
+    def _show(self, event: Heartbeat) -> None:
+        if self._progress.live is not None:
             if event.phase != "serving":
                 self._phase = event.phase
             if event.phase == "training" and event.rank in self._beats:
@@ -185,7 +198,9 @@ class Display:
         steps = {rank: beat.step for rank, beat in self._beats.items()}
         enough = BEHIND * max(steps.values()) - 1
         behind = [str(rank) for rank, done in steps.items() if done < enough]
-        if behind:
+        if slow := self._slow.present:
+            parts.append(slow[0].text)
+        elif behind:
             parts.append(f"behind: rank {', '.join(behind)}")
         return ", ".join(parts)
 

@@ -13,9 +13,9 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import current_process, forkserver, get_context, resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from orchestra.engines.events import Event, Notice
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import RankSpec
 from orchestra.engines.processes.environment import memory_is_shared
+from orchestra.engines.processes.place import Place
 from orchestra.engines.processes.system import die_with_parent, handling, keep_one_arena
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.errors import InputError, RunFailed
@@ -104,6 +105,7 @@ def launch(
     threads: int | None = None,
     on_event: Callable[[Event | Notice], None] | None = None,
     limit: float | None = None,
+    places: Sequence[Place] = (),
 ) -> Outcome:
     """Run `program(runtime, argument)` on `ranks` processes of this machine.
 
@@ -119,6 +121,7 @@ def launch(
         on_event: called from another thread with every event and notice.
         limit: seconds after which all ranks are killed, whatever they do; the result of each that
             has delivered none is then None.
+        places: the emulated node of each rank; by default all are on this machine as it is.
 
     Raises `InputError` for a program that cannot be sent to a rank, or one that a rank's program
     raised in its phase "set-up", and `RunFailed` with the first cause in its first line; the
@@ -149,6 +152,13 @@ def launch(
                     rank, ranks, rank, watcher.address, LOOPBACK, token, limits,
                     tls=tls, threads=threads, shared_memory=memory_is_shared(os.environ),
                 )  # fmt: skip
+                if places:
+                    place = places[rank]
+                    spec = replace(
+                        spec, place=place, host=place.address, local_rank=place.local_rank,
+                        threads=place.threads,
+                        shared_memory=spec.shared_memory and place.shared_memory,
+                    )  # fmt: skip
                 _start(watcher, spec, job)
             watcher.join()
         except BaseException:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,7 +60,9 @@ class TimedCompute:
     """Measures computation by the clock."""
 
     seconds: float = 0.0
+    main_seconds: float = 0.0
     calls: int = 0
+    _main: int = field(default_factory=threading.get_ident)
     _in_gradient: int | None = None  # the thread that computes one
     _waited: float = 0.0  # inside computations that have not ended
 
@@ -73,7 +75,10 @@ class TimedCompute:
         try:
             return function()
         finally:
-            self.seconds += time.perf_counter() - started - self._waited
+            passed = time.perf_counter() - started - self._waited
+            self.seconds += passed
+            if threading.get_ident() == self._main:
+                self.main_seconds += passed
             self._waited = 0.0
             self.calls += 1
             if work.kind == "gradient":
@@ -150,11 +155,13 @@ def run_rank(
         RunFailed: with the first cause, wherever it lies.
     """
     with contextlib.ExitStack() as resources:
-        listener = resources.enter_context(listen(spec.host))
         control = Control(spec, on_orphaned, on_cause)
+        if spec.place is not None:
+            spec.place.enter()
+        listener = resources.enter_context(listen(spec.host))
         control.hello(
             pid=os.getpid(),
-            host=socket.gethostname(),
+            host=_host(spec),
             machine=machine(),
             kernel=kernel(),
             cores=usable_cores(),
@@ -195,6 +202,9 @@ def _run(
     )
     resources.callback(transport.close)
     transport.share_memory(roster.neighbours)
+    latencies = None if spec.place is None else spec.place.held()
+    if latencies is not None:
+        transport.hold(latencies.seconds)
     watched = Watched(spec.rank, spec.ranks)
     compute = TimedCompute()
     native = Native(
@@ -223,12 +233,18 @@ def _run(
         seed,
         local_rank=spec.local_rank,
         clock=machine(),
+        node=_host(spec),
         peak_memory=peak_memory,
+        stopwatch=lambda running: latencies.begin(transport.now()) if latencies else None,
     )
     result = program(intercepted(runtime, watched), argument)
     control.phase("leaving")
     transport.close(timeout=spec.limits.patience)
     return result
+
+
+def _host(spec: RankSpec) -> str:
+    return socket.gethostname() if spec.place is None else spec.place.node
 
 
 def _encoded(result: Any, *, local: bool) -> bytes:

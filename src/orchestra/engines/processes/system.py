@@ -27,7 +27,8 @@ _LARGEST_THRESHOLD = 32 << 20  # that glibc takes
 _KEPT_BYTES = 256 << 20
 
 _STAT = Path("/proc/stat")
-_WORKING = (0, 1, 2, 5, 6, 7)
+_STOLEN = (7,)
+_WORKING = (0, 1, 2, 5, 6, *_STOLEN)
 """Fields of a line of /proc/stat: user, nice, system, irq, softirq, steal (proc(5))."""
 
 
@@ -103,13 +104,15 @@ def now() -> float:
     return time.monotonic()
 
 
-def busy_seconds(text: str, cores: tuple[int, ...], ticks: int) -> float:
+def busy_seconds(
+    text: str, cores: tuple[int, ...], ticks: int, places: tuple[int, ...] = _WORKING
+) -> float:
     """Processor seconds of all programs on `cores` since the start, from the `text` of /proc/stat,
-    which counts `ticks` a second."""
+    which counts `ticks` a second; `places` are the fields that count."""
     wanted = {f"cpu{core}" for core in cores}
     lines = (line.split() for line in text.splitlines())
     fields = (line[1:] for line in lines if line and line[0] in wanted)
-    return sum(int(line[place]) for line in fields for place in _WORKING) / ticks
+    return sum(int(line[place]) for line in fields for place in places) / ticks
 
 
 @dataclass
@@ -119,21 +122,28 @@ class UsageMeter:
     passed: float = 0.0
     own: float = 0.0
     busy: float | None = 0.0
+    stolen: float | None = 0.0
+    switches: int = 0
 
     def running(self, running: bool) -> None:
         """Starts it, or stops it: what a `Runtime` calls its stopwatch."""
         sign = -1 if running else 1
         self.passed += sign * time.monotonic()
         self.own += sign * time.process_time()
+        self.switches += sign * resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         try:
-            busy = busy_seconds(_STAT.read_text(), usable_cores(), os.sysconf("SC_CLK_TCK"))
+            text, ticks = _STAT.read_text(), os.sysconf("SC_CLK_TCK")
+            busy = busy_seconds(text, usable_cores(), ticks)
+            stolen = busy_seconds(text, usable_cores(), ticks, _STOLEN)
             self.busy = None if self.busy is None else self.busy + sign * busy
+            self.stolen = None if self.stolen is None else self.stolen + sign * stolen
         except (OSError, ValueError, IndexError):
-            self.busy = None
+            self.busy = self.stolen = None
 
     def usage(self) -> Usage:
         """All so far; not while it runs."""
-        return Usage(machine(), len(usable_cores()), self.passed, self.own, self.busy)
+        cores = len(usable_cores())
+        return Usage(machine(), cores, self.passed, self.own, self.busy, self.stolen, self.switches)
 
 
 def peak_memory() -> int:

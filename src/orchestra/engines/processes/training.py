@@ -29,7 +29,12 @@ def program(runtime: Runtime, assignment: tuple[Run, Path]) -> RankReport:
     from orchestra.trainer.program import train
 
     meter = UsageMeter()
-    report = train(replace(runtime, stopwatch=meter.running), assignment)
+
+    def stopwatch(running: bool) -> None:
+        runtime.stopwatch(running)
+        meter.running(running)
+
+    report = train(replace(runtime, stopwatch=stopwatch), assignment)
     return replace(report, usage=meter.usage())
 
 

@@ -20,6 +20,8 @@ from orchestra.engines.failure_detector import FailureDetector, Limits, describe
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.errors import InputError, RunFailed
+from orchestra.records.counters import Counters
+from orchestra.settings.base import from_plain
 from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
 from orchestra.worker.threads import shares_of_cores
 
@@ -355,7 +357,8 @@ class Watcher:
             self._admit(link, message)
         elif kind == "beat":
             waits_for = tuple(message["beat"]["waits_for"])
-            beat = {**message["beat"], "rank": rank, "waits_for": waits_for}
+            counters = from_plain(Counters | None, message["beat"]["counters"])
+            beat = {**message["beat"], "rank": rank, "waits_for": waits_for, "counters": counters}
             self._observe(events.Heartbeat(**beat))
         elif kind == "notice":
             self._carry_out(self.detector.noticed(str(message["text"])))

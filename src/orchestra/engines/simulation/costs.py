@@ -234,7 +234,7 @@ class SimulatedCompute:
         threads: int = 1,
     ) -> None:
         self._threads = threads
-        self._seconds = 0.0
+        self._seconds = self.main_seconds = 0.0
         self._kernel = kernel
         self._costs = costs
         self._jitter = jitter
@@ -272,6 +272,8 @@ class SimulatedCompute:
             self._on_step()
         elif self._gradient.flow is not flow:  # else a bucket is encoded: the gradient counts it
             self._seconds += self._kernel.here() - began
+            if flow.main:
+                self.main_seconds += self._kernel.here() - began
         return result
 
     def _gather(self) -> None:
@@ -292,6 +294,7 @@ class SimulatedCompute:
         began = self._kernel.here()
         wait()
         self._seconds -= self._kernel.here() - began
+        self.main_seconds -= self._kernel.here() - began
 
     def _pass(self, part: float) -> None:
         gradient = self._gradient

@@ -37,12 +37,16 @@ class Fluid:
     Whatever happens at one instant is shared out once, after it. Activities that end at the same
     instant end together, in the order of their start.
 
+    `acknowledgements` are what data that crosses resources needs on the way back, in proportion
+    (docs/decisions/0095-tcp.md).
+
     Attributes:
         shares: how many have been computed in all.
     """
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, acknowledgements: float = 0.0) -> None:
         self.shares = 0
+        self._carries = 1 / (1 + acknowledgements)  # of a capacity, beside acknowledgements
         self._events = events
         self._started = 0
         self._running = 0
@@ -53,21 +57,33 @@ class Fluid:
         self._equal = 0  # how many resources are shared equally
         self._places: dict[tuple[Resource, ...], list[Activity]] = {}  # of what ends now
 
-    def start(self, amount: float, resources: Sequence[Resource], then: Call) -> Activity:
+    def start(
+        self,
+        amount: float,
+        resources: Sequence[Resource],
+        then: Call,
+        back: tuple[Resource, ...] = (),
+        weight: float = 1.0,
+    ) -> Activity:
         """Let an activity of `amount` begin; `then` is called when it ends.
 
-        It crosses each of `resources` once. An amount of 0 ends at the present time, but after
-        this call.
+        It crosses each of `resources` once, and its acknowledgements those `back`. An amount of 0
+        ends at the present time, but after this call.
         """
         assert 0 <= amount < inf, f"an amount of {amount}"
         now = self._events.now()
         path = tuple(resources) if amount else ()
         self._started += 1
         self._running += 1
-        activity = Activity(self._started, amount, path, then, now)
-        if self._places.get(path):
-            self._take_place(activity, self._places[path].pop(), now)
+        activity = Activity(self._started, amount, path, then, now, weight)
+        places = self._places.get(path)
+        if places and (not amount or (places[-1].back, places[-1].weight) == (back, weight)):
+            self._take_place(activity, places.pop(), now)
             return activity
+        if back and amount:
+            activity.back = back
+            for resource in back:
+                self._acknowledge(resource, 1)
         rate = inf
         for resource in path:
             if resource.capacity < rate:
@@ -101,9 +117,28 @@ class Fluid:
     def set_capacity(self, resource: Resource, capacity: float) -> None:
         """Let `resource` have another capacity from now on; at 0 all that crosses it stalls."""
         assert 0 <= capacity < inf, f"{resource.name} gets the capacity {capacity}"
-        resource.capacity = capacity
+        resource.nominal = capacity
+        resource.capacity = capacity * self._carries if resource.acknowledged else capacity
         if resource.activities:
             self._share_anew(resource)
+
+    def _acknowledge(self, resource: Resource, change: int) -> None:
+        """So many activities more have acknowledgements on `resource`.
+
+        While there are any, they are assumed to take as much as those of data at its capacity.
+        """
+        alone = resource.acknowledged == 0
+        resource.acknowledged += change
+        if alone == (resource.acknowledged == 0):
+            return
+        before = resource.capacity
+        resource.capacity = resource.nominal * self._carries if alone else resource.nominal
+        if not resource.activities:
+            return
+        if resource.tight or not resource.carries(min(before, resource.capacity)):
+            self._share_anew(resource)
+        else:
+            self._part_beside(resource)
 
     def _change_rate(self, activity: Activity, rate: float, now: float) -> None:
         activity.left = left = activity.left_at(now)
@@ -135,6 +170,7 @@ class Fluid:
 
     def _take_place(self, activity: Activity, before: Activity, now: float) -> None:
         """Let `activity` go on where `before` ends: nobody else notices."""
+        activity.back, before.back = before.back, ()
         equal = None
         for resource in activity.resources:
             del resource.activities[before]
@@ -153,6 +189,8 @@ class Fluid:
             for resource in activity.resources:
                 del resource.activities[activity]
         for activity in ended:
+            for resource in activity.back:
+                self._acknowledge(resource, -1)
             for resource in activity.resources:
                 if resource.tight and resource.activities:
                     self._share_anew(resource)
@@ -186,6 +224,8 @@ class Fluid:
             shared = share(seed, next(MARKS))
             if not shared.overfull:
                 break
+            for resource in shared.resources:
+                resource.tight = True  # else those whom it held back until now would be left out
             for resource in shared.overfull:
                 resource.tight = True
                 self._part_beside(resource)
@@ -201,7 +241,7 @@ class Fluid:
 
     def _join(self, resource: Resource, activities: Sequence[Activity], now: float) -> None:
         self._equal += 1
-        resource.equal = equal = EqualShares(resource, now)
+        resource.equal = equal = EqualShares(resource, activities[0].weight, now)
         equal.take_in(activities, now)
         equal.change_rate(activities[0].share, now)
         self._look_up_first(equal, now)
@@ -213,6 +253,8 @@ class Fluid:
         equal.newcomers.clear()
         rate = resource.capacity / len(resource.activities)
         if 2 * len(resource.activities) < sharing.LEAST or not rate:
+            return False
+        if any(activity.weight != equal.weight for activity in newcomers):
             return False
         for activity in newcomers:
             set_limit(activity, resource)
@@ -310,7 +352,8 @@ def _are_equal(shared: Shared) -> bool:
     if not resource.tight or not resource.capacity:
         return False
     rate = shared.activities[0].share
-    if any(activity.share != rate for activity in shared.activities):
+    weight = shared.activities[0].weight
+    if any((a.share, a.weight) != (rate, weight) for a in shared.activities):
         return False
     for activity in shared.activities:
         set_limit(activity, resource)

@@ -78,22 +78,27 @@ class Memory:
         """
         if len(cluster.nodes) == 1:
             return cluster.nodes[0]
-        training = self._run.training
-        batch = training.batch_size * training.ranks
-        works = (
-            Work("gradient", batch),
-            Work("update", Layout.of_module(self._module).size),
-            Work("step", batch),
-        )
 
         def preference(node: Node) -> tuple[bool, float, str]:
-            threads = node.threads(1, training.threads)
-            seconds = sum(costs.seconds(work, threads) for work in works)
-            seconds /= node.speed_beside(costs.flops)
             crowded = self._complaint(node, [0]) is not None
-            return crowded, seconds, node.name
+            return crowded, -self.speed_alone(node, costs), node.name
 
         return min(cluster.nodes, key=preference)
+
+    def speed_alone(self, node: Node, costs: Costs) -> float:
+        """Samples/s of one process on `node`, with all of its cores or one device, that takes steps
+        of the global batch; durations as the cost model says, without jitter."""
+        training = self._run.training
+        threads = node.threads(1, training.threads)
+        seconds = sum(costs.seconds(work, threads) for work in self._step)
+        return training.batch_size * training.ranks * node.speed_beside(costs.flops) / seconds
+
+    @functools.cached_property
+    def _step(self) -> tuple[Work, ...]:
+        """What a step of the global batch consists of."""
+        batch = self._run.training.batch_size * self._run.training.ranks
+        size = Layout.of_module(self._module).size
+        return Work("gradient", batch), Work("update", size), Work("step", batch)
 
     def _explained(
         self, place: str, there: float, ranks: Sequence[int], needed: Counter[str]

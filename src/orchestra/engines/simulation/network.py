@@ -30,11 +30,13 @@ class Load(Protocol):
     """What a stream carries: a message, or what stands for one.
 
     The sender has done its part at the time `left_at`, infinite until that is known; `crossed`
-    tells whether the network has.
+    tells whether the network has. `both_ways` tells whether others of the same round of a
+    collective go the other way; None: it is none of a collective.
     """
 
     left_at: float
     crossed: bool
+    both_ways: bool | None
 
     @property
     def frame_bytes(self) -> int:
@@ -58,10 +60,21 @@ class Message:
     """A `Load` from `send` to its delivery; `payload` is what was there when it was sent, and
     `arriving` what the mailbox knows it by, once it has begun."""
 
-    __slots__ = ("_sending", "_target", "arriving", "crossed", "header", "left_at", "payload")
+    __slots__ = (
+        *("_sending", "_target", "arriving", "both_ways", "crossed", "header", "left_at"),
+        "payload",
+    )
 
-    def __init__(self, header: Header, payload: Tensor, sending: Sending, target: Port) -> None:
+    def __init__(
+        self,
+        header: Header,
+        payload: Tensor,
+        sending: Sending,
+        target: Port,
+        both_ways: bool | None = None,
+    ) -> None:
         self.header = header
+        self.both_ways = both_ways
         self.payload = payload
         self.left_at = inf
         self.crossed = False
@@ -104,24 +117,36 @@ class Stream:
         resources: that it crosses.
         latency: seconds until the first byte is there.
         bandwidth: bytes/s, as long as nothing else crosses them.
+        slow_start: of the connection, where it takes long.
     """
 
     def __init__(
-        self, net: Net, route: Route, target: int, delay: Callable[[float], float] | None
+        self,
+        net: Net,
+        route: Route,
+        source: int,
+        target: int,
+        delay: Callable[[float], float] | None,
     ) -> None:
         self.resources = route.resources
         self.latency = route.latency
-        self.bandwidth = min(resource.capacity for resource in route.resources)
+        self.bandwidth = min(resource.nominal for resource in route.resources)
+        self.slow_start = route.slow_start
+        self._route = route
+        self._half_duplex = not set(route.resources).isdisjoint(route.back)
         assert len({*route.resources}) == len(route.resources), "a link is crossed twice"
         self._net = net
         self._events: Events = net.kernel
         self._fluid = net.fluid
+        self._source = source
         self._target = target
         self._delay = delay
+        self._began = 0.0  # when the first byte of what crosses was there
         self._last = 0.0  # when the last one arrives
         self._queue: deque[Load] = deque()
         self._crossing: Activity | None = None  # of the first of them, once it has begun
         self._rest: float | None = None  # of it, in bytes, while it is suspended
+        self._back: tuple[Resource, ...] = ()  # what its acknowledgements cross
         self._closed: Exception | None = None
         self._on_crossed = self._crossed  # one object for all messages
 
@@ -131,8 +156,12 @@ class Stream:
         Its first byte is there after the latency.
         """
         arrival = time + self.latency
-        if self._delay is not None:
-            self._last = arrival = max(self._last, arrival + self._delay(time))
+        if self._delay is not None or self.slow_start is not None:
+            if self._delay is not None:
+                arrival += self._delay(time)
+            if self.slow_start is not None:
+                arrival += self.slow_start.stall(self.on_wire(load.frame_bytes, None), time)
+            self._last = arrival = max(self._last, arrival)
         self._events.call_at(arrival, self.arrive, load)
 
     def arrive(self, load: Load) -> None:
@@ -191,14 +220,30 @@ class Stream:
         if self._net.kernel.is_held(self._target):
             return  # a rank that stands still takes in nothing
         load.begin()
-        self._cross(load.frame_bytes * self._net.overhead.wire)
+        self._began = self._events.now()
+        self._back = self._route.back if load.both_ways is None else ()
+        self._cross(self.on_wire(load.frame_bytes, load.both_ways))
+
+    def on_wire(self, frame_bytes: int, both_ways: bool | None) -> float:
+        """Bytes on each link; with those of acknowledgements, where messages go `both_ways`.
+
+        None: these are for whom they meet.
+        """
+        counted = both_ways or (self._half_duplex and both_ways is not None)
+        others = self._route.acknowledgements if counted else 0.0
+        return frame_bytes * self._route.wire * (1 + others)
 
     def _cross(self, wire_bytes: float) -> None:
-        self._crossing = self._fluid.start(wire_bytes, self.resources, self._on_crossed)
+        self._crossing = self._fluid.start(
+            wire_bytes, self.resources, self._on_crossed, self._back, self._route.weight
+        )
 
     def _crossed(self) -> None:
         load = self._queue[0]
         load.crossed = True
+        if self._events is self._net.kernel:  # else it was counted when all of it was evaluated
+            seconds = self._events.now() - self._began
+            self._net.ports[self._target].mailbox.count(self._source, load.frame_bytes, seconds)
         self._end_once_left(load)
 
     def _end_once_left(self, load: Load) -> None:
@@ -212,6 +257,8 @@ class Stream:
             return
         self._crossing = None
         self._queue.popleft()
+        if self.slow_start is not None:
+            self.slow_start.use(self._events.now())
         load.end()
         if self._queue:
             self._begin(self._queue[0])
@@ -298,7 +345,7 @@ class Net:
         key = source, target
         if key not in self.streams:
             delay = None if self._delay is None else partial(self._delay, source, target)
-            self.streams[key] = Stream(self, self._route(source, target), target, delay)
+            self.streams[key] = Stream(self, self._route(source, target), source, target, delay)
         return self.streams[key]
 
 

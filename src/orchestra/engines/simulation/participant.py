@@ -26,15 +26,18 @@ class Packet:
     """A message without content; times are infinite as long as they are not known.
 
     Attributes:
+        both_ways: whether others of its round go the other way.
         at_begin, at_end: called when the first byte is there, and when the last one is.
     """
 
     __slots__ = (
-        *("_scene", "at_begin", "at_end", "began", "crossed", "ended", "frame_bytes", "left_at"),
+        *("_scene", "at_begin", "at_end", "began", "both_ways", "crossed", "ended", "frame_bytes"),
+        "left_at",
     )
 
-    def __init__(self, scene: Scene, frame_bytes: int) -> None:
+    def __init__(self, scene: Scene, frame_bytes: int, both_ways: bool) -> None:
         self.frame_bytes = frame_bytes
+        self.both_ways: bool | None = both_ways
         self.began = self.ended = self.left_at = inf
         self.crossed = False
         self.at_begin: list[Call] = []
@@ -96,7 +99,8 @@ class Messages:
         """Packet `number` of a pair; either end may be the first to ask for it."""
         packets = self._packets[pair]
         if number == len(packets):
-            packets.append(Packet(self.scene, frame_bytes))
+            both_ways = self.placed.plan.goes_both_ways(pair, number)
+            packets.append(Packet(self.scene, frame_bytes, both_ways))
         return packets[number]
 
 

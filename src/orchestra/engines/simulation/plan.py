@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -102,10 +102,34 @@ class Plan:
 
     @cached_property
     def rounds(self) -> list[Integers]:
-        """Of each round the transfers, shape [transfers, 6]: source, target, first, end, operation,
-        elements."""
+        """Of each round the transfers, shape [transfers, 7]: source, target, first, end, operation,
+        elements, whether others go the other way."""
         ends = np.searchsorted(self._number, np.arange(1, self._count))
-        return np.split(np.column_stack([*self._transfers, self._elements]), ends)
+        columns = [*self._transfers, self._elements, self._both_ways]
+        return np.split(np.column_stack(columns), ends)
+
+    @cached_property
+    def _both_ways(self) -> NDArray[np.bool_]:
+        """Of each transfer, whether its source receives in the same round, or its target sends."""
+        source, target = map(self._place_of, self._transfers[:2])
+        sends, receives = np.zeros((2, self._count * self.schedule.ranks), dtype=bool)
+        sends[source] = receives[target] = True
+        return receives[source] | sends[target]
+
+    def goes_both_ways(self, pair: tuple[int, int], number: int) -> bool:
+        """Whether others go the other way as message `number` of a pair does."""
+        if self._both_ways[0] and self._both_ways.all():
+            return True
+        return self._messages_both_ways[pair][number]
+
+    @cached_property
+    def _messages_both_ways(self) -> Mapping[tuple[int, int], Sequence[bool]]:
+        found: dict[tuple[int, int], list[bool]] = defaultdict(list)
+        messages = -(-self._elements // self.segment)
+        columns = (*self._transfers[:2], messages, self._both_ways)
+        for source, target, count, both_ways in zip(*(c.tolist() for c in columns), strict=True):
+            found[source, target] += [both_ways] * count
+        return found
 
     @property
     def sends_one_at_a_time(self) -> bool:
@@ -129,7 +153,7 @@ class Plan:
         for number in range(len(self.rounds))[first:end]:
             if number not in self._parts:
                 parts: dict[int, RoundPart] = defaultdict(lambda: RoundPart([], []))
-                for source, target, piece, end, operation, _ in self.rounds[number].tolist():
+                for source, target, piece, end, operation, *_ in self.rounds[number].tolist():
                     sends, receives = parts[source].sends, parts[target].receives
                     assert isinstance(sends, list)
                     assert isinstance(receives, list)

@@ -51,7 +51,7 @@ class Member:
     """A rank that takes part; `then` is called when it is through."""
 
     __slots__ = (
-        *("_collective", "_placed", "_then"),
+        *("_at_once", "_collective", "_placed", "_then"),
         *("arrived", "done", "index", "processor", "seconds"),
     )
 
@@ -70,6 +70,7 @@ class Member:
         self.seconds = 0.0, 0.0  # waiting, communicating
         self._collective: Collective | None = collective
         self._placed = collective.placed
+        self._at_once = False
         self._then = then
 
     def waits(self) -> tuple[Ranks, str]:
@@ -81,6 +82,8 @@ class Member:
         """It is through, after so many seconds."""
         if not self.done:
             self.done = True
+            assert self._collective is not None
+            self._at_once = self._collective.evaluated
             self._collective = None  # a cycle would be left to the garbage collector
             self.seconds = waiting, communicating
             self._then()
@@ -90,6 +93,8 @@ class Member:
         placed, index = self._placed, self.index
         port.bytes_sent += placed.plan.bytes_sent[index]
         port.meter.count_all(placed.sent[index])
+        for source, arrived in placed.arriving[index].items() if self._at_once else ():
+            port.mailbox.count(source, *arrived)
 
     def traffic(self) -> Traffic:
         """Return what it has moved."""
@@ -141,6 +146,11 @@ class Collective:
         self._timers: list[Timer] = []
         self._ended: list[Participant] = []  # at the present instant
         self._messages = None if ahead else Messages(placed, Scene(kernel))
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether its times follow from the rounds, and not from messages."""
+        return self._messages is None
 
     @property
     def is_ahead(self) -> bool:
@@ -242,6 +252,8 @@ class Collective:
             self.enter_world()
             return
         self.usage = ends.usage
+        for (source, _), slow_start in self.placed.slow_starts.items():
+            slow_start.use(float(ends.usage.up[source]))
         columns = (ends.clock, ends.waiting, ends.communicating)
         together: dict[float, list[tuple[Member, float, float]]] = {}
         for member, clock, *seconds in zip(members, *(c.tolist() for c in columns), strict=True):
@@ -366,6 +378,8 @@ class Rendezvous:
         placed = given.placed
         ahead = placed.contention_free and not self.faults and not self._crowded(placed.ranks)
         ahead = ahead and not any(map(attrgetter("activities"), placed.links))
+        now = self._kernel.now()
+        ahead = ahead and all(each.is_over(now) for each in placed.slow_starts.values())
         follows, before = self._predecessor(placed) if ahead else (False, None)
         ahead = ahead and follows
         collective = Collective(self._kernel, given, ahead=ahead, before=before)

@@ -70,11 +70,14 @@ class PlacedPlan:
         place: of each rank among `ranks`.
         streams: of each pair of places.
         sent: by place, the bytes that the rank there sends to each other rank.
+        arriving: by place, the bytes that the rank there gets from each other rank, and the seconds
+            that they cross links which nothing else uses.
         links: every link that is used, with the only place that sends on it and the only one that
             receives from it, each `NOBODY` where there are several.
         contention_free: whether no link is shared by several pairs at a time, as far as the
             schedule tells: then the times can be evaluated over arrays.
         beginning: processor seconds of each rank before all of it.
+        slow_starts: of its connections, by the pair of places.
     """
 
     def __init__(self, net: Net, ranks: Ranks, plan: Plan, group: int) -> None:
@@ -87,9 +90,17 @@ class PlacedPlan:
             (source, target): net.stream(ranks[source], ranks[target])
             for source, target in plan.streamed
         }
+        self.slow_starts = {
+            pair: stream.slow_start for pair, stream in self.streams.items() if stream.slow_start
+        }
         self.sent: list[dict[int, int]] = [{} for _ in ranks]
         for (source, target), size in plan.pairs.items():
             self.sent[source][ranks[target]] = size
+        self.arriving: list[dict[int, tuple[int, float]]] = [{} for _ in ranks]
+        for (source, target), stream in self.streams.items():
+            size = self.sent[source].get(ranks[target], 0)
+            seconds = stream.on_wire(size, None) / stream.bandwidth
+            self.arriving[target][ranks[source]] = size, seconds
         self.links: dict[Resource, tuple[int, int]] = {}
         for ends, stream in self.streams.items():
             for link in stream.resources:
@@ -233,6 +244,9 @@ class PlacedPlan:
         order = np.argsort(codes)
         latency = np.array([stream.latency for stream in streams.values()])[order]
         bandwidth = np.array([stream.bandwidth for stream in streams.values()])[order]
+        on_wire = np.array(
+            [[s.on_wire(1, both_ways) for s in streams.values()] for both_ways in (False, True)]
+        )[:, order]
         to, by = np.full(ranks, NOBODY), np.full(ranks, NOBODY)
         rolls = Rolls()
         for transfers in self.plan.rounds:
@@ -249,7 +263,8 @@ class PlacedPlan:
                 to[source], by[target] = target, source
                 way = np.searchsorted(codes[order], source * ranks + target)
                 segment = partial(self._segment, rows, number, rates, own, follows, rolls)
-                segments.append(segment(latency[way], bandwidth[way]))
+                crossing = on_wire[rows[:, 6], way] / bandwidth[way]
+                segments.append(segment(latency[way], crossing))
             yield segments
 
     def _segment(
@@ -261,7 +276,7 @@ class PlacedPlan:
         follows: bool,
         rolls: Rolls,
         latency: Floats,
-        bandwidth: Floats,
+        crossing: Floats,
     ) -> Segment:
         plan, overhead = self.plan, self.net.overhead
         source, target = rows[:, 0], rows[:, 1]
@@ -269,7 +284,7 @@ class PlacedPlan:
         payload = np.minimum(rows[:, 5] - number * plan.segment, plan.segment) * plan.itemsize
         distinct, kinds = np.unique(payload + HEADER, return_inverse=True)
         charges = [self.net.message_cost(int(frame)) for frame in distinct]
-        first, rest, receiving, on_wire = np.array(charges)[kinds].T
+        first, rest, receiving = np.array(charges)[kinds].T
         reduces = rows[:, 4] == REDUCE
         adding = np.where(reduces, overhead.add * payload, 0.0)
         held = payload + HEADER > overhead.buffer
@@ -285,7 +300,7 @@ class PlacedPlan:
                 [
                     first / rates[source] + latency,
                     (first + rest) / rates[source],
-                    on_wire / bandwidth,
+                    (payload + HEADER) * crossing,
                     (receiving / rates[target])[arriving],
                     (adding / rates[target])[arriving],
                 ]

@@ -1,8 +1,9 @@
 """Max-min fair shares of what activities have in common, by progressive filling.
 
-The rates of all activities rise together. One stops where it reaches its bound, or where a
-resource that it crosses is used up (D. Bertsekas and R. Gallager, Data Networks, 2nd edition,
-section 6.5.2: then no activity could have more without taking from one that has no more than it).
+The rates of all activities rise together, in proportion to their weights. One stops where it
+reaches its bound, or where a resource that it crosses is used up (D. Bertsekas and R. Gallager,
+Data Networks, 2nd edition, section 6.5.2: then no activity could have more without taking from one
+that has no more than it, by its weight).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
+
+from orchestra.engines.simulation.slow_start import SlowStart
 
 ROUNDING = 1 + 1e-12
 """Rates this close are the same: what rounding makes of sums in unlike orders."""
@@ -26,6 +29,8 @@ class Resource:
     """What activities share: `capacity` is an amount a second, of bytes or of core-seconds.
 
     Attributes:
+        nominal: the capacity while no acknowledgements cross it.
+        acknowledged: activities whose acknowledgements cross it.
         tight: whether it holds an activity back, as far as known.
         fastest: no activity on it has a higher rate.
         equal: of all that cross it, where they have nothing else to share.
@@ -33,18 +38,21 @@ class Resource:
 
     __slots__ = (
         *("activities", "capacity", "equal", "fastest", "mark", "name", "open", "spare", "tight"),
+        *("acknowledged", "nominal", "rising"),
     )
 
     def __init__(self, name: str, capacity: float) -> None:
         assert 0 < capacity < inf, f"{name} has the capacity {capacity}"
         self.name = name
-        self.capacity = capacity
+        self.capacity = self.nominal = capacity
+        self.acknowledged = 0
         self.activities: dict[Activity, None] = {}  # a set in the order of insertion
         self.tight = False
         self.fastest = 0.0
         self.equal: EqualShares | None = None
         self.mark = 0  # the sharing that came by last; while filling, also:
         self.open = 0  # activities that still rise
+        self.rising = 0.0  # their weights
         self.spare = 0.0  # what the others leave
 
     def __repr__(self) -> str:
@@ -60,6 +68,15 @@ class Resource:
         for activity in self.activities:
             used += activity.rate if activity.equal is None else activity.equal.rate
         return used + rate <= self.capacity * ROUNDING
+
+    def carries(self, capacity: float) -> bool:
+        """Whether less than `capacity` is used."""
+        if len(self.activities) * self.fastest * ROUNDING < capacity:
+            return True  # without adding up
+        used = 0.0
+        for activity in self.activities:
+            used += activity.rate if activity.equal is None else activity.equal.rate
+        return used * ROUNDING < capacity
 
     def fits_shares(self, mark: int) -> bool:
         """Whether it has room for what the sharing `mark` gives to some of the activities on it."""
@@ -89,10 +106,25 @@ class Resource:
 
 @dataclass(frozen=True)
 class Route:
-    """The resources that a message crosses, and how long its first byte takes."""
+    """The way of a message.
+
+    Attributes:
+        resources: that it crosses.
+        latency: seconds that its first byte takes.
+        back: the resources that its acknowledgements cross.
+        wire: bytes on each resource for each byte of the message.
+        acknowledgements: bytes on the way back for each of these.
+        slow_start: of the connection, where it takes long.
+        weight: of its shares.
+    """
 
     resources: Sequence[Resource]
     latency: float
+    back: tuple[Resource, ...] = ()
+    wire: float = 1.0
+    acknowledgements: float = 0.0
+    slow_start: SlowStart | None = None
+    weight: float = 1.0
 
 
 class Activity:
@@ -103,10 +135,12 @@ class Activity:
         left: of the amount, at `updated_at`.
         finish: when it ends at this rate; infinite while it stalls, and once it has ended.
         equal: among which it is; they know its rate, and what is left is told by `until`.
+        back: resources that its acknowledgements cross.
+        weight: of its shares, where it is held back.
     """
 
     __slots__ = (
-        *("amount", "resources", "then", "order", "running"),
+        *("amount", "resources", "back", "weight", "then", "order", "running"),
         *("rate", "left", "updated_at", "finish", "equal", "until"),
         *("mark", "limit", "share"),
     )
@@ -118,10 +152,13 @@ class Activity:
         resources: tuple[Resource, ...],
         then: Callable[[], None],
         now: float,
+        weight: float = 1.0,
     ) -> None:
+        self.weight = weight
         self.order = order
         self.amount = self.left = amount
         self.resources = resources
+        self.back: tuple[Resource, ...] = ()
         self.then = then
         self.updated_at = now
         self.running = True
@@ -155,13 +192,15 @@ class EqualShares:
 
     Attributes:
         rate: of each of them.
+        weight: of each of them.
         limit: what one of them can have at most; the least of all that there have been.
         newcomers: those that have begun, and have no share yet.
         head: the one that ends first, as far as that was looked up.
     """
 
-    def __init__(self, resource: Resource, now: float) -> None:
+    def __init__(self, resource: Resource, weight: float, now: float) -> None:
         self.resource = resource
+        self.weight = weight
         self.rate = 0.0
         self.limit = inf
         self.newcomers: list[Activity] = []
@@ -259,33 +298,34 @@ def _fill(activities: list[Activity], shared: list[Resource]) -> None:
     for index, common in enumerate(shared):
         common.tight = False
         common.open = len(common.activities)
+        common.rising = sum(activity.weight for activity in common.activities)
         common.spare = common.capacity
-        levels.append((common.capacity / common.open, index, common))
+        levels.append((common.capacity / common.rising, index, common))
     heapq.heapify(levels)
     limited = [activity for activity in activities if activity.limit < inf]
-    limited.sort(key=lambda activity: activity.limit, reverse=True)
+    limited.sort(key=lambda activity: activity.limit / activity.weight, reverse=True)
     reached = 0.0
     while True:
         level, resource = _lowest(levels)
         if level <= reached * ROUNDING:
             level = reached
-        if limited and limited[-1].limit <= level * ROUNDING:
+        if limited and limited[-1].limit / limited[-1].weight <= level * ROUNDING:
             activity = limited.pop()
             if activity.share < 0:
-                reached = max(reached, activity.limit)
+                reached = max(reached, activity.limit / activity.weight)
                 _stop(activity, activity.limit)
         elif resource is not None:
             resource.tight = True
             reached = level
             for activity in resource.activities:
                 if activity.share < 0:
-                    _stop(activity, level)
+                    _stop(activity, level * activity.weight)
         else:
             break
 
 
 def _lowest(levels: list[Level]) -> tuple[float, Resource | None]:
-    """The resource that is used up first as rates rise, and the rate at which it is.
+    """The resource that is used up first as rates rise, and the rate for a weight of 1 there.
 
     A level in the heap may be too low, since others have left its resource room meanwhile.
     """
@@ -294,7 +334,7 @@ def _lowest(levels: list[Level]) -> tuple[float, Resource | None]:
         if not resource.open:
             heapq.heappop(levels)
             continue
-        level = resource.spare / resource.open
+        level = resource.spare / resource.rising
         if level <= noted * ROUNDING:
             return level, resource
         heapq.heapreplace(levels, (level, index, resource))
@@ -306,6 +346,7 @@ def _stop(activity: Activity, rate: float) -> None:
     for resource in activity.resources:
         resource.spare -= rate
         resource.open -= 1
+        resource.rising -= activity.weight
 
 
 def set_limit(activity: Activity, resource: Resource) -> None:

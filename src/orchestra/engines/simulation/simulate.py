@@ -27,6 +27,7 @@ from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import RunFailed
+from orchestra.records.counters import Counters
 from orchestra.worker.runtime import Reporter, Runtime, SilentReporter, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
 
@@ -46,6 +47,7 @@ class Outcome:
         failure: why the run failed, None if it did not.
         bad_input: why the run could not be begun.
         node: of several, that of the only process.
+        alone: by node, samples/s of what would train there alone.
     """
 
     results: tuple[Any, ...]
@@ -57,6 +59,7 @@ class Outcome:
     failure: str | None = None
     bad_input: str | None = None
     node: str | None = None
+    alone: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,6 +81,7 @@ class SimulatedReporter:
         samples: int,
         loss: float | None = None,
         fraction: float | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.current_step = step
         whole = self.simulation.count(self.rank, samples)
@@ -116,6 +120,8 @@ class Simulation:
             `OMP_NUM_THREADS`, else one, or all cores for a rank that is alone.
         values: whether tensors have any. Without them updates are charged and not carried out, and
             there are no random streams.
+        pace: of a rank, by what the duration of compute in each of its steps is multiplied, in
+            place of jitter and drift; the last one holds for further steps, 1 for other ranks.
     """
 
     def __init__(
@@ -133,6 +139,7 @@ class Simulation:
         threads: int | None,
         arithmetic: Sequence[int] | None,
         values: bool,
+        pace: Mapping[int, Sequence[float]] | None,
     ) -> None:
         self._values = values
         self._threads = cluster.threads_of(ranks, threads)
@@ -148,6 +155,7 @@ class Simulation:
         self._outer = outer
         self._seed = seed_number
         self._jitter = jitter
+        self._pace = pace
         self._drifts = {}
         for place, node in enumerate(cluster.nodes):
             if node.drift is not None:  # seeded unlike any rank
@@ -252,7 +260,8 @@ class Simulation:
 
     def _runtime(self, rank: int) -> Runtime:
         world, node = self._world, self._world.nodes[rank]
-        port, factors = world.net.ports[rank], self._factors(node)
+        port = world.net.ports[rank]
+        factors = self._factors(node) if self._pace is None else self._recorded(rank)
         port.native = functools.cache(lambda: world.native(rank))
         kind = SimulatedCompute if self._values else ChargedCompute
         threads = self._threads[rank]
@@ -266,6 +275,7 @@ class Simulation:
             seed if self._values else _nothing,
             local_rank=sum(other is node for other in world.nodes[:rank]),
             clock="virtual",
+            node=node.name,
             share=self._share,
             warms_up=False,
             stopwatch=port.meter.run,
@@ -290,6 +300,12 @@ class Simulation:
             return drawn if drift is None else drawn * drift(self._kernel.here())
 
         return factor
+
+    def _recorded(self, rank: int) -> Callable[[Flow], float]:
+        """Return what gives the factor of a piece of work in the step under way of `rank`."""
+        assert self._pace is not None
+        factors, reporter = self._pace.get(rank) or (1.0,), self._reporters[rank]
+        return lambda flow: factors[min(reporter.current_step, len(factors) - 1)]
 
     def _on_turn(self, flow: Flow) -> None:
         """Threads have intra-op thread counts of their own, and main flows random streams.
@@ -345,12 +361,13 @@ def simulate(
     threads: int | None = None,
     arithmetic: Sequence[int] | None = None,
     values: bool = True,
+    pace: Mapping[int, Sequence[float]] | None = None,
 ) -> Outcome:
     """Run `program` on `ranks` ranks of `cluster` in virtual time, in this process."""
     simulation = Simulation(
         cluster, ranks, costs, overhead, outer,
         seed_number=seed_number, sharing=sharing, jitter=jitter, patience=patience, threads=threads,
-        arithmetic=arithmetic, values=values,
+        arithmetic=arithmetic, values=values, pace=pace,
     )  # fmt: skip
     return simulation.run(program)
 

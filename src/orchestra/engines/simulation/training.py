@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from orchestra.cluster import Channel, Cluster, load_cluster
+from orchestra.cluster import Channel, Cluster, Node, load_cluster
 from orchestra.cluster.file import cluster_text
+from orchestra.cluster.nodes import DEFAULT
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import record_of, write_environment
@@ -20,8 +21,6 @@ from orchestra.engines.simulation.cost_source import CostSource, cost_source_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.records.layout import CLUSTER
 from orchestra.records.record import (
-    MAX_LINKS,
-    TENTHS,
     Link,
     Links,
     RunRecord,
@@ -36,16 +35,25 @@ from orchestra.trainer.settings import Run
 if TYPE_CHECKING:
     from orchestra.cluster import Jitter
     from orchestra.engines.simulation.costs import Costs
+    from orchestra.engines.simulation.memory import Memory
     from orchestra.engines.simulation.simulate import Outcome
     from orchestra.worker.runtime import Reporter, Runtime
 
+Pace: TypeAlias = Mapping[int, Sequence[float]]
+"""By rank, the factors on the durations of compute in each of its steps; see `Simulation`."""
+
 
 def train_run(
-    run: Run, folder: Path, *, quiet: bool = False, progress: Progress | None = None
+    run: Run,
+    folder: Path,
+    *,
+    quiet: bool = False,
+    progress: Progress | None = None,
+    pace: Pace | None = None,
 ) -> RunRecord:
     """Train `run` in virtual time, on the cluster that it names; its records go into `folder`.
 
-    `progress` is that of the runs that it is one of.
+    `progress` is that of the runs that it is one of; for `pace` see `Simulation`.
 
     Raises:
         InputError: the strategy cannot run on that many ranks, or there is no such cluster or
@@ -59,7 +67,7 @@ def train_run(
     with Display(run, alone, quiet=quiet, progress=progress) as display:
         launched = launch(
             program,
-            Assignment(run, folder.absolute(), len(roles.shares), source),
+            Assignment(run, folder.absolute(), len(roles.shares), source, pace),
             1,
             patience=run.training.patience,
             on_event=display.on_event,
@@ -80,8 +88,18 @@ def train_run(
         wall_seconds=outcome.wall_seconds,
         costs=source.text,
         node=outcome.node,
+        nodes=_used(run, outcome, len(roles.shares)),
+        alone=outcome.alone,
         costs_doubts=source.doubts,
     )
+
+
+def _used(run: Run, outcome: Outcome, ranks: int) -> list[Node]:
+    """The node of each rank."""
+    cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
+    if outcome.node is not None:
+        return [node for node in cluster.nodes if node.name == outcome.node]
+    return list(cluster.nodes_of(ranks))
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,7 @@ class Assignment:
     folder: Path
     ranks: int
     source: CostSource
+    pace: Pace | None = None
 
 
 def program(runtime: Runtime, assignment: Assignment) -> Outcome:
@@ -99,7 +118,13 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     run, folder = assignment.run, assignment.folder
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     outcome, cluster, wire = simulate_run(
-        run, assignment.source, cluster, assignment.ranks, folder, runtime.reporter
+        run,
+        assignment.source,
+        cluster,
+        assignment.ranks,
+        folder,
+        runtime.reporter,
+        assignment.pace,
     )
     if outcome.failure is None and outcome.bad_input is None:
         keep_links(folder, cluster, outcome, wire)
@@ -108,7 +133,13 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
 
 
 def simulate_run(
-    run: Run, source: CostSource, cluster: Cluster, ranks: int, folder: Path, reporter: Reporter
+    run: Run,
+    source: CostSource,
+    cluster: Cluster,
+    ranks: int,
+    folder: Path,
+    reporter: Reporter,
+    pace: Pace | None = None,
 ) -> tuple[Outcome, Cluster, float]:
     """Simulate `run` on `cluster` in this process, on `ranks` processes of it.
 
@@ -146,8 +177,10 @@ def simulate_run(
         batch, threads = run.training.batch_size, run.training.threads
         speeds = described_speeds(cluster, ranks, costs, overhead, sharing, batch, threads)
 
+    bandwidths = cluster.bandwidths_of(ranks)
+
     def rank_program(rank: Runtime) -> RankReport:
-        return train(replace(rank, speeds=speeds), (run, folder))
+        return train(replace(rank, speeds=speeds, bandwidths=bandwidths), (run, folder))
 
     outcome = simulate(
         rank_program,
@@ -162,8 +195,28 @@ def simulate_run(
         patience=run.training.patience,
         threads=run.training.threads,
         values=run.training.tensors == "real",
+        pace=pace,
     )
-    return outcome, cluster, overhead.wire
+    if len(cluster.nodes) > 1:
+        outcome = replace(outcome, alone=speeds_alone(memory, cluster, ranks, costs, jitter))
+    return outcome, cluster, overhead.wire if cluster.tcp else 1.0
+
+
+def speeds_alone(
+    memory: Memory, cluster: Cluster, ranks: int, costs: Costs, jitter: Jitter
+) -> dict[str, float]:
+    """Samples/s that each node with any of `ranks` ranks does alone, in the mean: one process with
+    all of its cores, or one on each of its devices that has a rank, in steps of the global batch.
+
+    `jitter` is that of nodes that do not say. Slow-downs and faults are left out.
+    """
+    speeds = {}
+    for node, number in Counter(cluster.nodes_of(ranks)).items():
+        own = jitter if node.jitter == DEFAULT else node.jitter
+        processes = min(number, max(node.devices, 1))
+        speed = processes * memory.speed_alone(node, costs)
+        speeds[node.name] = speed / (1.0 if own is None else own.expectation)
+    return speeds
 
 
 # What the links carried
@@ -183,7 +236,7 @@ def links_of(
 ) -> Links:
     """What each link carried, where rank i sent `sent[i]` bytes to each other rank.
 
-    `wire` are bytes on a link for each byte of a message.
+    `wire` are bytes on a link between nodes for each byte of a message.
     """
     nodes = cluster.nodes_of(len(sent))
     carried = dict.fromkeys((channel.name for channel in _within_reach(cluster, len(sent))), 0)
@@ -192,16 +245,12 @@ def links_of(
             for channel in cluster.path(nodes[source], nodes[target]).channels:
                 carried[channel.name] += size
     links = [
-        Link(name, bandwidth, size, size * wire / (bandwidth * seconds) if seconds > 0 else 0.0)
+        Link(name, bandwidth, size, size * each / (bandwidth * seconds) if seconds > 0 else 0.0)
         for name, size in carried.items()
         for bandwidth in [cluster.channels[name].bandwidth]
+        for each in [1.0 if name.endswith(" loopback") else wire]
     ]
-    tenths = [0] * TENTHS
-    for link in links:
-        tenths[min(int(link.share * TENTHS), TENTHS - 1)] += 1
-    busiest = sorted((link for link in links if link.bytes), key=lambda link: -link.share)
-    unused = sum(not link.bytes for link in links)
-    return Links(seconds, len(links), unused, tenths, busiest[:MAX_LINKS])
+    return Links.of(seconds, links)
 
 
 def _within_reach(cluster: Cluster, ranks: int) -> list[Channel]:

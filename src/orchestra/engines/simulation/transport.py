@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from orchestra.engines.simulation.background import BackgroundQueue, Queued
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.engines.simulation.network import Message, Port, Sending
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
+from orchestra.engines.simulation.rounds import PlacedPlan
 from orchestra.engines.simulation.shared_memory import buffer_bytes, carry_out
 from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import ALL_REDUCE
@@ -56,6 +58,7 @@ class SimulatedTransport(CollectiveMixin):
         self._kernel = port.net.kernel
         self._flow = matching.Flow(port.rank, self)
         self._queue: BackgroundQueue | None = None
+        self._sent: tuple[PlacedPlan, Counter[int]] | None = None  # of a collective, by rank
 
     @property
     def rank(self) -> int:
@@ -101,7 +104,8 @@ class SimulatedTransport(CollectiveMixin):
             sending.fail(PeerLost(to, port.mailbox.gone[to]))
             return sending
         port.meter.count(to, size)
-        message = Message(header, payload, sending, port.net.ports[to])
+        both_ways = self._goes_both_ways(to)
+        message = Message(header, payload, sending, port.net.ports[to], both_ways)
         stream = port.net.stream(self.rank, to)
         port.keep_order()
         cost = port.net.message_cost(size)
@@ -112,6 +116,15 @@ class SimulatedTransport(CollectiveMixin):
             sending.finished = True
         stream.leave(message, self._kernel.here())
         return sending
+
+    def _goes_both_ways(self, to: int) -> bool | None:
+        """Whether others go the other way as the next message to that rank does; see `Load`."""
+        if self._sent is None:
+            return None
+        placed, sent = self._sent
+        sent[to] += 1
+        pair = placed.place[self.rank], placed.place[to]
+        return placed.plan.goes_both_ways(pair, sent[to] - 1)
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> matching.Receive:
         """Start receiving; see `Transport.receive`."""
@@ -204,7 +217,11 @@ class SimulatedTransport(CollectiveMixin):
             transport.executed(call, started, moving, moved.bytes_sent)
             return buffer_bytes(call.vector.nbytes)
 
-        return execute_in_stages(transport, call, local, carry_out_here)
+        self._sent = self._rendezvous.contribution(self._port.net, call).placed, Counter()
+        try:
+            return execute_in_stages(transport, call, local, carry_out_here)
+        finally:
+            self._sent = None
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         """Begin what stands for the all-reduce of torch.distributed."""
@@ -271,6 +288,10 @@ class SimulatedTransport(CollectiveMixin):
         flow = self._kernel.start(self.rank, lambda: function(transport), processor)
         self._rendezvous.flow_began(self.rank)
         return FlowTask(self._kernel, flow, self.traffic)
+
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        """See `Transport.arrived`."""
+        return dict(self._port.mailbox.arrived)
 
     def lost(self) -> frozenset[int]:
         """The ranks known to be gone."""

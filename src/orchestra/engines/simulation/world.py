@@ -23,6 +23,7 @@ from orchestra.engines.simulation.processor import Cores, Team, Thread
 from orchestra.engines.simulation.rendezvous import Rendezvous
 from orchestra.engines.simulation.rounds import Ranks
 from orchestra.engines.simulation.sharing import ROUNDING
+from orchestra.engines.simulation.slow_start import LONG, SlowStart
 from orchestra.engines.simulation.transport import native_all_reduce
 from orchestra.errors import PeerLost
 
@@ -50,7 +51,8 @@ class World:
         self._reference_flops = reference_flops
         self._sharing = sharing
         self.kernel = kernel
-        self.fluid = Fluid(kernel)
+        self._overhead = overhead
+        self.fluid = Fluid(kernel, overhead.tcp.acknowledgements if cluster.tcp else 0.0)
         self.nodes = cluster.nodes_of(ranks)
         self.rendezvous = Rendezvous(kernel, self._crowded, faults=faults)
         delay = (lambda a, b, time: cluster.delay(a, b, ranks, time)) if faults else None
@@ -179,8 +181,29 @@ class World:
         return max(1.0, node.slots * self._sharing.speed)
 
     def _route(self, source: int, target: int) -> Route:
-        path = self._cluster.path(self.nodes[source], self.nodes[target])
-        return Route(tuple(self._resource(channel) for channel in path.channels), path.latency)
+        here, there = self.nodes[source], self.nodes[target]
+        path = self._cluster.path(here, there)
+        resources = tuple(self._resource(channel) for channel in path.channels)
+        if here.name == there.name or not self._cluster.tcp:
+            return Route(resources, path.latency)
+        tcp, back = self._overhead.tcp, self._cluster.path(there, here)
+        round_trip = path.latency + back.latency
+        bandwidth = min(channel.bandwidth for channel in path.channels)
+        if bandwidth * round_trip > tcp.window:
+            bandwidth = tcp.window / round_trip
+            name = f"window of rank {source} to rank {target}"
+            resources = (*resources, Resource(name, bandwidth))
+        delay = path.latency + sum(tcp.queue / channel.bandwidth for channel in path.channels)
+        is_long = bandwidth * round_trip > max(LONG, tcp.first_window)
+        return Route(
+            resources,
+            path.latency,
+            tuple(map(self._resource, back.channels)) if tcp.acknowledgements else (),
+            self._overhead.wire,
+            tcp.acknowledgements,
+            SlowStart(tcp, bandwidth, round_trip) if is_long else None,
+            weight=1 / delay if delay else 1.0,
+        )
 
     def _resource(self, channel: Channel) -> Resource:
         if channel not in self._channels:

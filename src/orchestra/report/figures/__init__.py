@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestra.report.figures import bars, cluster, curves, messages, results, timeline
+from orchestra.report.figures import (
+    bars,
+    batches,
+    cluster,
+    curves,
+    machines,
+    messages,
+    results,
+    timeline,
+)
 from orchestra.report.figures.frame import Figure
 from orchestra.report.rows import numbered
 from orchestra.report.study import Study
@@ -17,10 +26,12 @@ _FAMILIES = (
     curves.training_loss,
     results.differences,
     bars.seconds,
+    batches.batches,
     bars.traffic,
     bars.links,
     bars.staleness,
     results.scaling,
+    machines.combinations,
     timeline.timelines,
     messages.messages,
 )

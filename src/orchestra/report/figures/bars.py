@@ -180,7 +180,7 @@ _LINK_ROOM = "width - 92"
 
 
 def links(study: Study) -> Iterator[Figure]:
-    """The busiest links of each strategy, where a cluster was simulated whose links carried any."""
+    """The busiest links of each strategy, on a described cluster whose links carried anything."""
     carried = {row.name: found for row in study.widest
                if (found := row.completed[0].links) is not None and found.busiest}  # fmt: skip
     values: Values = [

@@ -1,0 +1,260 @@
+"""Clusters from what describes machines: this one, saved outputs of its tools, a cloud's instances.
+
+here                                     this machine: lscpu, and nvidia-smi where there is one
+node.json,4,speed=0.8,topo=topo.txt      four like the one whose `lscpu -J` was saved
+aws:g5.xlarge,2,flops=15 TFLOP/s         two of an instance of the table
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from orchestra.cluster.cluster import Cluster
+from orchestra.cluster.file import READER
+from orchestra.cluster.gpus import NVLINK, OVERHEAD, PCIE_LATENCY, gpu_machine
+from orchestra.cluster.nodes import Link, Node, Switch
+from orchestra.cluster.presets import LOOPBACK
+from orchestra.errors import InputError, nearest
+from orchestra.settings import MAX_RANKS
+from orchestra.settings.reading import Entry, yaml_value
+
+HERE = "here"
+KEYS = ("name", "speed", "flops", "memory", "price", "watts", "jitter")
+LINKS = ("bandwidth", "latency", "gpu_link", "gpu_latency")
+PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
+MAX_OUTPUT = 4_000_000
+MIB = 2**20
+
+
+@cache
+def instances() -> dict[str, dict[str, str]]:
+    """The rows of the table of cloud instances, by name ("aws:g5.xlarge")."""
+    text = Path(__file__).with_name("instances.csv").read_text(encoding="utf-8")
+    lines = (line for line in text.splitlines() if not line.startswith("#"))
+    return {row["name"]: row for row in csv.DictReader(lines)}
+
+
+def cluster_of(sources: Sequence[str], name: str) -> Cluster:
+    """The machines that `sources` name, at one switch.
+
+    Raises:
+        InputError: an unknown machine or key, or a figure that nobody knows and was not given.
+    """
+    machines = [_machine(source) for source in sources]
+    total = sum(machine.count for machine in machines)
+    if total > MAX_RANKS:
+        raise InputError(f"{sources[0]}: {total} machines are more than {MAX_RANKS}")
+    nodes: list[Node] = []
+    switches = [Switch("network")]
+    for machine in machines:
+        for label in machine.labels():
+            one = replace(machine.node, name=label)
+            link = machine.network() if total > 1 else None
+            if machine.gpus > 1:
+                cards, switch = gpu_machine(label, machine.gpus, one, machine.gpu_link())
+                nodes += cards
+                to = "network" if link else None
+                switches.append(replace(switch, to=to, up=link, down=link))
+            else:
+                to = "network" if link else None
+                nodes.append(replace(one, switch=to, up=link, down=link))
+    if total == 1:
+        switches = switches[1:]
+    every_gpu = all(node.devices for node in nodes)
+    return Cluster(
+        name, tuple(nodes), tuple(switches), placement="packed" if every_gpu else "spread",
+        overhead=OVERHEAD if every_gpu else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of `count` machines: each as a node without links, and `links`, the quantities
+    that are known, by the names of `LINKS`."""
+
+    source: str
+    node: Node
+    count: int
+    gpus: int
+    links: Mapping[str, float]
+
+    def labels(self) -> list[str]:
+        """The names of the machines."""
+        if self.count == 1:
+            return [self.node.name]
+        return [f"{self.node.name}-{index}" for index in range(self.count)]
+
+    def network(self) -> Link:
+        """Its link to the others."""
+        return Link(self._link("bandwidth", "1 Gbit/s"), self._link("latency", "50 us"))
+
+    def gpu_link(self) -> Link:
+        """That of each GPU inside."""
+        return Link(self._link("gpu_link", "31.5 GB/s"), self._link("gpu_latency", "2.85 us"))
+
+    def _link(self, key: str, example: str) -> float:
+        if key not in self.links:
+            raise InputError(f"{self.source}: its {key} is not known; add ,{key}={example}")
+        return self.links[key]
+
+
+def _machine(source: str) -> Machine:
+    what, *rest = source.split(",")
+    count = int(rest.pop(0)) if rest and re.fullmatch(r"\d{1,9}", rest[0]) else 1
+    given: dict[str, str] = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals or key not in (*KEYS, *LINKS, "topo"):
+            hint = nearest(key, (*KEYS, *LINKS, "topo"))
+            raise InputError(f"{source}: {part!r} is no KEY=VALUE that is known; {hint}")
+        given[key] = value
+    if count < 1:
+        raise InputError(f"{source}: there have to be 1 or more")
+    known: dict[str, Any] = {}
+    links: dict[str, float] = {}
+    topo = given.pop("topo", None)
+    if what in instances():
+        gpus = _instance(instances()[what], known, links)
+    elif ":" in what and not Path(what).exists():
+        raise InputError(f"{source}: is not in the table; {nearest(what, instances())}")
+    else:
+        lscpu, matrix = _outputs(what, topo)
+        known |= {"name": re.sub(r"[^\w.-]", "-", Path(what).stem), "cores": _cores(lscpu, what)}
+        gpus = _topology(matrix, topo or "nvidia-smi topo -m", links) if matrix else 0
+        if what == HERE and not gpus:
+            known["speed"] = 1.0
+    for key, value in given.items():
+        settings, field = (Node, key) if key in KEYS else (Link, _FIELDS[key])
+        entry = Entry(value if key in ("name", "price") else yaml_value(value), source)
+        read = READER.read_setting(settings, field, entry, key)
+        (known if key in KEYS else links)[key] = read
+        if key in ("speed", "flops"):
+            known.pop("flops" if key == "speed" else "speed", None)
+    if "speed" not in known and "flops" not in known:
+        unit = "flops=15 TFLOP/s, what a GPU sustains" if gpus else "speed=1, of a core beside "
+        unit += "" if gpus else "the machine that was calibrated"
+        raise InputError(f"{source}: how fast it is nobody says; add ,{unit}")
+    try:
+        node = Node(**known, devices=min(gpus, 1), loopback=LOOPBACK)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from None
+    return Machine(source, node, count, gpus, links)
+
+
+_FIELDS = {"bandwidth": "bandwidth", "latency": "latency"}
+_FIELDS |= {"gpu_link": "bandwidth", "gpu_latency": "latency"}
+
+
+def _instance(row: Mapping[str, str], known: dict[str, Any], links: dict[str, float]) -> int:
+    """Take what the table knows; return the number of GPUs."""
+    gpus = int(row["gpus"])
+    known["name"] = row["name"].partition(":")[2]
+    known["cores"] = int(row["vcpus"])
+    known["memory"] = float(row["gpu_memory"] if gpus else row["memory"]) * MIB
+    if row["usd_per_hour"]:
+        known["price"] = f"{row['usd_per_hour']} USD/h"
+    links["bandwidth"] = float(row["network"]) * 1e6 / 8
+    if row["gpu_link"]:
+        links |= {"gpu_link": float(row["gpu_link"]) * 1e9, "gpu_latency": NVLINK.latency}
+    elif gpus > 1:
+        links["gpu_latency"] = PCIE_LATENCY
+    return gpus
+
+
+# Outputs of lscpu and nvidia-smi
+
+
+def _outputs(what: str, topo: str | None) -> tuple[str, str]:
+    """Return what `lscpu -J` and `nvidia-smi topo -m` said; the latter may be empty."""
+    if what != HERE:
+        return _read(what), _read(topo) if topo else ""
+    lscpu = _run("lscpu", "-J")
+    if not lscpu:
+        raise InputError(f"{HERE}: there is no lscpu; save its output elsewhere, or write the file")
+    return lscpu, _read(topo) if topo else _run("nvidia-smi", "topo", "-m")
+
+
+def _run(*command: str) -> str:
+    """Return what a tool says; nothing where there is none, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _read(path: str) -> str:
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return file.read(MAX_OUTPUT)
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read: {error.strerror}; give {HERE}, a saved output of lscpu -J, a "
+            "SimGrid platform.xml, or an instance such as aws:g5.xlarge"
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not a text file in UTF-8") from None
+
+
+def _cores(text: str, what: str) -> int:
+    """Return the processors that a system has at work: what Orchestra calls cores elsewhere."""
+    try:
+        fields = {each["field"]: each["data"] for each in _fields(json.loads(text)["lscpu"])}
+        return sum(_length(part) for part in fields["On-line CPU(s) list:"].split(","))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{what}: is no output of lscpu -J; save one with: lscpu -J") from None
+
+
+def _fields(found: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the fields, which newer versions of lscpu nest."""
+    for each in found:
+        yield each
+        yield from _fields(each.get("children", ()))
+
+
+def _length(part: str) -> int:
+    first, _, last = part.strip().partition("-")
+    return int(last or first) - int(first) + 1
+
+
+def _topology(text: str, where: str, links: dict[str, float]) -> int:
+    """Take the link between GPUs from a matrix; return how many there are.
+
+    Raises:
+        InputError: they are not all joined alike, which is no star.
+    """
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
+    rows = [
+        (at, line) for at, line in enumerate(lines, 1) if line and re.match(r"GPU\d+$", line[0])
+    ]
+    rows = [(at, line) for at, line in rows if "X" in line]
+    if not rows:
+        raise InputError(f"{where}: is no output of nvidia-smi topo -m: no row begins with GPU0")
+    kinds: dict[str, str] = {}
+    for at, line in rows:
+        for column, kind in enumerate(line[1 : len(rows) + 1]):
+            if kind != "X":
+                kind = "PCIe" if kind in PCIE else kind
+                kinds.setdefault(
+                    kind, f"{where}:{at}: {line[0]} and GPU{column} are joined by {kind}"
+                )
+    if len(kinds) > 1:
+        first, other, *_ = kinds.values()
+        again = other.partition(": ")[2]
+        raise InputError(f"{first}, {again}: a tree needs all alike; write the file by hand")
+    for kind in kinds:
+        bonded = re.fullmatch(r"NV(\d+)", kind)
+        if bonded is not None:
+            links["gpu_link"] = int(bonded[1]) * NVLINK.bandwidth
+        elif kind != "PCIe":
+            raise InputError(f"{kinds[kind]}, which is not known")
+        links["gpu_latency"] = NVLINK.latency if bonded else PCIE_LATENCY
+    return len(rows)

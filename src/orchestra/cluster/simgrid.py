@@ -1,0 +1,401 @@
+"""Platform files of SimGrid (XML, version 4) as clusters: what is a tree of switches fits.
+
+A host's speed is what a core sustains, in FLOP/s. A SPLITDUPLEX link is one with two directions; a
+SHARED one, whose directions compete, is a switch whose traffic is `shared`; a FATPIPE, which limits
+each message by itself, fits where no message could fill it. A cluster's backbone is what its switch
+shares, and its latency is split between the links on either side.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestra.cluster.cluster import Cluster
+from orchestra.cluster.nodes import Link, Node, Switch
+from orchestra.cluster.route_tree import NoTree, RouteTree, tree_of
+from orchestra.cluster.simgrid_routes import EDGES, gateways_in, routes_in
+from orchestra.cluster.simgrid_xml import NUMBERS, SPEEDS, Element, parse
+from orchestra.errors import InputError
+from orchestra.settings import MAX_RANKS
+
+LOOPBACK = Link(10e9, 0.0)
+"""Between processes of a host, where the file does not say (SimGrid's network/loopback-bw)."""
+
+Policy = Literal["SHARED", "SPLITDUPLEX", "FATPIPE"]
+_CHANGES = ("speed_file", "availability_file", "state_file", "bandwidth_file", "latency_file")
+_IGNORED = {"prop", "config", "disk", "storage", "storage_type", "mount"}
+"""What says nothing about how long training takes."""
+_ZONES = {"zone", "AS", "cluster"}
+_STARS = {"Cluster", "Star"}
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A link of a platform, with the element to name in a message."""
+
+    up: Link
+    down: Link
+    policy: Policy
+    element: Element
+
+    def later(self, seconds: float) -> Wire:
+        """The same with so much more latency in each direction."""
+        up, down = (Link(each.bandwidth, each.latency + seconds) for each in (self.up, self.down))
+        return replace(self, up=up, down=down)
+
+
+@dataclass(frozen=True)
+class Above:
+    """Where something is attached: the switch above, if there is one, and the wires up to it."""
+
+    switch: str | None = None
+    wires: tuple[Wire, ...] = ()
+
+
+def read_platform(path: Path) -> Cluster:
+    """The cluster of the hosts in a SimGrid platform file.
+
+    Raises:
+        InputError: it is none, or a part does not fit, with its line.
+    """
+    return _Platform(path).cluster()
+
+
+class _Platform:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._root = parse(path)
+        self._nodes: list[Node] = []
+        self._switches: list[Switch] = []
+        self._fat: list[Wire] = []
+        every = [each for each in self._root.walk() if each.tag in ("link", "backbone")]
+        self._wires = {each.id: self._wire(each) for each in every}
+        clusters = [each for each in self._root.walk() if each.tag == "cluster"]
+        speeds = [each.bandwidth(key) for each in clusters for key in ("bw", "bb_bw")
+                  if each.attributes.get(key)]  # fmt: skip
+        speeds += [wire.up.bandwidth for wire in self._wires.values()]
+        self._unlimited = sum(speeds) or LOOPBACK.bandwidth
+        """More than any message can have: all links together."""
+
+    def cluster(self) -> Cluster:
+        """What the one outermost zone describes."""
+        for element in self._root.inside:
+            if element.tag not in _ZONES | _IGNORED:
+                element.refuse("is no part of a platform that can be imported; remove it")
+        zones = self._root.of(*_ZONES)
+        if len(zones) != 1:
+            self._root.refuse(f"has {len(zones)} outermost zones; there has to be one")
+        self._zone(zones[0], Above(), None)
+        if not self._nodes:
+            zones[0].refuse("holds no host")
+        self._check_fat()
+        if len(self._nodes) == 1:
+            alone = replace(self._nodes[0], switch=None, up=None, down=None)
+            return Cluster(self._path.stem, (alone,), placement="spread")
+        try:
+            return Cluster(
+                self._path.stem, tuple(self._nodes), tuple(self._switches), placement="spread"
+            )
+        except InputError as error:
+            zones[0].refuse(str(error))
+
+    # Zones
+
+    def _zone(self, element: Element, above: Above, gateway: str | None) -> None:
+        """Add what is in a zone; `gateway` is where `above` begins, None for the outermost one."""
+        if element.tag == "cluster":
+            return self._cluster(element, above, gateway)
+        routing = element.attributes.get("routing", "")
+        known = {"host", "router", "link", "backbone", "host_link", "route", "zoneRoute", "ASroute"}
+        for each in element.inside:
+            if each.tag not in known | _ZONES | _IGNORED:
+                each.refuse("is not among what can be imported")
+        if routing in _STARS:
+            return self._star(element, above, gateway)
+        if routing not in {"Full", "None", *EDGES}:
+            what = "Full, Floyd, Dijkstra, Cluster and None"
+            element.refuse(f"has the routing {routing}, which is no tree; known: {what}")
+        points = element.of("host", *_ZONES)
+        if not points:
+            return None
+        if len(points) == 1 and gateway in (None, points[0].id, *_routers(points[0])):
+            return self._attach(points[0], above, gateway, self._loopbacks(element))
+        return self._routed(element, points, above, gateway)
+
+    def _routed(
+        self, element: Element, points: Sequence[Element], above: Above, gateway: str | None
+    ) -> None:
+        """Add hosts and zones whose routes are written out."""
+        by_name = {point.id: point for point in points}
+        names = [*by_name]
+        if gateway is not None:
+            if gateway not in [router.id for router in element.of("router")]:
+                reason = f"is entered at {gateway}, which is none of its own routers"
+                element.refuse(reason)
+            names.append(gateway)
+        routes, lines = routes_in(
+            element, names, lambda each: self._named(each, each.id).element.id
+        )
+        try:
+            tree = tree_of(names, routes, gateway)
+        except NoTree as error:
+            lines.get(error.pair, element).refuse(str(error))
+        gateways = gateways_in(element)
+        shared, late = self._trunk(tree, len(names))
+        top = self._switch(element, element.id, above, shared, late)
+        switches: dict[frozenset[str] | None, str] = {None: top}
+        for number, branch in enumerate(each for each in tree.branches if len(each) > 1):
+            chain = self._chain(tree.branches[branch], late)
+            place = Above(switches[tree.around(branch)], chain)
+            switches[branch] = self._switch(element, f"{element.id}.{number}", place)
+        loopbacks = self._loopbacks(element)
+        for name, point in by_name.items():
+            own = frozenset([name])
+            chain = self._chain(tree.branches.get(own, ()), late)
+            place = Above(switches[tree.around(own)], chain)
+            self._attach(point, place, gateways.get(name), loopbacks)
+
+    def _attach(
+        self,
+        point: Element,
+        above: Above,
+        gateway: str | None,
+        loopbacks: Mapping[str, Link],
+    ) -> None:
+        if point.tag == "host":
+            loopback = loopbacks.get(point.id, LOOPBACK)
+            self._host(point, point.id, point.attributes, above, loopback)
+        else:
+            self._zone(point, above, gateway)
+
+    def _trunk(self, tree: RouteTree, points: int) -> tuple[float | None, float]:
+        """Return what links on all routes are in a switch: what it shares, and half its latency."""
+        shared = None
+        for wire in (self._wires[name] for name in tree.trunk):
+            if wire.policy == "FATPIPE":
+                self._fat.append(wire)
+            elif wire.policy == "SHARED":
+                shared = min(shared or wire.up.bandwidth, wire.up.bandwidth)
+            else:
+                reason = f"is on all routes between {points} points, and has two directions; which "
+                wire.element.refuse(f"{reason}of them is up is not known")
+        return shared, sum(self._wires[name].up.latency for name in tree.trunk) / 2
+
+    def _chain(self, names: Sequence[str], later: float) -> tuple[Wire, ...]:
+        wires = [self._wires[name] for name in names]
+        if later and not wires:
+            free = Link(self._unlimited, 0.0)
+            wires = [Wire(free, free, "SPLITDUPLEX", self._root)]
+        return (wires[0].later(later), *wires[1:]) if wires else ()
+
+    def _cluster(self, element: Element, above: Above, gateway: str | None) -> None:
+        """Add hosts with a link each to one router, perhaps with a backbone between all of them."""
+        given = element.attributes
+        if given.get("topology", "FLAT") != "FLAT":
+            element.refuse(f"has the topology {given['topology']}, which is no tree")
+        if gateway not in (None, _router_of(element)):
+            element.refuse(f"is entered at {gateway}, not at its router")
+        link = Link(element.bandwidth("bw"), element.latency("lat"))
+        wires = [Wire(link, link, self._policy(element, "sharing_policy", "SPLITDUPLEX"), element)]
+        if given.get("limiter_link"):
+            limit = Link(element.bandwidth("limiter_link"), 0.0)
+            wires.append(Wire(limit, limit, "SHARED", element))
+        backbone = None
+        if given.get("bb_bw"):
+            bone = Link(element.bandwidth("bb_bw"), element.latency("bb_lat"))
+            backbone = Wire(bone, bone, self._policy(element, "bb_sharing_policy"), element)
+        loopback = LOOPBACK
+        if given.get("loopback_bw"):
+            latency = element.latency("loopback_lat")
+            loopback = Link(element.bandwidth("loopback_bw"), latency)
+        top, late = self._backbone(element, backbone, above)
+        place = Above(top, (wires[0].later(late), *wires[1:]))
+        for number in self._radical(element):
+            name = f"{given.get('prefix', '')}{number}{given.get('suffix', '')}"
+            self._host(element, name, given, place, loopback)
+
+    def _star(self, element: Element, above: Above, gateway: str | None) -> None:
+        """Add hosts with links of their own to one router (`host_link`)."""
+        if gateway not in (None, *(router.id for router in element.of("router"))):
+            element.refuse(f"is entered at {gateway}, which is none of its own routers")
+        for each in element.of("route", *_ZONES):
+            each.refuse("does not belong in a zone with the routing Cluster")
+        links = {each.id: each for each in element.of("host_link")}
+        bones = [self._wires[each.id] for each in element.of("backbone")]
+        top, late = self._backbone(element, bones[0] if bones else None, above)
+        for host in element.of("host"):
+            if host.id not in links:
+                host.refuse("has no host_link")
+            wire = self._ends(links[host.id]).later(late)
+            self._host(host, host.id, host.attributes, Above(top, (wire,)), LOOPBACK)
+
+    def _ends(self, element: Element) -> Wire:
+        up, down = (self._named(element, element.attributes.get(key, "")) for key in ("up", "down"))
+        if up.element is down.element:
+            return up
+        return Wire(up.up, down.down, "SPLITDUPLEX", element)
+
+    def _backbone(self, element: Element, wire: Wire | None, above: Above) -> tuple[str, float]:
+        """Add the switch of a cluster; its name, and what a host's link is later by."""
+        if wire is None:
+            return self._switch(element, element.id, above), 0.0
+        if wire.policy == "FATPIPE":
+            self._fat.append(wire)
+        shared = wire.up.bandwidth if wire.policy == "SHARED" else None
+        late = wire.up.latency / 2
+        return self._switch(element, element.id, above, shared, late), late
+
+    # Hosts and switches
+
+    def _host(
+        self, element: Element, name: str, given: Mapping[str, str], above: Above, loopback: Link
+    ) -> None:
+        self._refuse_changes(element)
+        if len(self._nodes) == MAX_RANKS:
+            element.refuse(f"is beyond the first {MAX_RANKS} hosts")
+        speeds = given.get("speed", "").split(",")
+        state = int(element.quantity("pstate", given.get("pstate") or "0", NUMBERS))
+        cores = int(element.quantity("core", given.get("core", "1"), NUMBERS))
+        if not 0 <= state < len(speeds):
+            element.refuse(f"has no speed for its pstate {state}")
+        flops = element.quantity("speed", speeds[state], SPEEDS)
+        try:
+            self._nodes.append(
+                Node(
+                    name, cores, flops=flops, loopback=loopback,
+                    watts=self._watts(element, state), **self._link_up(name, "switch", above),
+                )
+            )  # fmt: skip
+        except InputError as error:
+            element.refuse(str(error))
+
+    def _watts(self, element: Element, state: int) -> float | None:
+        """Return what it draws with all cores at work, where the file says so."""
+        for prop in element.of("prop"):
+            if prop.id == "wattage_per_state":
+                states = prop.attributes.get("value", "").split(",")
+                try:
+                    return float(states[state].split(":")[-1])
+                except (ValueError, IndexError):
+                    prop.refuse("is no list of idle:epsilon:all_cores")
+        return None
+
+    def _switch(
+        self,
+        element: Element,
+        name: str,
+        above: Above,
+        shared: float | None = None,
+        late: float = 0.0,
+    ) -> str:
+        wires = above.wires
+        if above.switch is not None and late:
+            free = Link(self._unlimited, late)
+            wires = (*wires, Wire(free, free, "SPLITDUPLEX", element))
+        try:
+            given = self._link_up(name, "to", Above(above.switch, wires))
+            self._switches.append(Switch(name, shared=shared, **given))
+        except InputError as error:
+            element.refuse(str(error))
+        return name
+
+    def _link_up(self, name: str, key: str, above: Above) -> dict[str, Any]:
+        """Return the link of a node or switch: its wires as one, and a switch of its own for those
+        whose directions share."""
+        if above.switch is None:
+            return {}
+        both = [wire for wire in above.wires if wire.policy != "FATPIPE"]
+        ends = []
+        for end in ("up", "down"):
+            narrowest = min((getattr(w, end).bandwidth for w in both), default=self._unlimited)
+            ends.append(Link(narrowest, sum(getattr(w, end).latency for w in above.wires)))
+        self._fat += [wire for wire in above.wires if wire.policy == "FATPIPE"]
+        up, down = ends
+        shared = min((w.up.bandwidth for w in both if w.policy == "SHARED"), default=None)
+        to = above.switch
+        if shared is not None:
+            to = f"{name}.wire"
+            ends = [Link(each.bandwidth, 0.0) for each in ends]
+            wire = Switch(to, to=above.switch, up=ends[0], down=ends[1], shared=shared)
+            self._switches.append(wire)
+        return {key: to, "up": up, "down": down}
+
+    def _check_fat(self) -> None:
+        """Refuse a FATPIPE that a single message could fill."""
+        widest = max((node.up.bandwidth for node in self._nodes if node.up is not None), default=0)
+        for wire in self._fat:
+            if wire.up.bandwidth < widest:
+                reason = "is a FATPIPE that limits each message by itself, and a link of a host "
+                wire.element.refuse(f"{reason}carries more; make it SHARED, or wider")
+
+    # Routes
+
+    def _loopbacks(self, element: Element) -> dict[str, Link]:
+        """Return those of hosts that a zone has a route for."""
+        found = {}
+        for route in element.of("route"):
+            if route.attributes.get("src") == route.attributes.get("dst"):
+                wires = [self._named(each, each.id) for each in route.of("link_ctn")]
+                bandwidth = min((wire.up.bandwidth for wire in wires), default=LOOPBACK.bandwidth)
+                latency = sum(wire.up.latency for wire in wires)
+                found[route.attributes.get("src", "")] = Link(bandwidth, latency)
+        return found
+
+    def _named(self, element: Element, name: str) -> Wire:
+        """Return the link of this name, or the one that a direction in its name belongs to."""
+        base = re.sub(r"_(UP|DOWN)$", "", name)
+        if name not in self._wires and (
+            base not in self._wires or self._wires[base].policy != "SPLITDUPLEX"
+        ):
+            element.refuse(f"names a link {name} that there is not")
+        return self._wires.get(name) or self._wires[base]
+
+    # Texts
+
+    def _wire(self, element: Element) -> Wire:
+        self._refuse_changes(element)
+        link = Link(element.bandwidth("bandwidth"), element.latency("latency"))
+        return Wire(link, link, self._policy(element, "sharing_policy"), element)
+
+    def _policy(self, element: Element, key: str, default: Policy = "SHARED") -> Policy:
+        given = element.attributes.get(key, default).upper()
+        policies: dict[str, Policy] = {
+            "SHARED": "SHARED", "FATPIPE": "FATPIPE", "SPLITDUPLEX": "SPLITDUPLEX",
+            "FULLDUPLEX": "SPLITDUPLEX",
+        }  # fmt: skip
+        if given not in policies:
+            element.refuse(f"has the {key} {given}, which does not fit")
+        return policies[given]
+
+    def _radical(self, element: Element) -> Iterator[int]:
+        for part in element.attributes.get("radical", "").split(","):
+            ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
+            if ends is None:
+                element.refuse(f"has a radical {part!r}, not one such as 0-7,9")
+            first, last = int(ends[1]), int(ends[2] or ends[1])
+            if last - first >= MAX_RANKS:
+                element.refuse(f"has more than {MAX_RANKS} hosts")
+            yield from range(first, last + 1)
+
+    def _refuse_changes(self, element: Element) -> None:
+        for key in _CHANGES:
+            if element.attributes.get(key):
+                element.refuse(f"changes with time ({key}); write faults by hand instead")
+
+
+def _routers(zone: Element) -> list[str]:
+    """Where a zone can be entered, itself or one inside."""
+    if zone.tag == "cluster":
+        return [_router_of(zone)]
+    inner = [name for each in zone.of(*_ZONES) for name in _routers(each)]
+    return [each.id for each in zone.of("router", "host")] + inner
+
+
+def _router_of(cluster: Element) -> str:
+    given = cluster.attributes
+    own = f"{given.get('prefix', '')}{cluster.id}_router{given.get('suffix', '')}"
+    return given.get("router_id") or own

@@ -1,0 +1,1 @@
+"""The ranks of a run as real processes, on nodes that Linux keeps apart: the engine `emulation`."""

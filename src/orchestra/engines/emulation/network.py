@@ -1,0 +1,245 @@
+"""The network of a cluster: a bridge for each switch, and a cable with two shaped ends a link.
+
+    node's namespace            the fabric's namespace
+    eth0 ====================== port-0 -- switch-0 -- up-1 ==== down-1 -- switch-1
+    shaped as "node up"         shaped as "node down"
+
+Each end of a cable (a veth pair) shapes what it sends, by a token bucket filter (tbf). Where all
+traffic of a switch shares a bandwidth, whatever enters by one of its ports first passes an
+interface (ifb) that is shaped as "switch shared".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestra.cluster import Channel, Cluster, Node, Switch
+from orchestra.engines.emulation.namespaces import Namespace
+from orchestra.errors import RunFailed
+
+NODE_END = "eth0"
+HEADERS_BYTES = 14 + 20 + 32
+"""Of a segment: Ethernet, IPv4, TCP with the time stamps that Linux sends."""
+WIRE_BYTES = 24
+"""That each frame has on Ethernet beside those: preamble, check sequence and gap. Token buckets
+count them; the counters of interfaces do not."""
+
+_IPV6 = Path("/proc/net/if_inet6")
+_LONGEST_TIMEOUT = Path("/proc/sys/net/ipv4/tcp_rto_max_ms")
+"""After a cut TCP tries again within that time, instead of after as long as the cut has lasted."""
+
+_BURST_SECONDS = 1e-3
+_LEAST_BURST = 3200  # two frames, without which nothing would ever pass
+_QUEUE_SECONDS, _LEAST_QUEUE = 2e-3, 128_000  # as in a switch: what comes beyond is lost
+_DELAYED_FRAMES = 1 << 20  # that netem holds
+_CUBIC = "congctl cubic"  # which most systems have; the default of a virtual machine may differ
+_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_MOST_RATE = 4e9  # bytes/s: tbf counts in 32 bits of 64 ns, and no cable here is faster
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a cable, or a switch's middle: what it sends is shaped as `channel`."""
+
+    channel: Channel
+    namespace: Namespace
+    interface: str
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """What an end has sent: frames, and their bytes with headers."""
+
+    frames: int
+    bytes: int
+
+    @property
+    def on_the_wire(self) -> int:
+        """The bytes that count against a link's bandwidth."""
+        return self.bytes + WIRE_BYTES * self.frames
+
+    @property
+    def payload(self) -> int:
+        """The bytes without the headers of frames, which all belong to TCP connections."""
+        return self.bytes - HEADERS_BYTES * self.frames
+
+
+class Network:
+    """The `nodes` of `cluster` in namespaces of their own, joined by its switches; until `close`.
+
+    Attributes:
+        namespaces: by the name of a node.
+        addresses: the same.
+        ends: by the name of the channel that they shape ("worker-3 up").
+        netem: the kernel adds latencies itself.
+    """
+
+    def __init__(self, cluster: Cluster, nodes: Iterable[Node]) -> None:
+        self._nodes = list({node.name: node for node in nodes}.values())
+        self._held = ExitStack()
+        self.namespaces: dict[str, Namespace] = {}
+        self.addresses: dict[str, str] = {}
+        self.ends: dict[str, End] = {}
+        self._bridges: dict[str, str] = {}  # by the name of a switch
+        self._ports: dict[str, list[str]] = {}  # of each bridge
+        try:
+            self._fabric = self._namespace()
+            self.netem = _has_netem(self._fabric)
+            self._build(cluster)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of all namespaces: they end with the last process inside."""
+        self._held.close()
+
+    def shape(self, channel: str, factor: float = 1.0) -> None:
+        """Let a channel carry `factor` times its bandwidth."""
+        end = self.ends[channel]
+        end.namespace.tc([self._tbf("change", end, factor)])
+
+    def cut(self, owner: str, *, cut: bool) -> None:
+        """Pull the cable of `owner`, a node or switch, towards its switch; or plug it in again."""
+        end = self.ends[f"{owner} down"]
+        end.namespace.ip([f"link set {end.interface} {'down' if cut else 'up'}"])
+
+    def counters(self) -> dict[str, LinkCounters]:
+        """What each end has sent so far, by the name of its channel."""
+        found: dict[str, LinkCounters] = {}
+        for namespace in {id(end.namespace): end.namespace for end in self.ends.values()}.values():
+            text = namespace.output("ip", "-json", "-statistics", "link", "show")
+            sent = {link["ifname"]: link["stats64"]["tx"] for link in json.loads(text)}
+            for name, end in self.ends.items():
+                if end.namespace is namespace:
+                    tx = sent[end.interface]
+                    found[name] = LinkCounters(tx["packets"], tx["bytes"])
+        return found
+
+    def _namespace(self) -> Namespace:
+        namespace = Namespace()
+        self._held.callback(namespace.close)
+        return namespace
+
+    def _build(self, cluster: Cluster) -> None:
+        lines = ["link set lo up"]
+        for index, switch in enumerate(cluster.switches):
+            bridge = self._bridges[switch.name] = f"switch-{index}"
+            lines += [f"link add name {bridge} type bridge stp_state 0 mcast_snooping 0"]
+            lines += _up(bridge)
+        for index, switch in enumerate(cluster.switches):
+            lines += self._join(cluster, index, switch)
+        for index, node in enumerate(self._nodes):
+            lines += self._plug_in(cluster, index, node)
+        self._fabric.ip(lines)
+        for node in self._nodes:
+            address, namespace = self.addresses[node.name], self.namespaces[node.name]
+            own = ["link set lo up", f"address add {address}/32 dev lo"]
+            if node.switch is not None:
+                own = [own[0], f"address add {address}/16 dev {NODE_END}", *_up(NODE_END)]
+            namespace.ip(own)
+            if node.switch is not None and "cubic" in _CONTROLS.read_text().split():
+                namespace.ip([f"route replace 10.0.0.0/16 dev {NODE_END} src {address} {_CUBIC}"])
+            with namespace.inside(), suppress(OSError):  # from Linux 6.15 on
+                _LONGEST_TIMEOUT.write_text("1000")
+        self._shape_all()
+        for index, switch in enumerate(cluster.switches):
+            if switch.shared is not None:
+                self._fabric.tc(self._through(f"shared-{index}", self._bridges[switch.name]))
+
+    def _join(self, cluster: Cluster, index: int, switch: Switch) -> list[str]:
+        """Commands that join a switch to the one above it, and make what all its traffic shares."""
+        lines = []
+        if switch.shared is not None:
+            middle = f"shared-{index}"
+            lines += [f"link add name {middle} type ifb", *_up(middle)]
+            self._add_end(cluster, f"{switch.name} shared", self._fabric, middle)
+        if switch.to is not None:
+            up, down = f"up-{index}", f"down-{index}"
+            lines += [
+                f"link add name {up} type veth peer name {down}",
+                *self._port(up, switch.name),
+                *self._port(down, switch.to),
+            ]
+            self._add_end(cluster, f"{switch.name} up", self._fabric, up)
+            self._add_end(cluster, f"{switch.name} down", self._fabric, down)
+        return lines
+
+    def _plug_in(self, cluster: Cluster, index: int, node: Node) -> list[str]:
+        """Make a node's namespace; commands that plug its cable into its switch."""
+        namespace = self.namespaces[node.name] = self._namespace()
+        self.addresses[node.name] = f"10.0.{index // 250}.{1 + index % 250}"
+        if node.switch is None:
+            return []
+        port = f"port-{index}"
+        self._add_end(cluster, f"{node.name} up", namespace, NODE_END)
+        self._add_end(cluster, f"{node.name} down", self._fabric, port)
+        cable = f"link add name {port} type veth peer name {NODE_END} netns {namespace.path}"
+        return [cable, *self._port(port, node.switch)]
+
+    def _port(self, interface: str, switch: str) -> list[str]:
+        bridge = self._bridges[switch]
+        self._ports.setdefault(bridge, []).append(interface)
+        return [f"link set {interface} master {bridge}", *_up(interface)]
+
+    def _through(self, middle: str, bridge: str) -> list[str]:
+        """Commands that send what enters by any port of a bridge through an interface first."""
+        return [
+            line
+            for port in self._ports[bridge]
+            for line in (
+                f"qdisc add dev {port} handle ffff: ingress",
+                f"filter add dev {port} parent ffff: protocol all u32 match u32 0 0 "
+                f"action mirred egress redirect dev {middle}",
+            )
+        ]
+
+    def _add_end(
+        self, cluster: Cluster, channel: str, namespace: Namespace, interface: str
+    ) -> None:
+        self.ends[channel] = End(cluster.channels[channel], namespace, interface)
+
+    def _shape_all(self) -> None:
+        lines: dict[Namespace, list[str]] = {}
+        for end in self.ends.values():
+            own = lines.setdefault(end.namespace, [])
+            own.append(self._tbf("add", end))
+            if self.netem and end.channel.latency > 0:
+                microseconds = max(1, round(end.channel.latency * 1e6))
+                own.append(
+                    f"qdisc add dev {end.interface} parent 1:1 handle 10: netem "
+                    f"delay {microseconds}us limit {_DELAYED_FRAMES}"
+                )
+        for namespace, own in lines.items():
+            namespace.tc(own)
+
+    def _tbf(self, verb: str, end: End, factor: float = 1.0) -> str:
+        bucket = token_bucket(end.channel.bandwidth * factor)
+        return f"qdisc {verb} dev {end.interface} root handle 1: {bucket}"
+
+
+def token_bucket(bandwidth: float) -> str:
+    """The queueing discipline that lets `bandwidth` bytes a second through."""
+    rate = min(bandwidth, _MOST_RATE)
+    burst = max(_LEAST_BURST, int(rate * _BURST_SECONDS))
+    queue = max(_LEAST_QUEUE, int(rate * _QUEUE_SECONDS))
+    bits = max(8, int(rate * 8))
+    return f"tbf rate {bits}bit burst {burst} limit {queue} overhead {WIRE_BYTES}"
+
+
+def _up(interface: str) -> list[str]:
+    """Without addresses of IPv6, whose announcements would be counted, too."""
+    quiet = [f"link set {interface} addrgenmode none"] if _IPV6.exists() else []
+    return [*quiet, f"link set {interface} up"]
+
+
+def _has_netem(namespace: Namespace) -> bool:
+    try:
+        namespace.tc(["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
+    except RunFailed:
+        return False
+    return True

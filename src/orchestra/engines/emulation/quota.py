@@ -1,0 +1,216 @@
+"""What the processes of a node may have of the processor: control groups of version 1 or 2.
+
+    orchestra-4711-a3/               the run; locked by its launcher, and by the guard
+    orchestra-4711-a3/worker-3/      a node, with its quota
+    orchestra-4711-a3/worker-3/r0/   the processes of a rank
+
+Control groups do not end with the processes in them. A guard, a small process that outlives the
+launcher, removes them: as soon as its standard input ends, at the launcher's close or death. Only
+where the guard was killed, too, are they left to the next run, or to `orchestra emulation clean`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestra.errors import InputError, RunFailed
+
+PREFIX = "orchestra-"
+_PERIOD = 10_000  # microseconds: a slow node is slow within a step
+_LEAST_QUOTA, _MOST_PERIOD = 1_000, 1_000_000  # of the kernel
+_PATIENCE = 10.0  # seconds for killed processes to go
+
+_GUARD = """
+trap '' INT TERM HUP
+cat > /dev/null
+for attempt in $(seq 100); do
+    for members in "$0"/*/*/cgroup.procs; do
+        [ -e "$members" ] && while read -r process; do kill -9 "$process"; done < "$members"
+    done
+    rmdir "$0"/*/* "$0"/* "$0" 2> /dev/null
+    [ -d "$0" ] || exit 0
+    sleep 0.02
+done
+exit 1
+"""
+
+
+class Quotas:
+    """The control groups of a run, until `close`.
+
+    Args:
+        cores: how much of the processor each node has, in cores of this machine.
+    """
+
+    def __init__(self, cores: Mapping[str, float]) -> None:
+        root, self._version = hierarchy()
+        sweep(root)
+        self.folder, self._lock = _claimed(root)
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, str(self.folder)], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[self._lock],
+            start_new_session=True, cwd="/",
+        )  # fmt: skip
+        try:
+            self._delegate(len(cores))
+            for node, quota in cores.items():
+                self._group(node).mkdir()
+                self.limit(node, quota)
+        except BaseException:
+            self.close()
+            raise
+
+    def limit(self, node: str, cores: float) -> None:
+        """Let the processes of `node` have so much of the processor."""
+        quota, period = quota_and_period(cores)
+        group = self._group(node)
+        if self._version == 2:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+            return
+        for name, value in (("quota", -1), ("period", period), ("quota", quota)):
+            (group / f"cpu.cfs_{name}_us").write_text(str(value))
+
+    def members(self, node: str, rank: int) -> Path:
+        """The file that takes the processes of `rank`, which is on `node`."""
+        group = self._group(node) / f"r{rank}"
+        group.mkdir(exist_ok=True)
+        return group / "cgroup.procs"
+
+    def signal(self, node: str, rank: int, number: signal.Signals) -> None:
+        """Send a signal to all processes of `rank`."""
+        _signal(self.members(node, rank), number)
+
+    def throttled(self, node: str) -> tuple[int, float]:
+        """How often the quota has held up the processes of `node`, and for how many seconds."""
+        text = (self._group(node) / "cpu.stat").read_text()
+        stat = dict(line.split() for line in text.splitlines())
+        if self._version == 2:
+            return int(stat["nr_throttled"]), int(stat["throttled_usec"]) / 1e6
+        return int(stat["nr_throttled"]), int(stat["throttled_time"]) / 1e9
+
+    def close(self) -> None:
+        """End all processes inside, and remove the groups."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+        os.close(self._lock)
+        if self.folder.exists():
+            remove(self.folder)
+
+    def _group(self, node: str) -> Path:
+        return self.folder / node
+
+    def _delegate(self, nodes: int) -> None:
+        """Beside other programs, weigh as much as one process for each node, not as one in all."""
+        if self._version == 2:
+            (self.folder / "cgroup.subtree_control").write_text("+cpu")
+            (self.folder / "cpu.weight").write_text(str(min(100 * nodes, 10_000)))
+        else:
+            (self.folder / "cpu.shares").write_text(str(min(1024 * nodes, 1 << 18)))
+
+
+def quota_and_period(cores: float) -> tuple[int, int]:
+    """Microseconds of computing in every so many microseconds."""
+    period = min(max(_PERIOD, int(_LEAST_QUOTA / cores)), _MOST_PERIOD)
+    return max(_LEAST_QUOTA, round(cores * period)), period
+
+
+def hierarchy() -> tuple[Path, int]:
+    """The folder for the groups of runs, and the version of control groups.
+
+    Raises:
+        InputError: there are none that limit the processor.
+    """
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4])
+        kind, _, options = after.split(maxsplit=2)
+        if kind == "cgroup" and "cpu" in options.split(","):
+            return mount, 1
+        if kind == "cgroup2" and "cpu" in (mount / "cgroup.controllers").read_text().split():
+            with contextlib.suppress(OSError):
+                (mount / "cgroup.subtree_control").write_text("+cpu")
+                return mount, 2
+    raise InputError(
+        "emulation limits processors by control groups, and none with the controller cpu can be "
+        "used here: mount them (in a container: docker run --privileged), or predict the same with "
+        "--engine simulation"
+    )
+
+
+def sweep(root: Path | None = None) -> list[str]:
+    """Remove what runs have left whose launcher and guard are gone; what that was."""
+    root = root or hierarchy()[0]
+    removed = []
+    for folder in sorted(root.glob(f"{PREFIX}*")):
+        lock = _locked(folder)
+        if lock is None:
+            continue
+        try:
+            ended = remove(folder)
+        finally:
+            os.close(lock)
+        removed.append(f"{folder}, with {ended} processes")
+    return removed
+
+
+def remove(folder: Path) -> int:
+    """End the processes in the group of a run, and remove it; how many there were.
+
+    Raises `RunFailed` for one that does not end.
+    """
+    ended: set[int] = set()
+    deadline = time.monotonic() + _PATIENCE
+    while folder.exists():
+        for members in folder.glob("*/*/cgroup.procs"):
+            ended |= _signal(members, signal.SIGKILL)
+        for group in (*folder.glob("*/*/"), *folder.glob("*/"), folder):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        if folder.exists():
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{folder} cannot be removed: processes in it do not end")
+            time.sleep(0.01)
+    return len(ended)
+
+
+def _signal(members: Path, number: signal.Signals) -> set[int]:
+    found = set()
+    with contextlib.suppress(OSError):
+        found = {int(process) for process in members.read_text().split()}
+    for process in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+    return found
+
+
+def _claimed(root: Path) -> tuple[Path, int]:
+    """A new folder that no sweep takes for left over, and its lock."""
+    while True:
+        folder = root / f"{PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+        folder.mkdir()
+        lock = _locked(folder)
+        if lock is not None and folder.exists():  # else a sweep was quicker
+            return folder, lock
+
+
+def _locked(folder: Path) -> int | None:
+    """The lock of a folder; None while somebody has it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,141 @@
+"""Remedies against a slow machine: what each costs in time and in accuracy.
+
+    python -m studies.load_balancing                in virtual time
+    python -m studies.load_balancing processes      real ones, on this machine
+
+Three machines of examples/simulation/one_of_four.yaml are equally fast, and the fourth has a
+quarter of their speed. In the column "slow for a while" all are equal, but after a quarter of the
+run the fourth slows down to that for half of its time. Seconds are over the ideal, in which nobody
+ever waits: all samples over the sum of the speeds. Accuracies are on the test data, with the lowest
+and the highest of three seeds.
+
+Of the real processes three sleep 5 ms for each sample of a gradient, and the fourth 20 ms: they
+need no core for that, so that four unlike machines fit on one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time  # noqa: TID251 - sleeps stand for computation
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import orchestra
+from orchestra import Task
+from orchestra.records.record import RunRecord
+from orchestra.tasks.task import load_task
+
+CLUSTER = Path(__file__).parent.parent / "examples" / "simulation" / "one_of_four.yaml"
+SLOW = 0.25
+RING = 'AllReduce("ring")'
+SERVER = 'ParameterServer(placement="beside")'
+POOL = 'ParameterServer(consistency="asynchronous", placement="beside")'
+REMEDIES = {
+    "all-reduce": (RING, None),
+    "measured shares": (RING, "measured"),
+    "LBBSP": (RING, "LBBSP()"),
+    "Proportional": (RING, "Proportional()"),
+    "LBBSP, synchronous server": (SERVER, "LBBSP()"),
+    "LBBSP, local SGD": ("LocalSGD(4)", "LBBSP()"),
+    "backup worker": ('AllReduce("ring", backup=1)', None),
+    "partial all-reduce": ("Prague()", None),
+    "asynchronous server": (POOL, None),
+    "pairwise averaging": ("PairwiseAveraging()", None),
+}
+SEEDS = (0, 1, 2)
+
+
+def heavy_digits() -> Task:
+    """The task digits, with a gradient charged as 1 GFLOP a sample: a model worth distributing."""
+    return replace(load_task("digits"), sample_flops=1e9)
+
+
+NAP = 0.005
+"""Seconds for a sample, on a fast process."""
+
+
+def napping_digits(folder: str) -> Task:
+    """The task digits; the first process that asks in `folder` is slow."""
+    task, naps = load_task("digits"), list[float]()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if not naps:
+            try:
+                (Path(folder) / "slow").touch(exist_ok=False)
+                naps.append(NAP / SLOW)
+            except FileExistsError:
+                naps.append(NAP)
+        if model.training:
+            time.sleep(naps[0] * len(batch[0]))
+        return task.loss(model, batch)
+
+    return replace(task, loss=loss)
+
+
+def main() -> None:
+    """A line for each remedy."""
+    table = on_processes if sys.argv[1:] == ["processes"] else lines
+    with tempfile.TemporaryDirectory() as folder:
+        for line in table(Path(folder)):
+            print(line, flush=True)
+
+
+def on_processes(folder: Path) -> Iterator[str]:
+    """A table of seconds over the ideal; `folder` is for its runs."""
+    steps, batch = 80, 32
+    ideal = steps * 4 * batch * NAP / (3 + SLOW)
+    for name in ("all-reduce", "measured shares", "LBBSP", "Proportional", "asynchronous server"):
+        strategy, shares = REMEDIES[name]
+        place = folder / name
+        place.mkdir()
+        settings: dict[str, Any] = {"shares": shares} if shares else {}
+        run = orchestra.train(
+            f"studies.load_balancing:napping_digits({str(place)!r})", strategy, ranks=4,
+            steps=steps, batch_size=batch, optimizer="SGD(lr=0.05)", snapshots=1, threads=1,
+            out=place / "run", quiet=True, **settings,
+        )  # fmt: skip
+        yield f"{name:25}  {(run.train_seconds or 0.0) / ideal:8.2f}"
+
+
+def lines(folder: Path) -> Iterator[str]:
+    """The table; `folder` is for its runs."""
+    alone = trained(folder / "alone", "Single", None, CLUSTER, 0)
+    sample = alone.seconds["compute"] / alone.samples
+    ideal = alone.samples * sample / (3 + SLOW)
+    while_slow, at_rest = alone.samples * sample / 8, alone.samples * sample / 4
+    changing = folder / "changing.yaml"
+    span = f"at: {at_rest / 4} s, until: {at_rest / 4 + while_slow} s"
+    equal = CLUSTER.read_text().replace("flops: 25 GFLOP/s", "flops: 100 GFLOP/s")
+    changing.write_text(f"{equal}\nfaults:\n  - SlowDown: {{node: slow, factor: 4, {span}}}\n")
+    ideal_changing = at_rest + while_slow * (1 - SLOW) / 4
+    yield "                           one slow   slow for a while   accuracy"
+    for number, (name, (strategy, shares)) in enumerate(REMEDIES.items()):
+        runs = [
+            trained(folder / f"{number}-{seed}", strategy, shares, CLUSTER, seed) for seed in SEEDS
+        ]
+        once = trained(folder / f"{number}-changing", strategy, shares, changing, 0)
+        seconds = statistics.fmean(run.train_seconds or 0.0 for run in runs)
+        found = [run.metrics["accuracy"] for run in runs]
+        accuracy = f"{statistics.fmean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+        later = (once.train_seconds or 0.0) / ideal_changing
+        yield f"{name:25}  {seconds / ideal:8.2f}   {later:16.2f}   {accuracy}"
+
+
+def trained(out: Path, strategy: str, shares: str | None, cluster: Path, seed: int) -> RunRecord:
+    """The record of one run of 200 steps."""
+    settings: dict[str, Any] = {"shares": shares} if shares else {}
+    return orchestra.train(
+        "studies.load_balancing:heavy_digits", strategy, ranks=4, steps=200, batch_size=32,
+        threads=1, seeds=[seed], optimizer="SGD(lr=0.1)", engine="simulation", cluster=str(cluster),
+        calibration="none", snapshots=1, trace_steps=0, out=out, quiet=True, **settings,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
