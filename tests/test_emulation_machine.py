@@ -24,6 +24,7 @@ from orchestra.cluster import (
     read_cluster,
 )
 from orchestra.engines.emulation import nodes as emulation_nodes
+from orchestra.engines.emulation import quota
 from orchestra.engines.emulation.check import check_cluster
 from orchestra.engines.emulation.compose import compose_text, shaping_script
 from orchestra.engines.emulation.namespaces import Namespace
@@ -84,7 +85,8 @@ def test_a_killed_launcher_leaves_nothing(number: signal.Signals, tmp_path: Path
     wait_until(lambda: not groups(pid), "the guard removes the groups")
 
 
-def test_what_a_guard_left_is_swept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_guard_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "PREFIX", "orchestra-test-")  # no other test's run sweeps them
     quotas, under_way = Quotas({"a": 0.5}), Quotas({"b": 0.5})
     try:
         join = ["sh", "-c", 'echo $$ > "$0"; exec sleep 1000', str(quotas.members("a", 0))]

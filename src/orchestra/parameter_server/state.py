@@ -201,6 +201,10 @@ class ServerState:
     positions: dict[int, int] = field(default_factory=dict)
     _at_work: frozenset[int] | None = field(default=None, compare=False, repr=False)
     """Live, not paused and not idle, as long as that has not changed."""
+    _given: dict[int, WorkItem] = field(default_factory=dict, compare=False, repr=False)
+    """What each worker was last told to do."""
+    _further: set[int] = field(default_factory=set, compare=False, repr=False)
+    """Workers whose last push was a second or later one for the same batch."""
     _resumed: bool = field(default=True, compare=False, repr=False)
     """Nobody has pushed since the last quiet point, or since the beginning."""
 
@@ -274,6 +278,7 @@ class ServerState:
         quiet = not self.pending and not self.waiting and self.live <= self.paused
         work = () if self.queue is None else tuple(self.queue.woken())
         if work:
+            self._given.update(work)
             self._at_work = None
         return Decision(tuple(updates), tuple(answers), work, quiet)
 
@@ -297,10 +302,17 @@ class ServerState:
                 self.waiting.pop(worker),
                 version=self.version,
                 consumed=self.consumed,
-                work=None if self.queue is None else self.queue.take(worker),
+                work=self._work_for(worker),
             )
             for worker in released
         ]
+
+    def _work_for(self, worker: int) -> WorkItem | None:
+        """What `worker` does next: the same as before, where its push was a further one for a batch."""
+        if self.queue is not None and worker not in self._further:
+            self._given[worker] = self.queue.take(worker)
+        self._further.discard(worker)
+        return self._given.get(worker)
 
     def _steps(self, worker: int) -> int:
         """That `worker` has behind it; rounds, where batches come from a queue."""
@@ -326,6 +338,8 @@ class ServerState:
         staleness = {push.worker: before - self.read.get(push.worker, 0) for push in pushes}
         for push in pushes:
             self.clocks[push.worker] = push.clock
+            if push.position is None and self.queue is not None:
+                self._further.add(push.worker)
             if self.applied is not None and push.position is not None:
                 self.applied.add(push.position, push.position + push.step_samples)
                 self.positions[push.worker] = push.position
