@@ -2,6 +2,7 @@
 
     python -m studies.load_balancing                in virtual time
     python -m studies.load_balancing processes      real ones, on this machine
+    python -m studies.load_balancing emulation      emulated nodes (Linux, root)
 
 Three machines of examples/simulation/one_of_four.yaml are equally fast, and the fourth has a
 quarter of their speed. In the column "slow for a while" all are equal, but after a quarter of the
@@ -11,6 +12,9 @@ and the highest of three seeds.
 
 Of the real processes three sleep 5 ms for each sample of a gradient, and the fourth 20 ms: they
 need no core for that, so that four unlike machines fit on one.
+
+The emulated nodes are those of examples/clusters/mixed.yaml, with LeNet-5 and 512 samples a worker
+and step, so that computing is most of a step. What a sample takes is that of the fast node alone.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ from orchestra import Task
 from orchestra.records.record import RunRecord
 from orchestra.tasks.task import load_task
 
-CLUSTER = Path(__file__).parent.parent / "examples" / "simulation" / "one_of_four.yaml"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CLUSTER = EXAMPLES / "simulation" / "one_of_four.yaml"
+EMULATED = EXAMPLES / "clusters" / "mixed.yaml"
 SLOW = 0.25
 RING = 'AllReduce("ring")'
 SERVER = 'ParameterServer(placement="beside")'
@@ -80,7 +86,8 @@ def napping_digits(folder: str) -> Task:
 
 def main() -> None:
     """A line for each remedy."""
-    table = on_processes if sys.argv[1:] == ["processes"] else lines
+    tables = {"processes": on_processes, "emulation": emulated}
+    table = tables[sys.argv[1]] if sys.argv[1:] else lines
     with tempfile.TemporaryDirectory() as folder:
         for line in table(Path(folder)):
             print(line, flush=True)
@@ -101,6 +108,32 @@ def on_processes(folder: Path) -> Iterator[str]:
             out=place / "run", quiet=True, **settings,
         )  # fmt: skip
         yield f"{name:25}  {(run.train_seconds or 0.0) / ideal:8.2f}"
+
+
+def emulated(folder: Path) -> Iterator[str]:
+    """A table of seconds over the ideal and of accuracies; `folder` is for its runs."""
+    steps, batch = 48, 512
+
+    def run(strategy: str, shares: str | None, seed: int, steps: int = steps) -> RunRecord:
+        settings: dict[str, Any] = {"shares": shares} if shares else {}
+        return orchestra.train(
+            "digits28", strategy, ranks=4, steps=steps, batch_size=batch, seeds=[seed], threads=1,
+            optimizer="Adam(lr=0.004)", engine="emulation", cluster=str(EMULATED), snapshots=1,
+            trace_steps=0, out=folder / f"{strategy} {shares} {seed}", quiet=True,
+            **settings,
+        )  # fmt: skip
+
+    alone = run("Single()", None, 0, steps=10)
+    assert alone.train_seconds is not None
+    ideal = alone.train_seconds / alone.samples * (4 * batch * steps) / (3 + SLOW)
+    yield f"ideal: {ideal:.1f} s           one slow   accuracy"
+    for name in ("all-reduce", "LBBSP", "Proportional", "asynchronous server"):
+        strategy, shares = REMEDIES[name]
+        runs = [run(strategy, shares, seed) for seed in SEEDS]
+        seconds = statistics.median(each.train_seconds or 0.0 for each in runs)
+        found = [each.metrics["accuracy"] for each in runs]
+        accuracy = f"{statistics.fmean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+        yield f"{name:25}  {seconds / ideal:8.2f}   {accuracy}"
 
 
 def lines(folder: Path) -> Iterator[str]:
