@@ -22,6 +22,7 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.records.layout import SUMMARY as SUMMARY
+from orchestra.records.live import holder
 from orchestra.records.record import (
     RunRecord,
     partial_of,
@@ -154,7 +155,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        who = _holder(os.fstat(descriptor).st_ino)
+        who = holder(folder) or "another process"
         os.close(descriptor)
         raise InputError(
             f"{folder}: {who} is using it; wait for its end, or choose another --out"
@@ -165,16 +166,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _holder(inode: int) -> str:
-    """Return the process that has locked a file, as far as the kernel shows it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
-                return f"process {words[4]}"
-    return "another process"
 
 
 def clear_others(folder: Path, experiment: Experiment) -> None:
