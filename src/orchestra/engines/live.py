@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orchestra.engines.events import Heartbeat
@@ -98,3 +98,10 @@ class LiveFile:
             counters.seconds if counters else 0.0,
             counters.arrived if counters else (),
         )
+
+
+def moments(apart: float) -> Iterator[float]:
+    """The time in seconds since 1970, now and again whenever `apart` seconds have passed."""
+    while True:
+        yield time.time()
+        time.sleep(apart)

@@ -121,9 +121,7 @@ def holder(folder: Path) -> str | None:
     return None
 
 
-def mean_rates(
-    before: Sequence[RankNow], after: Sequence[RankNow]
-) -> dict[tuple[int, int], float]:
+def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:
     """Bytes per second of each pair (source, target), between two moments of the stopwatch."""
     earlier = {each.rank: each for each in before}
     rates = {}
