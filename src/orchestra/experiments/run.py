@@ -21,6 +21,7 @@ from orchestra.engines.run import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
+from orchestra.experiments.tracking import tracked
 from orchestra.records.layout import SUMMARY as SUMMARY
 from orchestra.records.live import holder
 from orchestra.records.record import (
@@ -57,7 +58,7 @@ def make_run(
             completed.
 
     Raises:
-        InputError: as `held` and `train` do.
+        InputError: as `held`, `tracked` and `train` do.
         RunFailed: as `train` does; `summary.json` then has a failed record.
     """
     with held(folder, alone(experiment, run)) as resumed:
@@ -67,12 +68,15 @@ def make_run(
         if completed is not None:
             return completed
         (folder / SUMMARY).unlink(missing_ok=True)  # cut off from now on, it is no failed run
-        try:
-            record = replace(train(run, folder), tuned=tuned or {})
-        except RunFailed as failure:
-            write_failure(run, folder, experiment.name, failure)
-            raise
-        write_summary(folder, experiment.name, [record])
+        with tracked(run, experiment, folder) as tracking:
+            try:
+                record = replace(train(run, folder), tuned=tuned or {})
+            except RunFailed as failure:
+                write_failure(run, folder, experiment.name, failure)
+                raise
+            write_summary(folder, experiment.name, [record])
+            if tracking is not None:
+                tracking.record = record
     return record
 
 

@@ -79,7 +79,8 @@ def _above(view: RunView, width: int) -> Iterator[RenderableType]:
     line = Text(f"{view.status}{phase}", style=STYLES[view.status])
     if view.seconds is not None:
         clock = "virtual " if view.engine == "simulation" else ""
-        line.append(f"  {clock_text(view.seconds)} {clock}on the stopwatch", style="default")
+        passed = clock_text(view.seconds) if view.seconds >= 10 else f"{view.seconds:.2g} s"
+        line.append(f"  {passed} {clock}on the stopwatch", style="default")
     if view.seconds_left is not None:
         line.append(f", about {clock_text(view.seconds_left)} left", style="default")
     if view.status == "cut off" and view.silent_seconds is not None:
@@ -100,6 +101,9 @@ def _above(view: RunView, width: int) -> Iterator[RenderableType]:
         facts.append(f"{view.samples_per_second:,.0f} samples/s")
     if facts:
         yield Text("   ".join(facts))
+    if view.staleness:
+        mean, most = view.staleness["mean"], view.staleness["max"]
+        yield Text(f"staleness {significant(mean, 3)} updates in the mean, at most {most:.0f}")
     if view.metrics:
         figures = (f"{name} {significant(value, 4)}" for name, value in view.metrics.items())
         yield Text("final parameters: " + ", ".join(figures))

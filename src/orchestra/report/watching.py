@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from orchestra.settings.reading import yaml_value
 
 EXPERIMENT = "experiment.yaml"
 PARTS = ("compute", "communicate", "wait", "input")
+NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
 WINDOW_SECONDS = 10.0
 WINDOW_STEPS = 10
 """What is shown as of now is the mean of this long on the stopwatch, and of so many steps."""
@@ -74,6 +76,7 @@ class RunView:
     loss: float | None = None
     history: Sequence[tuple[float, float]] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    staleness: Mapping[str, float] | None = None
     rows: Sequence[Row] = ()
     balances: bool = False
     stragglers: Sequence[Straggler] = ()
@@ -102,16 +105,14 @@ class RankTrack:
     def last(self) -> Line | None:
         return self.window[-1] if self.window else None
 
-    def look(self) -> None:
-        """Take in what was added."""
-        lines = self._tail.read()
+    def look(self) -> list[Line]:
+        """Take in what was added, and return it."""
+        lines = [line for line in self._tail.read() if line.keys() >= NEEDED]
         if self._tail.began_anew:
             self.window.clear()
             self.history.clear()
             self.switched.clear()
         for line in lines:
-            if not {"step", "seconds", "samples", "loss", *PARTS[:3]} <= line.keys():
-                continue
             self.window.append(line)
             switched = line.get("switched_at_step")
             if switched is not None and switched not in self.switched:
@@ -119,6 +120,7 @@ class RankTrack:
             self._remember(line)
         while len(self.window) > WINDOW_STEPS + 1 and self._old(self.window[1]):
             self.window.popleft()
+        return lines
 
     def _old(self, line: Line) -> bool:
         return bool(line["seconds"] < self.window[-1]["seconds"] - WINDOW_SECONDS)
@@ -126,19 +128,16 @@ class RankTrack:
     def _remember(self, line: Line) -> None:
         """Keep at most `HISTORY` losses, evenly spaced over the steps."""
         self._count += 1
-        if self._count % self._every or line["loss"] is None:
+        loss = line["loss"]
+        if self._count % self._every or loss is None or not math.isfinite(loss):
             return
-        self.history.append((line.get("consumed", line["step"]), line["loss"]))
+        self.history.append((float(line["consumed"]), float(loss)))
         if len(self.history) > HISTORY:
             del self.history[::2]
             self._every *= 2
 
     def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
         """The last steps of rank `rank`; `newest` is the latest moment that any rank told of."""
-        waits = _waits_text(now)
-        phase = now.phase if now else ""
-        if not self.window:
-            return Row(rank, "", now.step if now else 0, waits_for=waits, phase=phase)
         last = self.window[-1]
         several = len(self.window) > 1
         lines = list(itertools.islice(self.window, 1, None)) if several else [last]
@@ -159,8 +158,8 @@ class RankTrack:
             (sum(stale) / len(stale), max(stale)) if stale else None,
             last["samples"],
             rate("bytes_sent"),
-            waits,
-            phase,
+            _waits_text(now),
+            now.phase if now else "",
             silent if silent > SILENT_SECONDS else 0.0,
         )
 
@@ -214,10 +213,12 @@ class RunWatch:
         said = {each.rank: each for each in live.ranks} if live else {}
         rows = []
         for rank in sorted({*self._tracks, *said}):
-            track, own = self._tracks.get(rank), said.get(rank)
-            row = track.row(rank, own, newest) if track else _without_steps(own, rank)
+            track, own = tracks.get(rank), said.get(rank)
             serves = own is not None and own.phase == "serving"
-            rows.append(replace(row, role="server") if serves else row)
+            if track is None or serves:  # its steps, if any, were those of a phase before
+                rows.append(_without_steps(own, rank, "server" if serves else ""))
+            else:
+                rows.append(track.row(rank, own, newest))
         losses = [row.loss for row in rows if row.loss is not None and not row.silent_seconds]
         running = status == "running"
         rates = [row.samples_per_second for row in rows if row.samples_per_second is not None]
@@ -249,6 +250,7 @@ class RunWatch:
             samples_per_second=record.samples_per_second,
             loss=_mean([row.loss for row in rows]),
             metrics={name: value for name, value in metrics.items() if value is not None},
+            staleness=record.staleness,
             stragglers=[from_plain(Straggler, dict(each)) for each in record.stragglers],
             switches=self._switches(record.switched_at_step),
             links=_links_carried(self.folder),
@@ -369,9 +371,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _without_steps(said: RankNow | None, rank: int) -> Row:
+def _without_steps(said: RankNow | None, rank: int, role: str) -> Row:
     step, phase = (said.step, said.phase) if said else (0, "")
-    return Row(rank, "", step, waits_for=_waits_text(said), phase=phase)
+    return Row(rank, role, step, waits_for=_waits_text(said), phase=phase)
 
 
 def _phase(live: Live | None) -> str:
