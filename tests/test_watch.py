@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.commands import run as run_command
 from tests.commands import started
 from tests.comparisons import experiment
 from tests.waiting import wait_until
@@ -105,6 +104,7 @@ def test_a_row_is_the_mean_of_the_last_steps(tmp_path: Path) -> None:
 
 def test_a_sparkline_falls_with_the_loss() -> None:
     assert sparkline([(float(k), 8.0 - k) for k in range(8)], 8) == "█▇▆▅▄▃▂▁"
+    assert sparkline([(0.0, 100.0), (1.0, 10.0), (2.0, 1.0)], 3) == "█▅▁"
     assert sparkline([(1.0, 3.0)], 8) == ""
     assert sparkline([(1.0, 3.0), (2.0, 3.0)], 2) == "▁▁"
 
@@ -191,7 +191,9 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "waits for" in lines[heading]
 
 
-def test_a_run_is_watched_while_it_goes_on_and_after_it_was_killed(tmp_path: Path) -> None:
+def test_a_run_is_watched_while_it_goes_on_and_after_it_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "out"
     arguments = ["train", "--task", "digits", "--strategy", "ParameterServer()", "--ranks", "2"]
     with started([*arguments, "--set", "epochs=100000", "--out", "out"], tmp_path) as training:
@@ -203,17 +205,17 @@ def test_a_run_is_watched_while_it_goes_on_and_after_it_was_killed(tmp_path: Pat
 
         training.wait_until(trains, "the first steps are written down")
         wait_until(lambda: (folder / "steps-rank-0.jsonl").stat().st_size > 0, "a step")
-        ended = run_command(["watch", "out", "--once"], tmp_path)
-        assert ended.status == 0, ended.err
-        assert "\nrunning" in ended.out
-        assert " left" in ended.out
-        assert "server" in ended.out
+        status, text = shown(capsys, str(folder), "--once")
+        assert status == 0
+        assert "\nrunning" in text
+        assert " left" in text
+        assert "server" in text
         os.kill(training.process.pid, signal.SIGKILL)
         wait_until(lambda: not training.alive(), "all of it has ended")
-        ended = run_command(["watch", "out"], tmp_path)
-    assert ended.status == 1
-    assert "\ncut off" in ended.out
-    assert "it was killed" in ended.out
+        status, text = shown(capsys, str(folder))
+    assert status == 1
+    assert "\ncut off" in text
+    assert "it was killed" in text
 
 
 def test_a_run_on_another_machine_counts_as_under_way_while_it_writes(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class About:
 def settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
     """The settings of `run` by name, as its file has them; those of the optimizer by dotted names,
     too."""
-    settings: dict[str, Any] = yaml_value(to_yaml(alone(experiment, run)))
+    settings = yaml_value(to_yaml(alone(experiment, run)))
+    assert isinstance(settings, dict)
     del settings["name"], settings["seeds"], settings["devices"], settings["tune"]
     (strategy,) = settings.pop("strategies").values()
     settings |= {"label": run.name, "strategy": strategy, "seed": run.seed}

@@ -92,7 +92,7 @@ class Tracking:
 
     def _read(self) -> dict[int, Sequence[Line]]:
         """The new lines of each rank; without figures of a rank that has none, such as a server."""
-        news = {}
+        news: dict[int, Sequence[Line]] = {}
         for path in self._folder.glob("steps-rank-*.jsonl"):
             rank = int(path.stem.rpartition("-")[2])
             track = self._tracks.get(rank) or RankTrack(path)

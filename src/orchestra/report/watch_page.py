@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +38,10 @@ def clock_text(seconds: float) -> str:
 
 
 def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
-    """The values over their places, in `width` characters; each is the mean of its part."""
+    """The values over their places, in `width` characters; each is the mean of its part.
+
+    Values that are positive and differ by more than a factor of 10 are drawn on a log scale.
+    """
     if len(points) < 2 or width < 2:
         return ""
     begin, end = points[0][0], points[-1][0]
@@ -46,6 +50,8 @@ def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
         part = (place - begin) / (end - begin) if end > begin else 0.0
         cells[min(int(part * width), width - 1)].append(value)
     means = [sum(cell) / len(cell) for cell in cells if cell]
+    if 0 < 10 * min(means) < max(means):
+        means = [math.log(mean) for mean in means]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(BLOCKS[round((mean - low) / span * (len(BLOCKS) - 1))] for mean in means)
@@ -76,15 +82,15 @@ def _above(view: RunView, width: int) -> Iterator[RenderableType]:
     own = f"{view.name}: " if not view.strategy.startswith(view.name) else ""
     yield Text(f"{own}{view.strategy}, {ranks}, engine {view.engine}, seed {view.seed}")
     phase = f", {view.phase}" if view.phase and view.phase != "training" else ""
-    line = Text(f"{view.status}{phase}", style=STYLES[view.status])
+    line = Text.assemble((f"{view.status}{phase}", STYLES[view.status]))
     if view.seconds is not None:
         clock = "virtual " if view.engine == "simulation" else ""
         passed = clock_text(view.seconds) if view.seconds >= 10 else f"{view.seconds:.2g} s"
-        line.append(f"  {passed} {clock}on the stopwatch", style="default")
+        line.append(f"  {passed} {clock}on the stopwatch")
     if view.seconds_left is not None:
-        line.append(f", about {clock_text(view.seconds_left)} left", style="default")
+        line.append(f", about {clock_text(view.seconds_left)} left")
     if view.status == "cut off" and view.silent_seconds is not None:
-        line.append(f", last heard of {clock_text(view.silent_seconds)} ago", style="default")
+        line.append(f", last heard of {clock_text(view.silent_seconds)} ago")
     yield line
     if view.fraction is not None and not view.over:
         bar = Table.grid(padding=(0, 1))
@@ -255,8 +261,7 @@ def comparison_page(
     failed = sum(each.status == "failed" for each in done)
     state = "running" if under_way else "completed" if len(done) >= planned else "stopped"
     title = Text(f"{folder}", style="bold")
-    count = Text(f"{state}", style=STYLES[state])
-    count.append(f"  {len(done)} of {planned} runs are done", style="default")
+    count = Text.assemble((state, STYLES[state]), f"  {len(done)} of {planned} runs are done")
     if failed:
         count.append(f", {failed} failed", style="bold red")
     shown = done if room is None else done[-max(room, 3) :]
