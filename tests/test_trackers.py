@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.commands import run as run_command
 from tests.comparisons import experiment
+from tests.simulated import simulated
 from tests.training import step_lines
 
-from orchestra.engines.run import train_run
 from orchestra.errors import RunFailed
 from orchestra.experiments import tracking
 from orchestra.experiments.experiment import Experiment, alone, only_run
@@ -76,7 +76,7 @@ def test_a_run_is_logged_under_the_names_that_users_expect(
     tmp_path: Path, noted: list[Noted]
 ) -> None:
     run, whole = wanted(steps=12)
-    record = make_run(run, whole, tmp_path / "out", train_run)
+    record = make_run(run, whole, tmp_path / "out", simulated)
     (one,) = noted
     lines = step_lines(tmp_path / "out", 0)
     assert one.of("train/loss") == [(line["step"], line["loss"]) for line in lines]
@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, noted: list[Noted]) 
     run, whole = wanted(steps=12, checkpoint_every=4)
 
     def cut_off(run: Run, folder: Path) -> Any:
-        train_run(run, folder)
+        simulated(run, folder)
         path = folder / "steps-rank-0.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
         (folder / "curve.jsonl").unlink()
@@ -112,7 +112,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, noted: list[Noted]) 
 
     with pytest.raises(KeyboardInterrupt):
         make_run(run, whole, tmp_path / "out", cut_off)
-    make_run(run, whole, tmp_path / "out", train_run)
+    make_run(run, whole, tmp_path / "out", simulated)
     before, after = noted
     assert before.ended is not None
     assert before.ended[0] == "stopped"
@@ -128,7 +128,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 ) -> None:
     monkeypatch.setattr(tracking, "KINDS", {"mlflow": Broken})
     run, whole = wanted()
-    assert make_run(run, whole, tmp_path / "out", train_run).status == "completed"
+    assert make_run(run, whole, tmp_path / "out", simulated).status == "completed"
     told = "orchestra: MLflow failed, the run goes on without it: no route"
     assert capsys.readouterr().err.splitlines().count(told) == 1
 
@@ -166,6 +166,7 @@ def train_twice(tmp_path: Path, *arguments: str, **variables: str) -> list[dict[
 
 
 @needs("mlflow")
+@pytest.mark.timeout(600)  # its imports take long
 def test_mlflow_has_the_run(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
@@ -206,6 +207,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 @needs("wandb")
+@pytest.mark.timeout(600)
 def test_wandb_has_the_run(tmp_path: Path) -> None:
     lines = train_twice(tmp_path, "--set", "wandb=true", WANDB_MODE="offline")
     logs = sorted((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))

@@ -14,6 +14,8 @@ import pytest
 from rich.console import Console
 from tests.commands import started
 from tests.comparisons import experiment
+from tests.simulated import simulated
+from tests.training import settings
 from tests.waiting import wait_until
 
 from orchestra.cli import watch
@@ -21,14 +23,16 @@ from orchestra.cli.main import main
 from orchestra.engines.events import Heartbeat
 from orchestra.engines.live import LiveFile
 from orchestra.engines.processes.slow_ranks import SlowRanks
+from orchestra.errors import RunFailed
 from orchestra.experiments.experiment import alone, runs
-from orchestra.experiments.run import claim, held
+from orchestra.experiments.run import claim, held, make_run
 from orchestra.records.counters import Counters
 from orchestra.records.live import Live, RankNow, Waiting, mean_rates, read_live, write_live
 from orchestra.records.record import RunRecord, write_summary
 from orchestra.records.tail import Tail
 from orchestra.report.watch_page import run_page, sparkline
 from orchestra.report.watching import RankTrack, RunWatch, switch_text
+from orchestra.strategies.all_reduce import AllReduce
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -168,12 +172,9 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixt
         "Switch(AllReduce('ring'), ParameterServer(consistency='asynchronous'), "
         "when=AfterFraction(0.5))"
     )
+    whole = experiment(strategies={"switch": switch}, ranks=3, steps=20, engine="simulation")
     folder = tmp_path / "out"
-    assert main([
-        "train", "--task", "regression", "--strategy", switch, "--ranks", "3", "--set", "steps=20",
-        "--engine", "simulation", "--cluster", "lan_1gbit", "--out", str(folder),
-    ]) == 0  # fmt: skip
-    capsys.readouterr()
+    make_run(runs(whole)[0], whole, folder, simulated)
     record = json.loads((folder / "summary.json").read_text())["runs"][0]
     assert not (folder / "live.json").exists()
     status, text = shown(capsys, str(folder))
@@ -216,6 +217,18 @@ def test_a_run_is_watched_while_it_goes_on_and_after_it_was_killed(
     assert status == 1
     assert "\ncut off" in text
     assert "it was killed" in text
+
+
+def test_a_simulation_says_how_far_its_ranks_are(tmp_path: Path) -> None:
+    run = settings(AllReduce("ring"), 2, "nan_at(sample=40)", epochs=3, engine="simulation")
+    with pytest.raises(RunFailed):
+        simulated(run, tmp_path)
+    live = read_live(tmp_path)
+    assert live is not None
+    assert [(each.rank, each.phase) for each in live.ranks] == [(0, "training"), (1, "training")]
+    assert live.ranks[0].step > 0
+    assert live.fraction is not None
+    assert 0 < live.fraction < 1
 
 
 def test_a_run_on_another_machine_counts_as_under_way_while_it_writes(tmp_path: Path) -> None:

@@ -175,4 +175,7 @@ class WandbTracker(Tracker):
 
 def _refused(name: str, error: Exception) -> InputError:
     reason = " ".join(str(error).split())
-    return InputError(f"{name}: {TRACKERS[name]} does not take the run: {reason}")
+    where = {"mlflow": "MLFLOW_TRACKING_URI", "wandb": "WANDB_MODE=offline"}[name]
+    return InputError(
+        f"{name}: {TRACKERS[name]} does not take the run: {reason}; set {where}, or {name}=false"
+    )

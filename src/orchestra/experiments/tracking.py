@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.trackers import About, Figures, MLflowTracker, Tracker, WandbTracker
 from orchestra.records.record import RunRecord, write_atomically
@@ -28,6 +29,8 @@ TRACKING = "tracking.json"
 """In the folder of a run: its id in each tracker, and what was logged so far."""
 
 LOOK_SECONDS = 1.0
+PATIENCE_SECONDS = 120.0
+"""At the end of a run, for a tracker that is slow or cannot be reached."""
 MAX_RANKS = 32
 """With charts of their own."""
 KINDS = {"mlflow": MLflowTracker, "wandb": WandbTracker}
@@ -43,10 +46,14 @@ class Tracking:
         known = _known(folder)
         self._step = int(known.get("step", 0))
         self._samples = int(known.get("samples", -1))
-        wanted = [name for name in KINDS if getattr(run.training, name)]
-        self._trackers: dict[str, Tracker] = {
-            name: KINDS[name](about, known.get(name)) for name in wanted
-        }
+        self._trackers: dict[str, Tracker] = {}
+        try:
+            for name in KINDS:
+                if getattr(run.training, name):
+                    self._trackers[name] = KINDS[name](about, known.get(name))
+        except InputError:
+            self._end("failed", {})
+            raise
         self._tracks: dict[int, RankTrack] = {}
         self._consumed: list[tuple[int, int]] = []  # by the cluster, and steps of the first worker
         self._stop = threading.Event()
@@ -77,7 +84,11 @@ class Tracking:
     def finish(self, status: str) -> None:
         """The run has ended as "completed", "stopped" or "failed"."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            names = " and ".join(TRACKERS[name] for name in self._trackers)
+            _tell(f"{names} did not take all figures within {PATIENCE_SECONDS:g} s: given up")
+            return
         self.look()
         for line in Tail(self._folder / "curve.jsonl").read():
             if line["samples"] > self._samples:
@@ -85,7 +96,9 @@ class Tracking:
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
                 self._log(self._step_at(line["samples"]), metrics)
         self._flush()
-        final = {} if self.record is None else _of_record(self.record)
+        self._end(status, {} if self.record is None else _of_record(self.record))
+
+    def _end(self, status: str, final: Figures) -> None:
         for name in list(self._trackers):
             with self._telling(name):
                 self._trackers[name].finish(status, final)
@@ -153,8 +166,7 @@ class Tracking:
         except Exception as error:
             self._trackers.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__
-            text = f"{TRACKERS[name]} failed, the run goes on without it: {reason}"
-            print(f"orchestra: {text}", file=sys.stderr, flush=True)
+            _tell(f"{TRACKERS[name]} failed, the run goes on without it: {reason}")
 
 
 @contextmanager
@@ -177,6 +189,10 @@ def tracked(run: Run, experiment: Experiment, folder: Path) -> Iterator[Tracking
         tracking.finish("failed")
         raise
     tracking.finish("completed" if tracking.record is None else tracking.record.status)
+
+
+def _tell(text: str) -> None:
+    print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
 
 def _known(folder: Path) -> dict[str, Any]:

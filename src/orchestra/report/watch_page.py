@@ -25,7 +25,6 @@ STYLES = {
     "stopped": "yellow",
     "failed": "bold red",
     "cut off": "bold red",
-    "waiting": "dim",
 }
 CUT_OFF = "no process is at work here, and there is no record: it was killed, or its machine ended"
 

@@ -32,7 +32,7 @@ HISTORY = 512
 SILENT_SECONDS = 5.0
 """A worker whose last step is so much older than that of another is said to have none."""
 
-Status = Literal["waiting", "running", "completed", "stopped", "failed", "cut off"]
+Status = Literal["running", "completed", "stopped", "failed", "cut off"]
 
 
 @dataclass(frozen=True)
