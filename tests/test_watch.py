@@ -234,7 +234,7 @@ def test_a_simulation_says_how_far_its_ranks_are(tmp_path: Path) -> None:
 def test_a_run_on_another_machine_counts_as_under_way_while_it_writes(tmp_path: Path) -> None:
     (one, *_), *_ = [runs(experiment())]
     claim(tmp_path, alone(experiment(), one))
-    write_live(tmp_path, Live(1000.0, "another", (RankNow(0, "training", 3),), 990.0, 0.5))
+    write_live(tmp_path, Live(1000.0, "another", 1, (RankNow(0, "training", 3),), 990.0, 0.5))
     followed = RunWatch(tmp_path)
     assert followed.look(1005.0).status == "running"
     assert followed.look(1100.0).status == "cut off"
@@ -248,7 +248,7 @@ def test_a_narrow_terminal_has_fewer_columns(tmp_path: Path) -> None:
             text_of(*(step(k, staleness=[1]) for k in range(1, 30)))
         )
     said = tuple(RankNow(rank, "training", 30, 240, (Waiting((3,), 0.5),)) for rank in range(20))
-    write_live(tmp_path, Live(1000.0, "another", said, 990.0, 0.5))
+    write_live(tmp_path, Live(1000.0, "another", 1, said, 990.0, 0.5))
     view = RunWatch(tmp_path).look(1001.0)
     headings = []
     for width in (140, 80, 50):

@@ -47,8 +47,8 @@ examples:
   orchestra watch runs/quickstart-1/runs/servers/4-ranks/seed-0 --once
       one of its runs, printed once
 
-  watch -n 60 orchestra watch runs/first >> progress.txt
-      a table a minute for a file
+  while sleep 60; do orchestra watch runs/first >> progress.txt; done
+      a table a minute, in a file
 
 docs/watching.md explains each column.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ class LiveFile:
             Live(
                 now,
                 host_name(),
+                os.getpid(),
                 ranks,
                 self._since,
                 self._fraction,

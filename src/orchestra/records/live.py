@@ -18,7 +18,7 @@ LIVE = "live.json"
 """In the folder of a run: written about once a second, and removed when the run ends well."""
 
 FRESH_SECONDS = 10.0
-"""A file of another machine that is older belongs to a run that has ended."""
+"""A file that is older belongs to a run that has ended, unless a lock says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class RankNow:
 
 @dataclass(frozen=True)
 class Live:
-    """A run at the moment `written`, which is a time of the machine `host` in seconds since 1970.
+    """A run at the moment `written`, which is a time of the machine `host` in seconds since 1970;
+    the `process` there has written it.
 
     `training_since` is when the first step began, and `fraction` the part of the budget that is
     used up, `fraction_then` at the first step; None as long as they are not known.
@@ -57,6 +58,7 @@ class Live:
 
     written: float
     host: str
+    process: int
     ranks: tuple[RankNow, ...] = ()
     training_since: float | None = None
     fraction: float | None = None
@@ -100,14 +102,14 @@ def remove_live(folder: Path) -> None:
 def under_way(folder: Path, live: Live | None, now: float) -> bool:
     """Whether a process is at work in `folder` at the time `now`, in seconds since 1970.
 
-    A lock on the folder is certain. Other machines do not show theirs: a run there has to have
-    written its file a moment ago.
+    A lock on the folder is certain. Some file systems have none, and other machines do not show
+    theirs: then the run has to have written its file a moment ago.
     """
     if holder(folder) is not None:
         return True
-    if live is None or live.host == host_name():
+    if live is None or now - live.written >= FRESH_SECONDS:
         return False
-    return now - live.written < FRESH_SECONDS
+    return live.host != host_name() or Path(f"/proc/{live.process}").exists()
 
 
 def holder(folder: Path) -> str | None:
