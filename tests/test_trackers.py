@@ -166,6 +166,7 @@ def train_twice(tmp_path: Path, *arguments: str, **variables: str) -> list[dict[
 
 
 @needs("mlflow")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own libraries
 @pytest.mark.timeout(600)  # its imports take long
 def test_mlflow_has_the_run(tmp_path: Path) -> None:
     from mlflow import MlflowClient
