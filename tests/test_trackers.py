@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_a_run_is_logged_under_the_names_that_users_expect(
     )
 
 
-def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, noted: list[Noted]) -> None:
+def test_a_run_that_begins_anew_is_logged_once(tmp_path: Path, noted: list[Noted]) -> None:
     run, whole = wanted(steps=12, checkpoint_every=4)
 
     def cut_off(run: Run, folder: Path) -> Any:
@@ -108,6 +109,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, noted: list[Noted]) 
         path = folder / "steps-rank-0.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]))
         (folder / "curve.jsonl").unlink()
+        shutil.rmtree(folder / "checkpoints")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

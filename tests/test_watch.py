@@ -202,7 +202,7 @@ def test_a_run_is_watched_while_it_goes_on_and_after_it_was_killed(
         def trains() -> bool:
             live = read_live(folder)
             steps = folder / "steps-rank-0.jsonl"
-            return live is not None and live.fraction is not None and steps.exists()
+            return live is not None and live.seconds_left is not None and steps.exists()
 
         training.wait_until(trains, "the first steps are written down")
         wait_until(lambda: (folder / "steps-rank-0.jsonl").stat().st_size > 0, "a step")

@@ -163,6 +163,7 @@ class Simulation:
         self._jitter = jitter
         self._pace = pace
         self._live = live
+        self._fraction: float | None = None
         self._drifts = {}
         for place, node in enumerate(cluster.nodes):
             if node.drift is not None:  # seeded unlike any rank
@@ -206,6 +207,8 @@ class Simulation:
         finally:
             gc.set_threshold(*thresholds)
             gc.unfreeze()
+            if failure is not None and self._live is not None:
+                self._write(self._live)
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
         meters = [port.meter for port in self._world.net.ports]
@@ -234,23 +237,26 @@ class Simulation:
 
     def look(self, fraction: float | None) -> None:
         """A rank has finished a step: from time to time, write down how far all are."""
-        if self._live is None or not self._live.due():
-            return
+        self._fraction = fraction
+        if self._live is not None and self._live.due():
+            self._write(self._live)
+
+    def _write(self, live: LiveFile) -> None:
         for rank, reporter in enumerate(self._reporters):
             waits_for, what = self._kernel.wait_of(rank) or ((), "")
             beat = Heartbeat(
                 rank,
                 step=reporter.current_step,
                 samples=self._samples[rank],
-                fraction=fraction,
+                fraction=self._fraction,
                 phase=reporter.current_phase,
                 waits_for=waits_for,
                 waits_what=what,
                 counters=reporter.counters,
             )
-            self._live.on_beat(beat)
-            self._live.slow.on_beat(beat)
-        self._live.write()
+            live.on_beat(beat)
+            live.slow.on_beat(beat)
+        live.write()
 
     def _start(self, rank: int, program: Program) -> None:
         runtime = self._runtime(rank)

@@ -133,8 +133,6 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     )
     if outcome.failure is None:
         live.remove()
-    else:
-        live.write()
     if outcome.failure is None and outcome.bad_input is None:
         keep_links(folder, cluster, outcome, wire)
     alone = assignment.ranks == 1 < len(cluster.nodes)
