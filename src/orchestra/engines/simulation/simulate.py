@@ -242,16 +242,14 @@ class Simulation:
             self._write(self._live)
 
     def _write(self, live: LiveFile) -> None:
+        """Without whom they wait for: in the midst of a flow's turn that need not be settled."""
         for rank, reporter in enumerate(self._reporters):
-            waits_for, what = self._kernel.wait_of(rank) or ((), "")
             beat = Heartbeat(
                 rank,
                 step=reporter.current_step,
                 samples=self._samples[rank],
                 fraction=self._fraction,
                 phase=reporter.current_phase,
-                waits_for=waits_for,
-                waits_what=what,
                 counters=reporter.counters,
             )
             live.on_beat(beat)
