@@ -16,7 +16,8 @@ MAX_BYTES = 1 << 23
 def waits_of_trace(folder: Path) -> Mapping[int, str]:
     """By rank, whom its main flow waited for longest, with the part of the time that it did so.
 
-    The time is that of the steps that the timeline in `folder` shows. Empty where there is none.
+    The time is that of the steps that the timeline in `folder` shows. A rank that came to serve
+    has whom it waited for meanwhile, without a part. Empty where there is no timeline.
     """
     path = folder / TRACE
     try:
@@ -31,6 +32,7 @@ def waits_of_trace(folder: Path) -> Mapping[int, str]:
         if event.get("name") == "thread_name" and event["args"]["name"] == "main"
     }
     waited: dict[int, Counter[str]] = {}
+    serving: dict[int, Counter[str]] = {}
     spans: dict[int, float] = {}
     for event in events:
         if event.get("ph") != "X":
@@ -40,9 +42,10 @@ def waits_of_trace(folder: Path) -> Mapping[int, str]:
             spans[rank] = spans.get(rank, 0.0) + event["dur"]
         elif event["cat"] == "wait" and (rank, event["tid"]) in main:
             whom = event["name"].removeprefix("wait for ").removeprefix("rank ")
-            waited.setdefault(rank, Counter())[whom] += event["dur"]
+            counts = waited if "step" in event["args"] else serving
+            counts.setdefault(rank, Counter())[whom] += event["dur"]
     found = {}
-    for rank, counts in waited.items():
-        whom, most = counts.most_common(1)[0]
+    for rank, whoms in waited.items():
+        whom, most = whoms.most_common(1)[0]
         found[rank] = f"{whom} ({most / spans[rank]:.0%})" if spans.get(rank) else whom
-    return found
+    return found | {rank: whoms.most_common(1)[0][0] for rank, whoms in serving.items()}

@@ -260,7 +260,7 @@ class RunWatch:
     def _whole_run(self, said: Mapping[str, Any], record: RunRecord) -> Row:
         rank = int(said["rank"])
         track = self._tracks.get(rank)
-        last = track.last if track else None
+        last = track.last if track and said["role"] != "server" else None
         total = record.train_seconds or 0.0
         parts = {name: value / total for name, value in said["seconds"].items() if total > 0}
         works = bool(said["samples"])
