@@ -229,6 +229,8 @@ def keys() -> Mapping[str, SearchStrategy[Any]]:
         "target": some.none() | mappings(Target),
         "tune": some.none() | _tunes(),
         "tensorboard": some.just(False),
+        "mlflow": some.just(False),
+        "wandb": some.just(False),
     }
 
 

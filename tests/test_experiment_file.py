@@ -23,6 +23,7 @@ from orchestra.strategies.base import Strategy
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps, LossStable
+from orchestra.trainer import settings as trainer_settings
 from orchestra.trainer.settings import Run, Target, Training
 from orchestra.worker.worker import Worker
 
@@ -433,6 +434,8 @@ OTHER = {
     "bucket_megabytes": "0.5",
     "overlap": "false",
     "tensorboard": "true",
+    "mlflow": "true",
+    "wandb": "true",
     "record_order": "true",
     "tensors": "shapes",
     "trace_steps": "3",
@@ -444,7 +447,10 @@ OTHER = {
 }
 
 
-def test_every_key_of_the_file_is_reached_from_file_and_set(write: Write) -> None:
+def test_every_key_of_the_file_is_reached_from_file_and_set(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_settings, "require_tracker", lambda name: None)
     fields = [field.name for cls in (Experiment, Training) for field in settings_of(cls)]
     keys = {*fields, "parameter_groups"} - {"training"}
     assert set(OTHER) == keys

@@ -23,6 +23,7 @@ from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.settings import TASKS
 from orchestra.topologies import Topology
+from orchestra.trainer import settings as trainer_settings
 from orchestra.trainer.settings import Target, Training
 
 #: Examples of classes that cannot be made without arguments.
@@ -223,8 +224,9 @@ TRAINING_FIELDS = [field for field, _, _ in fields_of(Training()) if field != "r
 
 
 @pytest.mark.parametrize("field", TRAINING_FIELDS)
-def test_training(field: str, tmp_path: Path) -> None:
+def test_training(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file and on the command line its settings are keys of the experiment."""
+    monkeypatch.setattr(trainer_settings, "require_tracker", lambda name: None)
     training = Training()
     (hint, limits) = next((h, limits) for n, h, limits in fields_of(training) if n == field)
     value = VALUES.get(f"Training.{field}") or another(hint, getattr(training, field), limits)

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, read back by its own reader."""
+"""Event files for TensorBoard, read back by its own reader; any tracker that is missing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.training import settings, step_lines, train_processes
 from orchestra.cli.main import main
 from orchestra.engines.processes import launch
 from orchestra.errors import RunFailed
+from orchestra.records.trackers import TRACKERS
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.single import Single
@@ -116,8 +117,9 @@ def test_it_is_imported_where_it_is_asked_for_only(asked: bool, tmp_path: Path) 
     assert (tmp_path / "tensorboard").exists() == asked
 
 
+@pytest.mark.parametrize("name", TRACKERS)
 def test_without_the_library_nothing_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     arguments = [
@@ -129,9 +131,9 @@ def test_without_the_library_nothing_is_started(
         "--out",
         str(tmp_path / "x"),
     ]
-    assert main([*arguments, "--set", "tensorboard=true"]) == 2
+    assert main([*arguments, "--set", f"{name}=true"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'neural-orchestra[tensorboard]'" in line
+    assert f"pip install 'neural-orchestra[{name}]'" in line
     assert not (tmp_path / "x").exists()
 
 

@@ -31,6 +31,7 @@ commands:
   compare  train a task under every strategy of a file, and report on them side by side
   simulate the same in virtual time, on a cluster that you describe
   train    train a task under one strategy, and write the record of the run
+  watch    show a run or a comparison in the terminal, while it goes on or afterwards
   report   make a report of any past runs
   replay   repeat a recorded run to the same bits, and stop where you like
   bench    measure speed on this machine, beside peers measured in the same run
@@ -70,6 +71,7 @@ COMMANDS = {
     "report": "orchestra.cli.compare:report",
     "simulate": "orchestra.cli.compare:simulate",
     "train": "orchestra.cli.train:main",
+    "watch": "orchestra.cli.watch:main",
 }
 
 

@@ -21,7 +21,9 @@ from orchestra.engines.run import failed_record
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
+from orchestra.experiments.tracking import tracked
 from orchestra.records.layout import SUMMARY as SUMMARY
+from orchestra.records.live import holder
 from orchestra.records.record import (
     RunRecord,
     partial_of,
@@ -56,7 +58,7 @@ def make_run(
             completed.
 
     Raises:
-        InputError: as `held` and `train` do.
+        InputError: as `held`, `tracked` and `train` do.
         RunFailed: as `train` does; `summary.json` then has a failed record.
     """
     with held(folder, alone(experiment, run)) as resumed:
@@ -66,12 +68,15 @@ def make_run(
         if completed is not None:
             return completed
         (folder / SUMMARY).unlink(missing_ok=True)  # cut off from now on, it is no failed run
-        try:
-            record = replace(train(run, folder), tuned=tuned or {})
-        except RunFailed as failure:
-            write_failure(run, folder, experiment.name, failure)
-            raise
-        write_summary(folder, experiment.name, [record])
+        with tracked(run, experiment, folder) as tracking:
+            try:
+                record = replace(train(run, folder), tuned=tuned or {})
+            except RunFailed as failure:
+                write_failure(run, folder, experiment.name, failure)
+                raise
+            write_summary(folder, experiment.name, [record])
+            if tracking is not None:
+                tracking.record = record
     return record
 
 
@@ -154,7 +159,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        who = _holder(os.fstat(descriptor).st_ino)
+        who = holder(folder) or "another process"
         os.close(descriptor)
         raise InputError(
             f"{folder}: {who} is using it; wait for its end, or choose another --out"
@@ -165,16 +170,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _holder(inode: int) -> str:
-    """Return the process that has locked a file, as far as the kernel shows it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
-                return f"process {words[4]}"
-    return "another process"
 
 
 def clear_others(folder: Path, experiment: Experiment) -> None:

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestra.errors import InputError
 from orchestra.records.report import Point
+from orchestra.records.trackers import require_tracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FOLDER = "tensorboard"
-
-
-def require_tensorboard() -> None:
-    """Raise `InputError` where TensorBoard is not installed."""
-    spec = importlib.util.find_spec("tensorboard")
-    if spec is None or spec.origin is None:  # or a folder of that name in the current one
-        raise InputError(
-            "tensorboard: is true, but TensorBoard is not installed: "
-            "pip install 'neural-orchestra[tensorboard]', or set it to false"
-        )
 
 
 class Scalars:
@@ -35,7 +24,7 @@ class Scalars:
     """
 
     def __init__(self, folder: Path, name: str, first: int = 0) -> None:
-        require_tensorboard()
+        require_tracker("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = functools.partial(SummaryWriter, str(folder / FOLDER / name), purge_step=first)

@@ -83,7 +83,7 @@ class Recorder:
         self._seconds_last = totals.elapsed
         self.series = CounterSeries()
         self._steps = steps
-        self._reading = 0.0  # seconds
+        self._reading = self._read_last = 0.0  # seconds
         if path is not None:
             _keep_first(path, steps)
 
@@ -160,10 +160,14 @@ class Recorder:
             "loss": step.loss,
             "rates": step.rates,
             **{name: round(passed[name], 6) for name in SECONDS},
+            "input": round(self._reading - self._read_last, 6),
             "bytes_sent": passed["bytes_sent"],
         }
+        self._read_last = self._reading
         if step.staleness:
             line["staleness"] = step.staleness
+        if (switched := self._worker.measures.switched_at_step) is not None:
+            line["switched_at_step"] = switched
         if step.position is not None:
             line["position"] = step.position
         self._lines.append(json.dumps(line) + "\n")

@@ -11,7 +11,7 @@ from orchestra.data.sharding import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
 from orchestra.records.report import Point
-from orchestra.records.tensorboard import require_tensorboard
+from orchestra.records.trackers import TRACKERS, require_tracker
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy
@@ -162,6 +162,12 @@ class Training(Settings):
         False, "write down what depends on chance, such as arrivals, for orchestra replay"
     )
     tensorboard: bool = setting(False, "write event files for TensorBoard beside the records")
+    mlflow: bool = setting(
+        False, "log the run to MLflow, which reads MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME"
+    )
+    wandb: bool = setting(
+        False, "log the run to Weights & Biases, which reads WANDB_MODE, WANDB_PROJECT and the like"
+    )
 
     def check(self) -> None:
         if self.epochs is not None and self.steps is not None:
@@ -187,8 +193,9 @@ class Training(Settings):
                 f"accumulation: a batch of {self.batch_size} cannot be split "
                 f"into {self.accumulation} micro-batches"
             )
-        if self.tensorboard:
-            require_tensorboard()
+        for tracker in TRACKERS:
+            if getattr(self, tracker):
+                require_tracker(tracker)
 
     def global_batch(self, shares: Sequence[float]) -> int:
         """Samples of a full step of all workers, whose roles have these `shares`."""

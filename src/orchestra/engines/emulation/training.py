@@ -53,7 +53,7 @@ def train_run(
         write_atomically(folder / CLUSTER, cluster_text(cluster))
         schedule, traffic = Schedule(changes_of(emulated), ranks), Traffic(emulated, ranks)
         notices = not_emulated(emulated, native=run.strategy.native)
-        with Display(run, roles, quiet=quiet, progress=progress) as display:
+        with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
             for text in notices if progress is None else ():  # else it would say so with each run
                 display.on_event(Notice(text))
             try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
-from orchestra.engines.processes.slow_ranks import SlowRanks
+from orchestra.engines.live import LiveFile
+from orchestra.engines.processes.slow_ranks import slow_ranks_of
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 
@@ -128,11 +130,17 @@ class Display:
     """A progress line on standard error; silent with `quiet`, or where that is no terminal.
 
     Notices are printed wherever standard error goes. In a series of runs its line stands under
-    that of their `progress`.
+    that of their `progress`. With a `folder`, `live.json` there says the same to others.
     """
 
     def __init__(
-        self, run: Run, roles: Roles, *, quiet: bool = False, progress: Progress | None = None
+        self,
+        run: Run,
+        roles: Roles,
+        *,
+        quiet: bool = False,
+        progress: Progress | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._name = run.name
         self._beats = {rank: Heartbeat(rank) for rank in roles.workers}  # in training
@@ -142,8 +150,8 @@ class Display:
         self._training_since: float | None = None
         self._series = progress
         self._progress = progress or Progress(1, quiet=quiet)
-        alike = not run.strategy.divides_model  # stages of a model have unlike work
-        self._slow = SlowRanks(set(roles.servers) - set(roles.workers), self._tell, alike=alike)
+        self._slow = slow_ranks_of(run, roles, self._tell)
+        self._file = None if folder is None else LiveFile(folder, self._slow)
 
     def __enter__(self) -> Self:
         if (live := self._progress.live) is not None:
@@ -152,7 +160,11 @@ class Display:
             self._task = live.add_task(self._name, total=None, text=self._text)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._file is not None and kind is None:
+            self._file.remove()
+        elif self._file is not None:
+            self._file.write()
         if (live := self._progress.live) is not None:
             live.remove_task(self._task)
             if self._series is None:
@@ -162,6 +174,8 @@ class Display:
         """Take in one event of the watcher."""
         if isinstance(event, Notice):
             self._tell(event.text)
+            if self._file is not None:
+                self._file.on_notice(event.text)
         elif isinstance(event, Interrupted):
             self._progress.interrupted = True
         elif isinstance(event, Joined):
@@ -169,6 +183,10 @@ class Display:
         elif isinstance(event, Heartbeat):
             self._slow.on_beat(event)
             self._show(event)
+            if self._file is not None:
+                self._file.on_beat(event)
+                if self._file.due():
+                    self._file.write()
 
     def _tell(self, text: str) -> None:
         prefix = "" if self._series is None else f"{self._series.what}: "

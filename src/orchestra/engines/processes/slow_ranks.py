@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection
 from orchestra.engines.events import Heartbeat
 from orchestra.records.counters import CounterSeries
 from orchestra.records.stragglers import Straggler, find
+from orchestra.strategies.base import Roles
+from orchestra.trainer.settings import Run
 
 LOOK_SECONDS = 2.0  # between two comparisons
 LASTING_SECONDS = 5.0  # what lasts less is not told
@@ -79,3 +81,9 @@ class SlowRanks:
                 self._told.discard(key)
                 who = next(each.who for each in found if each.key == key)
                 self._tell(f"{who} is as fast as the others again")
+
+
+def slow_ranks_of(run: Run, roles: Roles, tell: Callable[[str], None]) -> SlowRanks:
+    """What compares the ranks of `run`; stages of a model have unlike work."""
+    alike = not run.strategy.divides_model
+    return SlowRanks(set(roles.servers) - set(roles.workers), tell, alike=alike)

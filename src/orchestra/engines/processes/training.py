@@ -49,7 +49,7 @@ def train_run(
     if (lack := lacking(run)) is not None:
         raise InputError(f"device: {run.strategy!r} {lack}")
     write_environment(folder)
-    with Display(run, roles, quiet=quiet, progress=progress) as display:
+    with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
         outcome = launch(
             program,
             (run, folder.absolute()),
@@ -112,7 +112,8 @@ def take_part(
     first = launched.rank == 0
     if first and completed is None:
         write_environment(folder)
-    with Display(run, roles, quiet=quiet or not first) as display:
+    watched = folder if first and completed is None else None
+    with Display(run, roles, quiet=quiet or not first, folder=watched) as display:
         outcome = join(
             program_unless_completed,
             (run, folder.absolute(), completed is not None),

@@ -19,6 +19,7 @@ from orchestra.cluster.costs import EVENLY, Overhead, Sharing
 from orchestra.cluster.nodes import DEFAULT
 from orchestra.engines.events import Failed, Finished, Heartbeat, describe, failed_text
 from orchestra.engines.failure_detector import Limits
+from orchestra.engines.live import LiveFile
 from orchestra.engines.random_streams import RandomStreams, Streams, seed
 from orchestra.engines.simulation.contexts import GreenletContext
 from orchestra.engines.simulation.costs import ChargedCompute, Costs, SimulatedCompute
@@ -73,6 +74,7 @@ class SimulatedReporter:
     current_step: int = 0
     is_set_up: bool = False
     is_expendable: bool = False
+    counters: Counters | None = None
 
     def progress(
         self,
@@ -85,7 +87,9 @@ class SimulatedReporter:
     ) -> None:
         self.current_step = step
         whole = self.simulation.count(self.rank, samples)
+        self.counters = counters
         self.outer.progress(step=step, samples=whole, loss=loss, fraction=fraction)
+        self.simulation.look(fraction)
 
     def phase(self, name: str) -> None:
         if name != self.current_phase:
@@ -122,6 +126,7 @@ class Simulation:
             there are no random streams.
         pace: of a rank, by what the duration of compute in each of its steps is multiplied, in
             place of jitter and drift; the last one holds for further steps, 1 for other ranks.
+        live: where the ranks' beats are written down for whoever watches the run.
     """
 
     def __init__(
@@ -140,6 +145,7 @@ class Simulation:
         arithmetic: Sequence[int] | None,
         values: bool,
         pace: Mapping[int, Sequence[float]] | None,
+        live: LiveFile | None,
     ) -> None:
         self._values = values
         self._threads = cluster.threads_of(ranks, threads)
@@ -156,6 +162,8 @@ class Simulation:
         self._seed = seed_number
         self._jitter = jitter
         self._pace = pace
+        self._live = live
+        self._fraction: float | None = None
         self._drifts = {}
         for place, node in enumerate(cluster.nodes):
             if node.drift is not None:  # seeded unlike any rank
@@ -199,6 +207,8 @@ class Simulation:
         finally:
             gc.set_threshold(*thresholds)
             gc.unfreeze()
+            if failure is not None and self._live is not None:
+                self._write(self._live)
             self._kernel.abort(failure or "the run has ended")
             self._streams.give(None)
         meters = [port.meter for port in self._world.net.ports]
@@ -224,6 +234,27 @@ class Simulation:
         """One line for the user."""
         self._notices.append(text)
         self._outer.notice(text)
+
+    def look(self, fraction: float | None) -> None:
+        """A rank has finished a step: from time to time, write down how far all are."""
+        self._fraction = fraction
+        if self._live is not None and self._live.due():
+            self._write(self._live)
+
+    def _write(self, live: LiveFile) -> None:
+        """Without whom they wait for: in the midst of a flow's turn that need not be settled."""
+        for rank, reporter in enumerate(self._reporters):
+            beat = Heartbeat(
+                rank,
+                step=reporter.current_step,
+                samples=self._samples[rank],
+                fraction=self._fraction,
+                phase=reporter.current_phase,
+                counters=reporter.counters,
+            )
+            live.on_beat(beat)
+            live.slow.on_beat(beat)
+        live.write()
 
     def _start(self, rank: int, program: Program) -> None:
         runtime = self._runtime(rank)
@@ -362,12 +393,13 @@ def simulate(
     arithmetic: Sequence[int] | None = None,
     values: bool = True,
     pace: Mapping[int, Sequence[float]] | None = None,
+    live: LiveFile | None = None,
 ) -> Outcome:
     """Run `program` on `ranks` ranks of `cluster` in virtual time, in this process."""
     simulation = Simulation(
         cluster, ranks, costs, overhead, outer,
         seed_number=seed_number, sharing=sharing, jitter=jitter, patience=patience, threads=threads,
-        arithmetic=arithmetic, values=values, pace=pace,
+        arithmetic=arithmetic, values=values, pace=pace, live=live,
     )  # fmt: skip
     return simulation.run(program)
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from orchestra.cluster import Channel, Cluster, Node, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.cluster.nodes import DEFAULT
+from orchestra.engines.live import LiveFile
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
+from orchestra.engines.processes.slow_ranks import slow_ranks_of
 from orchestra.engines.run import record_of, write_environment
 from orchestra.engines.simulation.cost_source import CostSource, cost_source_of
 from orchestra.errors import InputError, RunFailed
@@ -117,6 +119,8 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     """What the process of the simulation runs; here, so that a launcher can name it."""
     run, folder = assignment.run, assignment.folder
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
+    roles = roles_of(run.strategy, run.training.ranks)
+    live = LiveFile(folder, slow_ranks_of(run, roles, lambda _: None))
     outcome, cluster, wire = simulate_run(
         run,
         assignment.source,
@@ -125,7 +129,10 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         folder,
         runtime.reporter,
         assignment.pace,
+        live,
     )
+    if outcome.failure is None:
+        live.remove()
     if outcome.failure is None and outcome.bad_input is None:
         keep_links(folder, cluster, outcome, wire)
     alone = assignment.ranks == 1 < len(cluster.nodes)
@@ -140,6 +147,7 @@ def simulate_run(
     folder: Path,
     reporter: Reporter,
     pace: Pace | None = None,
+    live: LiveFile | None = None,
 ) -> tuple[Outcome, Cluster, float]:
     """Simulate `run` on `cluster` in this process, on `ranks` processes of it.
 
@@ -196,6 +204,7 @@ def simulate_run(
         threads=run.training.threads,
         values=run.training.tensors == "real",
         pace=pace,
+        live=live,
     )
     if len(cluster.nodes) > 1:
         outcome = replace(outcome, alone=speeds_alone(memory, cluster, ranks, costs, jitter))

@@ -1,0 +1,225 @@
+"""`orchestra watch`: a run or a comparison in the terminal, while it goes on or afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from orchestra.cli.arguments import Parser
+from orchestra.engines.live import moments
+from orchestra.errors import InputError
+from orchestra.experiments.experiment import on_ranks, runs
+from orchestra.experiments.file import load
+from orchestra.experiments.run import PARENT
+from orchestra.experiments.tuning import trials
+from orchestra.records.layout import SUMMARY, run_folder
+from orchestra.records.live import read_live, under_way
+from orchestra.records.record import RunRecord, read_summary
+from orchestra.report.numbers import significant
+from orchestra.report.watch_page import Made, comparison_page, run_page
+from orchestra.report.watching import EXPERIMENT, RunView, RunWatch, experiment_of
+
+DESCRIPTION = """\
+Show a run, or a comparison, in the terminal while it goes on: progress and loss; for each rank its
+steps, samples/s, loss, and the shares of its time that go into compute, communication, waiting and
+input; staleness, batches, bytes sent, and whom it waits for; stragglers, and the switch of
+strategies when it happens.
+
+DIR is the folder of `orchestra train` or `orchestra compare` (on any engine); it may be watched
+from another terminal, or another machine that shares the folder, at no cost for the run. A run
+that has ended is shown once. Ctrl-C ends the watching, never the run.
+
+Where output is no terminal, and with --once, what is known now is printed once. Exit status: 0, and
+1 if the run failed or was cut off.
+"""
+
+EPILOG = """\
+examples:
+  orchestra watch
+      the newest folder in runs/
+
+  orchestra watch runs/quickstart-1
+      a comparison: what is done, and the run under way
+
+  orchestra watch runs/quickstart-1/runs/servers/4-ranks/seed-0 --once
+      one of its runs, printed once
+
+  while sleep 60; do orchestra watch runs/first >> progress.txt; done
+      a table a minute, in a file
+
+docs/watching.md explains each column.
+"""
+
+REDRAW_SECONDS = 1.0
+PLAIN_COLUMNS = 140
+"""Of output that is no terminal."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Watch as the command line says."""
+    parser = Parser("watch", DESCRIPTION, EPILOG)
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="of a run or a comparison (default: the newest in runs/)",
+    )
+    parser.flag("--once", "print what is known now, and end")
+    options = parser.read(arguments)
+    page = page_of(options.folder or newest(PARENT))
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=PLAIN_COLUMNS, no_color=True)
+    try:
+        return follow(page, console, once=options.once or not console.is_terminal)
+    except KeyboardInterrupt:
+        return 0
+
+
+class RunPage:
+    """What is shown of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._watch = RunWatch(folder)
+        self.view: RunView | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.view is not None and self.view.over
+
+    @property
+    def well(self) -> bool:
+        return self.view is None or self.view.status not in ("failed", "cut off")
+
+    def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
+        """The page at the time `now`."""
+        self.view = self._watch.look(now)
+        return run_page(self.view, console, height)
+
+
+class ComparisonPage:
+    """What is shown of a comparison: the runs that are done, and the one under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        experiment = load(folder / EXPERIMENT)
+        self._places = [
+            (trial.folder(folder), f"tuning: {trial}") for trial in trials(experiment)
+        ] + [
+            (
+                run_folder(folder, run.name, run.training.ranks, run.seed),
+                f"{on_ranks(run)}, seed {run.seed}",
+            )
+            for run in runs(experiment)
+        ]
+        self._made: dict[Path, Made] = {}
+        self._current: RunPage | None = None
+        self._current_folder: Path | None = None
+        self.over = False
+
+    @property
+    def well(self) -> bool:
+        return all(each.status == "completed" for each in self._made.values())
+
+    def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
+        """The page at the time `now`."""
+        at_work = under_way(self._folder, None, now)
+        current = None
+        for folder, what in self._places:
+            record = _record(folder)
+            if record is not None:
+                self._made[folder] = _made(folder, what, record)
+            else:
+                self._made.pop(folder, None)
+                if folder.exists() and under_way(folder, read_live(folder), now):
+                    current = folder
+        self.over = not (at_work or current)
+        page = None
+        if current is not None:
+            if self._current is None or current != self._current_folder:
+                self._current, self._current_folder = RunPage(current), current
+            page = self._current.draw(now, console, None if height is None else height * 2 // 3)
+        return comparison_page(
+            self._folder,
+            [self._made[folder] for folder, _ in self._places if folder in self._made],
+            len(self._places),
+            page,
+            under_way=not self.over,
+            room=None if height is None else height // 3 - 5,
+        )
+
+
+def page_of(folder: Path) -> RunPage | ComparisonPage:
+    """What is to be shown of `folder`.
+
+    Raises:
+        InputError: it is not the folder of a run or of a comparison.
+    """
+    try:
+        experiment = experiment_of(folder)
+    except InputError as error:
+        inner = _newest_in(folder)
+        raise InputError(f"{error}; name one in it, such as {inner}") if inner else error from None
+    several = any(
+        isinstance(value := experiment.get(key), list | dict) and len(value) > 1
+        for key in ("strategies", "ranks", "seeds")
+    )
+    return ComparisonPage(folder) if several or (folder / "runs").is_dir() else RunPage(folder)
+
+
+def newest(parent: Path) -> Path:
+    """The folder in `parent` in which a run or comparison was begun last.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = _newest_in(parent)
+    if found is None:
+        raise InputError(f"{parent}: holds no run; name the folder of one: orchestra watch DIR")
+    return found
+
+
+def _newest_in(parent: Path) -> Path | None:
+    found = list(parent.glob(f"*/{EXPERIMENT}"))
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+
+
+def follow(page: RunPage | ComparisonPage, console: Console, *, once: bool) -> int:
+    """Show `page` again and again until nothing more is to come; the exit status."""
+    times = moments(REDRAW_SECONDS)
+    if once:
+        console.print(page.draw(next(times), console, None))
+        return 0 if page.well else 1
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        for now in times:
+            live.update(page.draw(now, console, console.height), refresh=True)
+            if page.over:
+                break
+    console.print(page.draw(now, console, None))
+    return 0 if page.well else 1
+
+
+def _record(folder: Path) -> RunRecord | None:
+    """The record of a run that is over; a stopped one is not."""
+    try:
+        records = read_summary(folder / SUMMARY)
+    except FileNotFoundError:
+        return None
+    return next((record for record in records if record.status != "stopped"), None)
+
+
+def _made(folder: Path, what: str, record: RunRecord) -> Made:
+    figures = {"loss": record.final_loss, **record.metrics}
+    return Made(
+        folder,
+        what,
+        record.status,
+        record.train_seconds,
+        record.samples_per_second,
+        ", ".join(f"{name} {significant(v, 4)}" for name, v in figures.items() if v is not None),
+        (record.failure or "").partition("\n")[0],
+    )

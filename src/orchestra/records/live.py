@@ -1,0 +1,142 @@
+"""What a run under way says about itself in `live.json`, and whether it is under way at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestra.records.record import partial_of
+from orchestra.records.stragglers import Straggler
+from orchestra.settings.base import from_plain, to_plain
+
+LIVE = "live.json"
+"""In the folder of a run: written about once a second, and removed when the run ends well."""
+
+FRESH_SECONDS = 10.0
+"""A file that is older belongs to a run that has ended, unless a lock says otherwise."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Ranks, any of which may release the one that waits, and the part of its last beats at which
+    it did so."""
+
+    ranks: tuple[int, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """What a rank last said.
+
+    `seconds` is the time on its stopwatch up to which `arrived` counts: for each rank that sent
+    large messages the bytes, and the seconds for which one was arriving.
+    """
+
+    rank: int
+    phase: str
+    step: int = 0
+    samples: int = 0
+    waits_for: tuple[Waiting, ...] = ()
+    seconds: float = 0.0
+    arrived: tuple[tuple[int, float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run at the moment `written`, which is a time of the machine `host` in seconds since 1970;
+    the `process` there has written it.
+
+    `training_since` is when the first step began, and `fraction` the part of the budget that is
+    used up, `fraction_then` at the first step; None as long as they are not known.
+    """
+
+    written: float
+    host: str
+    process: int
+    ranks: tuple[RankNow, ...] = ()
+    training_since: float | None = None
+    fraction: float | None = None
+    fraction_then: float = 0.0
+    stragglers: tuple[Straggler, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the budget is used up, at the pace until now, by the clock on the wall."""
+        if self.training_since is None or self.fraction is None:
+            return None
+        done = self.fraction - self.fraction_then
+        passed = self.written - self.training_since
+        return passed * (1 - self.fraction) / done if done > 0 and passed > 0 else None
+
+
+def write_live(folder: Path, live: Live) -> None:
+    """Replace `live.json` as a whole. What cannot be written is left out: nobody depends on it."""
+    path = folder / LIVE
+    with contextlib.suppress(OSError):
+        partial_of(path).write_text(json.dumps(to_plain(live, finite=True)))
+        partial_of(path).replace(path)
+
+
+def read_live(folder: Path) -> Live | None:
+    """What a run last said; None where there is no such file, or it is none of this version."""
+    try:
+        live: Live = from_plain(Live, json.loads((folder / LIVE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+    return live
+
+
+def remove_live(folder: Path) -> None:
+    """Remove the file of a run that has ended well: its record says more."""
+    with contextlib.suppress(OSError):
+        (folder / LIVE).unlink(missing_ok=True)
+
+
+def under_way(folder: Path, live: Live | None, now: float) -> bool:
+    """Whether a process is at work in `folder` at the time `now`, in seconds since 1970.
+
+    A lock on the folder is certain. Some file systems have none, and other machines do not show
+    theirs: then the run has to have written its file a moment ago.
+    """
+    if holder(folder) is not None:
+        return True
+    if live is None or now - live.written >= FRESH_SECONDS:
+        return False
+    return live.host != host_name() or Path(f"/proc/{live.process}").exists()
+
+
+def holder(folder: Path) -> str | None:
+    """The process that has locked `folder`, as far as the kernel shows it."""
+    with contextlib.suppress(OSError):
+        inode = folder.stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and int(words[4]) > 0:
+                return f"process {words[4]}"
+    return None
+
+
+def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tuple[int, int], float]:
+    """Bytes per second of each pair (source, target), between two moments of the stopwatch."""
+    earlier = {each.rank: each for each in before}
+    rates = {}
+    for now in after:
+        then = earlier.get(now.rank, RankNow(now.rank, ""))
+        had = {source: size for source, size, _ in then.arrived}
+        seconds = now.seconds - then.seconds
+        for source, size, _ in now.arrived:
+            if seconds > 0 and size > had.get(source, 0.0):
+                rates[source, now.rank] = (size - had.get(source, 0.0)) / seconds
+    return rates
+
+
+def host_name() -> str:
+    """Of this machine, as `Live.host` has it."""
+    return platform.node() or os.uname().nodename

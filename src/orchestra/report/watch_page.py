@@ -1,0 +1,289 @@
+"""What `orchestra watch` shows: tables and lines for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from orchestra.report.numbers import significant
+from orchestra.report.watching import Row, RunView, bytes_text, ranks_text
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDE = 100
+"""Columns of a terminal from which on there is more space between those of the table."""
+MAX_LINKS = 4
+STYLES = {
+    "running": "cyan",
+    "completed": "green",
+    "stopped": "yellow",
+    "failed": "bold red",
+    "cut off": "bold red",
+}
+CUT_OFF = "no process is at work here, and there is no record: it was killed, or its machine ended"
+
+
+def clock_text(seconds: float) -> str:
+    """A duration such as 1:05 or 2:03:04."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
+    """The values over their places, in `width` characters; each is the mean of its part.
+
+    Values that are positive and differ by more than a factor of 10 are drawn on a log scale.
+    """
+    if len(points) < 2 or width < 2:
+        return ""
+    begin, end = points[0][0], points[-1][0]
+    cells: list[list[float]] = [[] for _ in range(width)]
+    for place, value in points:
+        part = (place - begin) / (end - begin) if end > begin else 0.0
+        cells[min(int(part * width), width - 1)].append(value)
+    means = [sum(cell) / len(cell) for cell in cells if cell]
+    if 0 < 10 * min(means) < max(means):
+        means = [math.log(mean) for mean in means]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[round((mean - low) / span * (len(BLOCKS) - 1))] for mean in means)
+
+
+# A run -----------------------------------------------------------------------------------------
+
+
+def run_page(view: RunView, console: Console, height: int | None = None) -> RenderableType:
+    """All that is shown of a run, in `height` lines of `console` if given."""
+    below = list(_below(view))
+    room = None
+    if height is not None:
+        lines = sum(max(1, -(-len(text) // console.width)) for text in below)
+        room = max(height - lines - 8, 3)
+    return Group(
+        *_above(view, console.width),
+        Text(),
+        _ranks_table(view, console, room),
+        *below,
+    )
+
+
+def _above(view: RunView, width: int) -> Iterator[RenderableType]:
+    """Yield which run it is, how far, how fast and how well."""
+    yield Text(str(view.folder), style="bold")
+    ranks = "1 rank" if view.ranks == 1 else f"{view.ranks} ranks"
+    own = f"{view.name}: " if not view.strategy.startswith(view.name) else ""
+    yield Text(f"{own}{view.strategy}, {ranks}, engine {view.engine}, seed {view.seed}")
+    phase = f", {view.phase}" if view.phase and view.phase != "training" else ""
+    line = Text.assemble((f"{view.status}{phase}", STYLES[view.status]))
+    if view.seconds is not None:
+        clock = "virtual " if view.engine == "simulation" else ""
+        passed = clock_text(view.seconds) if view.seconds >= 10 else f"{view.seconds:.2g} s"
+        line.append(f"  {passed} {clock}on the stopwatch")
+    if view.seconds_left is not None:
+        line.append(f", about {clock_text(view.seconds_left)} left")
+    if view.status == "cut off" and view.silent_seconds is not None:
+        line.append(f", last heard of {clock_text(view.silent_seconds)} ago")
+    yield line
+    if view.fraction is not None and not view.over:
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            ProgressBar(total=1.0, completed=view.fraction, width=min(40, width // 2)),
+            f"{view.fraction:.0%}",
+        )
+        yield bar
+    facts = []
+    if view.loss is not None:
+        shown = sparkline(view.history, min(40, width // 3))
+        facts.append(f"loss {significant(view.loss, 4)}{'  ' * bool(shown)}{shown}")
+    if view.samples_per_second is not None:
+        facts.append(f"{view.samples_per_second:,.0f} samples/s")
+    if facts:
+        yield Text("   ".join(facts))
+    if view.staleness:
+        mean, most = view.staleness["mean"], view.staleness["max"]
+        yield Text(f"staleness {significant(mean, 3)} updates in the mean, at most {most:.0f}")
+    if view.metrics:
+        figures = (f"{name} {significant(value, 4)}" for name, value in view.metrics.items())
+        yield Text("final parameters: " + ", ".join(figures))
+
+
+def _below(view: RunView) -> Iterator[Text]:
+    """Yield what stands out, and what has happened."""
+    if view.status == "cut off":
+        yield Text(f"{CUT_OFF}. The same command goes on with it, or begins anew", style="bold red")
+    if view.failure is not None:
+        yield Text(f"failed: {view.failure.splitlines()[0]}", style="bold red")
+    for straggler in view.stragglers:
+        since = f", since step {straggler.since_step}" if straggler.since_step else ""
+        until = f" until step {straggler.until_step}" if straggler.until_step else ""
+        yield Text(f"straggler: {straggler.text}{since}{until}", style="yellow")
+    silent = [row for row in view.rows if row.silent_seconds and row.phase in ("training", "")]
+    if silent and view.status == "running":
+        who = ranks_text([row.rank for row in silent])
+        longest = max(row.silent_seconds for row in silent)
+        yield Text(f"no step for up to {clock_text(longest)}: rank {who}", style="yellow")
+    for switch in view.switches:
+        yield Text(f"switched {switch}", style="magenta")
+    if view.links:
+        more = f", {len(view.links) - MAX_LINKS} more" if len(view.links) > MAX_LINKS else ""
+        yield Text("busiest links: " + ", ".join(view.links[:MAX_LINKS]) + more)
+    for notice in view.notices:
+        yield Text(f"notice: {notice}", style="yellow")
+
+
+class Column(NamedTuple):
+    """A column of the table of ranks; those of the highest `order` are left out first."""
+
+    heading: str
+    cell: Callable[[Row], str]
+    order: int = 0
+    left: bool = False
+
+
+def _columns(view: RunView) -> Iterator[Column]:
+    rows = view.rows
+    yield Column("rank", lambda row: str(row.rank))
+    if any(row.role == "server" for row in rows):
+        yield Column("role", lambda row: row.role, 2, left=True)
+    yield Column("step", lambda row: str(row.step) if row.step else "-")
+    yield Column("samples/s", lambda row: _number(row.samples_per_second, 3))
+    yield Column("loss", lambda row: _number(row.loss, 4))
+    for name, order in (("compute", 0), ("communicate", 0), ("wait", 0), ("input", 4)):
+        if any(name in row.parts for row in rows):
+            heading = "comm." if name == "communicate" else name
+            yield Column(heading, lambda row, name=name: _part(row, name), order)  # type: ignore[misc]
+    if any(row.staleness for row in rows):
+        yield Column("staleness", _staleness, 3)
+    batches = {row.batch for row in rows if row.batch}
+    if view.balances or len(batches) > 1:
+        total = sum(row.batch or 0 for row in rows) or 1
+        yield Column(
+            "batch", lambda row: f"{row.batch} ({row.batch / total:.0%})" if row.batch else "-", 3
+        )
+    yield Column("sent", lambda row: _sent(row), 5)
+    yield Column("waits for", lambda row: row.waits_for or "-", 1, left=True)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else significant(value, digits)
+
+
+def _part(row: Row, name: str) -> str:
+    return f"{row.parts[name]:.0%}" if name in row.parts else "-"
+
+
+def _staleness(row: Row) -> str:
+    return "-" if row.staleness is None else f"{row.staleness[0]:.1f} ({row.staleness[1]})"
+
+
+def _sent(row: Row) -> str:
+    return "-" if row.bytes_per_second is None else f"{bytes_text(row.bytes_per_second)}/s"
+
+
+def _ranks_table(view: RunView, console: Console, room: int | None) -> RenderableType:
+    """The ranks, as many as there is room for, those that stand out among them."""
+    if not view.rows:
+        return Text("no rank has said anything yet", style="dim")
+    slow = {rank for straggler in view.stragglers for rank in straggler.ranks}
+    rows = list(view.rows)
+    if room is not None and len(rows) > room:
+        notable = [row for row in rows if row.rank in slow or row.silent_seconds]
+        others = [row for row in rows if row not in notable]
+        chosen = (notable + others)[: room - 1]
+        rows = [row for row in rows if row in chosen]
+    gap = 2 if console.width >= WIDE else 1
+    columns = _fitting(list(_columns(view)), rows, console.width, gap)
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(
+            column.heading,
+            justify="left" if column.left else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for row in rows:
+        style = "yellow" if row.rank in slow or row.silent_seconds else ""
+        table.add_row(*(Text(column.cell(row), style=style) for column in columns))
+    what = "shares of the time, and speeds, over the last 10 s or 10 steps"
+    if view.status in ("completed", "stopped"):
+        what = "over the whole run; whom a rank waits for in the steps of the timeline"
+    more = len(view.rows) - len(rows)
+    note = f"and {more} more ranks; {what}" if more else what
+    return Group(table, Text(note, style="dim"))
+
+
+def _fitting(columns: list[Column], rows: Sequence[Row], width: int, gap: int) -> list[Column]:
+    """The columns that fit into `width`."""
+
+    def needed() -> int:
+        cells = (max(len(c.heading), *(len(c.cell(row)) for row in rows)) for c in columns)
+        return sum(cells) + gap * (len(columns) - 1)
+
+    while needed() > width and any(column.order for column in columns):
+        columns.remove(max(columns, key=lambda column: column.order))
+    return columns
+
+
+# A comparison ----------------------------------------------------------------------------------
+
+
+class Made(NamedTuple):
+    """A run of a comparison: which it is, and what has become of it."""
+
+    folder: Path
+    what: str
+    status: str
+    seconds: float | None = None
+    samples_per_second: float | None = None
+    figures: str = ""
+    failure: str = ""
+
+
+def comparison_page(
+    folder: Path,
+    made: Sequence[Made],
+    planned: int,
+    current: RenderableType | None,
+    *,
+    under_way: bool,
+    room: int | None = None,
+) -> RenderableType:
+    """The runs that are done, `room` of them if given, and the page of the one under way."""
+    done = [each for each in made if each.status in ("completed", "failed")]
+    failed = sum(each.status == "failed" for each in done)
+    state = "running" if under_way else "completed" if len(done) >= planned else "stopped"
+    title = Text(f"{folder}", style="bold")
+    count = Text.assemble((state, STYLES[state]), f"  {len(done)} of {planned} runs are done")
+    if failed:
+        count.append(f", {failed} failed", style="bold red")
+    shown = done if room is None else done[-max(room, 3) :]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("run", "status", "seconds", "samples/s", "final parameters"):
+        table.add_column(
+            heading,
+            justify="right" if heading in ("seconds", "samples/s") else "left",
+            overflow="fold" if heading == "run" else "ellipsis",
+            no_wrap=heading != "run",
+        )
+    for each in shown:
+        table.add_row(
+            Text(each.what),
+            Text(each.status, style=STYLES[each.status]),
+            _number(each.seconds, 3),
+            _number(each.samples_per_second, 3),
+            Text(each.failure or each.figures),
+        )
+    parts: list[RenderableType] = [title, count, Text()]
+    if len(shown) < len(done):
+        parts.append(Text(f"{len(done) - len(shown)} earlier runs, and:", style="dim"))
+    parts.append(table if shown else Text("no run is done yet", style="dim"))
+    if current is not None:
+        parts += [Text(), current]
+    return Group(*parts)

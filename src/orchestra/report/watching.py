@@ -1,0 +1,413 @@
+"""A run as its folder shows it at a moment, while it is under way or afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestra.errors import InputError
+from orchestra.records.layout import SUMMARY
+from orchestra.records.live import Live, RankNow, mean_rates, read_live, under_way
+from orchestra.records.record import RunRecord, read_links, read_summary
+from orchestra.records.stragglers import Straggler
+from orchestra.records.tail import Line, Tail
+from orchestra.report.waits import waits_of_trace
+from orchestra.settings.base import from_plain
+from orchestra.settings.notation import Call, read
+from orchestra.settings.reading import yaml_value
+
+EXPERIMENT = "experiment.yaml"
+PARTS = ("compute", "communicate", "wait", "input")
+NEEDED = {"step", "seconds", "consumed", "samples", "loss", *PARTS[:3]}
+WINDOW_SECONDS = 10.0
+WINDOW_STEPS = 10
+"""What is shown as of now is the mean of this long on the stopwatch, and of so many steps."""
+MAX_WINDOW = 5000
+HISTORY = 512
+SILENT_SECONDS = 5.0
+"""A worker whose last step is so much older than that of another is said to have none."""
+
+Status = Literal["running", "completed", "stopped", "failed", "cut off"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank: what it did in its last steps, or, of a completed run, in all of them.
+
+    `parts` are those of its time; None stands for what is not known.
+    """
+
+    rank: int
+    role: str
+    step: int
+    samples_per_second: float | None = None
+    loss: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    staleness: tuple[float, int] | None = None
+    batch: int | None = None
+    bytes_per_second: float | None = None
+    waits_for: str = ""
+    phase: str = ""
+    silent_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunView:
+    """Everything that is known of a run: see `RunWatch`."""
+
+    folder: Path
+    name: str
+    strategy: str
+    engine: str
+    ranks: int
+    seed: int
+    status: Status
+    phase: str = ""
+    fraction: float | None = None
+    seconds: float | None = None
+    seconds_left: float | None = None
+    silent_seconds: float | None = None
+    samples_per_second: float | None = None
+    loss: float | None = None
+    history: Sequence[tuple[float, float]] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    staleness: Mapping[str, float] | None = None
+    rows: Sequence[Row] = ()
+    balances: bool = False
+    stragglers: Sequence[Straggler] = ()
+    switches: Sequence[str] = ()
+    links: Sequence[str] = ()
+    notices: Sequence[str] = ()
+    failure: str | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.status in ("completed", "stopped", "failed", "cut off")
+
+
+class RankTrack:
+    """The steps of one rank, as its file grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.window: deque[Line] = deque(maxlen=MAX_WINDOW)
+        self.history: list[tuple[float, float]] = []
+        self.switched: list[int] = []
+        self._tail = Tail(path)
+        self._every, self._count = 1, 0
+
+    @property
+    def last(self) -> Line | None:
+        return self.window[-1] if self.window else None
+
+    def look(self) -> list[Line]:
+        """Take in what was added, and return it."""
+        lines = [line for line in self._tail.read() if line.keys() >= NEEDED]
+        if self._tail.began_anew:
+            self.window.clear()
+            self.history.clear()
+            self.switched.clear()
+        for line in lines:
+            self.window.append(line)
+            switched = line.get("switched_at_step")
+            if switched is not None and switched not in self.switched:
+                self.switched.append(switched)
+            self._remember(line)
+        while len(self.window) > WINDOW_STEPS + 1 and self._old(self.window[1]):
+            self.window.popleft()
+        return lines
+
+    def _old(self, line: Line) -> bool:
+        return bool(line["seconds"] < self.window[-1]["seconds"] - WINDOW_SECONDS)
+
+    def _remember(self, line: Line) -> None:
+        """Keep at most `HISTORY` losses, evenly spaced over the steps."""
+        self._count += 1
+        loss = line["loss"]
+        if self._count % self._every or loss is None or not math.isfinite(loss):
+            return
+        self.history.append((float(line["consumed"]), float(loss)))
+        if len(self.history) > HISTORY:
+            del self.history[::2]
+            self._every *= 2
+
+    def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
+        """The last steps of rank `rank`; `newest` is the latest moment that any rank told of."""
+        last = self.window[-1]
+        several = len(self.window) > 1
+        lines = list(itertools.islice(self.window, 1, None)) if several else [last]
+        seconds = last["seconds"] - (self.window[0]["seconds"] if several else 0.0)
+
+        def rate(name: str) -> float | None:
+            return sum(line.get(name) or 0 for line in lines) / seconds if seconds > 0 else None
+
+        stale = [value for line in lines for value in line.get("staleness") or ()]
+        silent = newest - last["seconds"]
+        return Row(
+            rank,
+            "worker",
+            last["step"],
+            rate("samples"),
+            last["loss"],
+            {name: rate(name) or 0.0 for name in PARTS if name in last},
+            (sum(stale) / len(stale), max(stale)) if stale else None,
+            last["samples"],
+            rate("bytes_sent"),
+            _waits_text(now),
+            now.phase if now else "",
+            silent if silent > SILENT_SECONDS else 0.0,
+        )
+
+
+class RunWatch:
+    """Follows the run in `folder`.
+
+    Raises:
+        InputError: it is not the folder of a run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        experiment = experiment_of(folder)
+        (self._name, strategy), *_ = dict(experiment.get("strategies") or {"": ""}).items()
+        self._strategy = str(strategy)
+        self._engine = str(experiment.get("engine", ""))
+        self._ranks = _first(experiment.get("ranks"))
+        self._seed = _first(experiment.get("seeds"))
+        self._balances = experiment.get("shares") is not None
+        self._tracks: dict[int, RankTrack] = {}
+        self._earlier: deque[Live] = deque(maxlen=12)
+        self._waits: Mapping[int, str] | None = None
+
+    def look(self, now: float) -> RunView:
+        """What is known at the time `now`, in seconds since 1970."""
+        record = next(iter(_summary(self.folder)), None)
+        live = read_live(self.folder)
+        if record is None and not under_way(self.folder, live, now):
+            record = next(iter(_summary(self.folder)), None)  # it may have ended just now
+            status: Status = "cut off"
+        else:
+            status = "running"
+        self._follow_steps()
+        if record is not None and record.status != "failed":
+            return self._finished(record)
+        view = self._now(status, live, now)
+        if record is not None:
+            return replace(view, status="failed", failure=record.failure, seconds_left=None)
+        return view
+
+    def _follow_steps(self) -> None:
+        for path in self.folder.glob("steps-rank-*.jsonl"):
+            number = path.stem.rpartition("-")[2]
+            if number.isdecimal():
+                self._tracks.setdefault(int(number), RankTrack(path)).look()
+
+    def _now(self, status: Status, live: Live | None, now: float) -> RunView:
+        tracks = {rank: track for rank, track in self._tracks.items() if track.window}
+        newest = max((track.window[-1]["seconds"] for track in tracks.values()), default=0.0)
+        said = {each.rank: each for each in live.ranks} if live else {}
+        rows = []
+        for rank in sorted({*self._tracks, *said}):
+            track, own = tracks.get(rank), said.get(rank)
+            serves = own is not None and own.phase == "serving"
+            if track is None or serves:  # its steps, if any, were those of a phase before
+                rows.append(_without_steps(own, rank, "server" if serves else ""))
+            else:
+                rows.append(track.row(rank, own, newest))
+        losses = [row.loss for row in rows if row.loss is not None and not row.silent_seconds]
+        running = status == "running"
+        rates = [row.samples_per_second for row in rows if row.samples_per_second is not None]
+        return self._view(
+            status,
+            rows,
+            phase=_phase(live) if running else "",
+            fraction=live.fraction if live else None,
+            seconds=newest or None,
+            seconds_left=live.seconds_left if live and running else None,
+            silent_seconds=max(0.0, now - live.written) if live else None,
+            samples_per_second=sum(rates) if rates else None,
+            loss=sum(losses) / len(losses) if losses else None,
+            stragglers=live.stragglers if live else (),
+            links=self._links_now(live),
+            notices=live.notices if live else (),
+        )
+
+    def _finished(self, record: RunRecord) -> RunView:
+        if self._waits is None:
+            self._waits = waits_of_trace(self.folder)
+        rows = [self._whole_run(each, record) for each in record.by_rank]
+        status: Status = "completed" if record.status == "completed" else "stopped"
+        metrics = {"loss": record.final_loss, **record.metrics}
+        return self._view(
+            status,
+            rows,
+            seconds=record.train_seconds,
+            samples_per_second=record.samples_per_second,
+            loss=_mean([row.loss for row in rows]),
+            metrics={name: value for name, value in metrics.items() if value is not None},
+            staleness=record.staleness,
+            stragglers=[from_plain(Straggler, dict(each)) for each in record.stragglers],
+            switches=self._switches(record.switched_at_step),
+            links=_links_carried(self.folder),
+            notices=record.notices,
+        )
+
+    def _whole_run(self, said: Mapping[str, Any], record: RunRecord) -> Row:
+        rank = int(said["rank"])
+        track = self._tracks.get(rank)
+        last = track.last if track and said["role"] != "server" else None
+        total = record.train_seconds or 0.0
+        parts = {name: value / total for name, value in said["seconds"].items() if total > 0}
+        works = bool(said["samples"])
+        return Row(
+            rank,
+            str(said["role"]),
+            int(said["steps"]),
+            said["samples"] / total if works and total > 0 else None,
+            last["loss"] if last else None,
+            parts,
+            batch=last["samples"] if last else None,
+            bytes_per_second=said["bytes_sent"] / total if total > 0 else None,
+            waits_for=(self._waits or {}).get(rank, ""),
+        )
+
+    def _view(self, status: Status, rows: Sequence[Row], **about: Any) -> RunView:
+        first = next((t for _, t in sorted(self._tracks.items()) if t.history), None)
+        return RunView(
+            self.folder,
+            self._name,
+            self._strategy,
+            self._engine,
+            self._ranks,
+            self._seed,
+            status,
+            rows=rows,
+            history=first.history if first else (),
+            balances=self._balances,
+            **{"switches": self._switches(None), **about},
+        )
+
+    def _switches(self, last: int | None) -> list[str]:
+        """What is known of each switch: after which step, to what, and by which rule."""
+        tracks = (track.switched for _, track in sorted(self._tracks.items()) if track.switched)
+        steps = next(tracks, []) or ([] if last is None else [last])
+        return [switch_text(self._strategy, step, len(steps)) for step in steps]
+
+    def _links_now(self, live: Live | None) -> list[str]:
+        if live is None:
+            return []
+        if not self._earlier or self._earlier[-1].written != live.written:
+            self._earlier.append(live)
+        before = self._earlier[0].ranks if len(self._earlier) > 1 else ()
+        rates = sorted(mean_rates(before, live.ranks).items(), key=lambda item: -item[1])
+        return [f"{source} to {target}: {bytes_text(rate)}/s" for (source, target), rate in rates]
+
+
+def experiment_of(folder: Path) -> Mapping[str, Any]:
+    """The experiment in the folder of a run or of a comparison.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        value = yaml_value((folder / EXPERIMENT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not folder.exists():
+            raise InputError(f"{folder}: there is no such folder") from None
+        raise InputError(
+            f"{folder}: is not the folder of a run or comparison: it has no {EXPERIMENT}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{folder / EXPERIMENT}: cannot be read: {reason}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{folder / EXPERIMENT}: is damaged")
+    return value
+
+
+def switch_text(strategy: str, step: int, known: int = 1) -> str:
+    """A switch of `strategy` in words; of one with further switches inside only the step."""
+    text = f"after step {step}"
+    try:
+        call = read(strategy, where="strategy")
+    except InputError:
+        return text
+    phases = dict(zip(("first", "then"), call.positional, strict=False)) | dict(call.keywords)
+    inner = [phases.get("first"), phases.get("then")]
+    nested = any(isinstance(each, Call) and each.name == "Switch" for each in inner)
+    if call.name != "Switch" or nested or known > 1:
+        return text
+    return f"{text} to {phases.get('then')}, by {phases.get('when', 'LossStable()')}"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes for people, such as 1.2 MB."""
+    units = ["B", "kB", "MB", "GB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.0f} {units[0]}" if count >= 99.5 else f"{count:.3g} {units[0]}"
+
+
+def _summary(folder: Path) -> list[RunRecord]:
+    try:
+        return read_summary(folder / SUMMARY)
+    except FileNotFoundError:
+        return []
+
+
+def _first(value: object) -> int:
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, int) else 0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _without_steps(said: RankNow | None, rank: int, role: str) -> Row:
+    step, phase = (said.step, said.phase) if said else (0, "")
+    return Row(rank, role, step, waits_for=_waits_text(said), phase=phase)
+
+
+def _phase(live: Live | None) -> str:
+    """What most of the ranks do that do not serve."""
+    phases = [each.phase for each in live.ranks if each.phase != "serving"] if live else []
+    return max(phases, key=phases.count) if phases else "set-up"
+
+
+def _waits_text(said: RankNow | None) -> str:
+    if said is None or not said.waits_for:
+        return ""
+    most = said.waits_for[0]
+    who = ranks_text(most.ranks)
+    return f"{who} ({most.share:.0%})"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in words, those of a row as "0-3"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return " or ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _links_carried(folder: Path) -> list[str]:
+    """The busiest links of a cluster that was simulated or emulated."""
+    links = read_links(folder)
+    if links is None:
+        return []
+    return [
+        f"{link.name}: {bytes_text(link.bytes / links.seconds)}/s ({min(link.share, 1.0):.0%})"
+        for link in links.busiest
+        if links.seconds > 0
+    ]
