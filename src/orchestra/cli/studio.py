@@ -1,0 +1,71 @@
+"""`orchestra studio`: a local web page on the simulation."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import webbrowser
+from collections.abc import Sequence
+
+from orchestra.cli.arguments import Parser
+from orchestra.errors import InputError
+
+DESCRIPTION = """\
+Open a page on which you choose the size of a model, the number of workers, the bandwidth and the
+latency of their network, and how slow the slowest of them is. The time of a step, its timeline and
+the scaling of every strategy are simulated as you move the controls, and the messages of a step
+travel on the network. Nothing is trained, and nothing has to be measured first.
+
+The page is served to this machine alone (127.0.0.1). Ctrl-C ends it.
+"""
+EPILOG = """\
+examples:
+  orchestra studio --open
+      the page in your browser
+
+  orchestra studio --port 8000
+      at http://127.0.0.1:8000/, such as for ssh -L 8000:127.0.0.1:8000 from another machine
+"""
+MOST_PROCESSES = 8
+ADDRESS = "127.0.0.1"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve the page until Ctrl-C."""
+    parser = Parser("studio", DESCRIPTION, EPILOG)
+    parser.option("--port", "N", "port of the address (default: a free one)", type=int, default=0)
+    parser.flag("--open", "open the page in the browser of this machine")
+    options = parser.read(arguments)
+    if not 0 <= options.port < 65536:
+        raise InputError(f"--port: {options.port} is no port; give one from 1024 to 65535")
+    try:
+        from werkzeug.serving import make_server
+
+        from orchestra.studio.server import make_app
+    except ModuleNotFoundError as error:
+        if error.name not in ("flask", "werkzeug"):
+            raise
+        raise InputError(
+            "orchestra studio needs Flask: pip install 'neural-orchestra[studio]'"
+        ) from None
+    from orchestra.studio.jobs import Simulator, begin_process
+
+    size = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    with multiprocessing.get_context("spawn").Pool(size, begin_process) as pool:
+        try:
+            server = make_server(
+                ADDRESS, options.port, make_app(Simulator(pool, size)), threaded=True
+            )
+        except SystemExit:  # it has said why
+            raise InputError(f"--port: {options.port} is taken; leave it out, or give another one")
+        address = f"http://{ADDRESS}:{server.server_port}/"
+        print(f"orchestra studio: {address} (Ctrl-C ends it)", flush=True)
+        if options.open:
+            webbrowser.open(address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+        finally:
+            server.server_close()
+    return 0
