@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import multiprocessing
 import os
+import socket
 import webbrowser
 from collections.abc import Sequence
 
@@ -50,22 +53,29 @@ def main(arguments: Sequence[str]) -> int:
         ) from None
     from orchestra.studio.jobs import Simulator, begin_process
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line for each request
+    listening = _listen(options.port)
     size = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     with multiprocessing.get_context("spawn").Pool(size, begin_process) as pool:
-        try:
-            server = make_server(
-                ADDRESS, options.port, make_app(Simulator(pool, size)), threaded=True
-            )
-        except SystemExit:  # it has said why
-            raise InputError(f"--port: {options.port} is taken; leave it out, or give another one")
-        address = f"http://{ADDRESS}:{server.server_port}/"
+        app = make_app(Simulator(pool, size))
+        server = make_server(ADDRESS, 0, app, threaded=True, fd=listening.fileno())
+        address = f"http://{ADDRESS}:{listening.getsockname()[1]}/"
         print(f"orchestra studio: {address} (Ctrl-C ends it)", flush=True)
         if options.open:
             webbrowser.open(address)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            print()
-        finally:
-            server.server_close()
+        server.server_close()
     return 0
+
+
+def _listen(port: int) -> socket.socket:
+    """A socket that listens on `port` of this machine, for itself alone.
+
+    Raises:
+        InputError: somebody else does.
+    """
+    try:
+        return socket.create_server((ADDRESS, port))
+    except OSError as error:
+        raise InputError(f"--port: {port} cannot be had ({error.strerror}); leave it out") from None

@@ -15,7 +15,9 @@ class Entry:
     """A strategy on the page.
 
     `does` says what happens in a step, `pays` when that is a good idea. `notation` may name the
-    number of servers, {servers}, which is at most that of the workers. Of `steps` the first `skip`
+    number of servers, {servers}, which is at most that of the workers. A step of an `exact` one is
+    worth one of a single process on the batches of all workers; of others it may be worth less,
+    since gradients are stale or dropped, or replicas differ. Of `steps` the first `skip`
     are left out, until all have got going. After `round` steps everything is as before.
     """
 
@@ -24,6 +26,7 @@ class Entry:
     notation: str
     does: str
     pays: str
+    exact: bool = True
     shown: bool = True
     steps: int = 3
     skip: int = 1
@@ -80,6 +83,7 @@ MENU = (
         "is dropped.",
         "It pays with one slow or unsteady worker, whose work is then lost; of alike workers it "
         "throws a gradient away in each step.",
+        exact=False,
         shown=False,
     ),
     Entry(
@@ -108,6 +112,7 @@ MENU = (
         "waits for a slow worker.",
         "It pays where workers are unlike or unsteady, and the server's link is fast enough; "
         "gradients are stale by then, so that a step is worth less.",
+        exact=False,
         steps=8,
         skip=3,
     ),
@@ -119,6 +124,7 @@ MENU = (
         "for 8 steps.",
         "It pays on slow networks, since it sends an eighth of the bytes; replicas drift apart "
         "meanwhile, and the more steps lie between, the less each is worth.",
+        exact=False,
         steps=2 * ROUND,
         skip=ROUND,
         round=ROUND,
@@ -131,6 +137,7 @@ MENU = (
         "other closer, without waiting for other workers.",
         "It pays on slow networks with unlike workers; the server's link carries N models each "
         "way in 8 steps.",
+        exact=False,
         shown=False,
         steps=2 * ROUND,
         skip=ROUND,
@@ -144,6 +151,7 @@ MENU = (
         "gradient, and never hears of the others directly.",
         "It pays where latency is long: a step has one round, whatever the number of workers; what "
         "one learns takes up to N/2 steps to reach everybody.",
+        exact=False,
     ),
     Entry(
         "push",
@@ -153,6 +161,7 @@ MENU = (
         "step to step, and averages what it receives.",
         "It pays with many workers: one model sent in a step, half of what a ring sends, and in "
         "log2(N) steps word gets round; replicas differ a little all the time.",
+        exact=False,
     ),
     Entry(
         "pairs",
@@ -162,6 +171,7 @@ MENU = (
         "waits for that one at most.",
         "It pays with slow or unsteady workers, which hold up nobody but a partner; each exchange "
         "takes a model in both directions.",
+        exact=False,
         shown=False,
         steps=8,
         skip=3,

@@ -24,7 +24,9 @@ COUNTS = (2, 4, 8, 16, 32, 64)
 """Workers of the points of a scaling curve, as far as there are so many."""
 MOST_WATCHED = 16
 """Workers whose messages are shown: of more, nobody could follow them."""
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+)
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
@@ -32,26 +34,9 @@ def make_app(simulator: Simulator) -> Flask:
     """The application, whose simulations `simulator` carries out."""
     app = Flask("orchestra.studio", static_folder=None)
 
-    @app.before_request
-    def refuse_strangers() -> Response | None:
-        host = request.headers.get("Host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if name not in HOSTS:
-            return _line(f"this page is served to {', '.join(HOSTS)}, not to {host!r}", 403)
-        if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
-            return _line("this page is served to its own requests only", 403)
-        return None
-
-    @app.after_request
-    def protect(response: Response) -> Response:
-        response.headers["Content-Security-Policy"] = POLICY
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Cache-Control"] = "no-store"
-        return response
-
-    @app.errorhandler(InputError)
-    def refuse(error: InputError) -> Response:
-        return _line(str(error), 400)
+    app.before_request(_refuse_strangers)
+    app.after_request(_protect)
+    app.register_error_handler(InputError, _refuse)
 
     @app.get("/")
     def page() -> Response:
@@ -86,6 +71,27 @@ def make_app(simulator: Simulator) -> Flask:
         return _line("outdated: the page has asked for another one", 409)
 
     return app
+
+
+def _refuse_strangers() -> Response | None:
+    host = request.headers.get("Host", "")
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name not in HOSTS:
+        return _line(f"this page is served to {', '.join(HOSTS)}, not to {host!r}", 403)
+    if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and request.path != "/":
+        return _line("this page is served to its own requests only", 403)
+    return None
+
+
+def _protect(response: Response) -> Response:
+    response.headers["Content-Security-Policy"] = POLICY
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+def _refuse(error: InputError) -> Response:
+    return _line(str(error), 400)
 
 
 def _asked() -> tuple[Situation, list[Any], str]:

@@ -24,7 +24,7 @@ from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 MOST_MESSAGES = 3000
 """That a page is given of one step."""
 SMALL = 1000
-"""Bytes; messages below this, which say who wants what, are left out where there are larger ones."""
+"""Bytes; smaller messages, which say who wants what, are left out where there are larger ones."""
 
 
 class Moment(NamedTuple):
@@ -35,6 +35,7 @@ class Moment(NamedTuple):
     compute: float
     communicate: float
     wait: float
+    background: float
     bytes_sent: float
 
 
@@ -43,7 +44,9 @@ class Answer:
     """A step in the mean over the workers, in seconds of virtual time.
 
     `step` is how long all workers together take for as many batches as there are workers; of that,
-    a worker computes, moves bytes and waits. `bytes_sent` are those of a worker.
+    a worker computes, exchanges and waits. While its main flow waits, its background flows may
+    exchange: as long as bytes of theirs move, that counts as exchanging. `bytes_sent` are those of
+    a worker.
     """
 
     step: float
@@ -71,6 +74,7 @@ class _Watch(PassingReporter):
                 compute.main_seconds,
                 traffic.seconds_communicating,
                 traffic.seconds_waiting,
+                traffic.seconds_in_background,
                 self.runtime.transport.bytes_sent,
             )
         )
@@ -133,8 +137,13 @@ def measured(simulated: Simulated, first: int) -> Answer:
     """The rates after the first `first` steps of each worker, by which all have got going."""
     begin, end = simulated.window(first)
     passed, workers = end - begin, [moments for moments in simulated.moments if moments]
-    done = sum((_between(moments, begin, end) for moments in workers), start=numpy.zeros(6))
-    samples, compute, communicate, wait, sent = done[1:].tolist()
+    done = sum(
+        (_between(moments, begin, end) for moments in workers),
+        start=numpy.zeros(len(Moment._fields)),
+    )
+    samples, compute, communicate, wait, background, sent = done[1:].tolist()
+    behind = min(wait, background)
+    communicate, wait = communicate + behind, wait - behind
     step = passed * len(workers) * BATCH / samples
     share = step / passed / len(workers)
     return Answer(
@@ -177,8 +186,9 @@ def watch(situation: Situation, entry: Entry) -> dict[str, Any]:
 def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
     """What every rank did from where rank 0 has done `first` steps on, for `count` steps of it.
 
-    Spans are [begin, end, category, name], in seconds from the beginning of the window; there is a
-    list for the main flow of each rank, and one for those in the background. Messages are [begin,
+    Spans are [begin, end, category, name], in seconds from the beginning of the window. There is a
+    list for the main flow of each rank and all that it computes, and one for what its flows in the
+    background exchange. Messages are [begin,
     end, source, target, bytes].
     """
     moments = simulated.moments[0]
@@ -191,8 +201,8 @@ def course(simulated: Simulated, first: int, count: int) -> dict[str, Any]:
         timeline = trace.timeline("virtual")
         assert timeline is not None
         pieces = [piece for piece in timeline.slices if piece.end > begin and piece.start < end]
-        main = [piece for piece in pieces if piece.flow == 1]
-        others = [piece for piece in pieces if piece.flow > 1 and piece.category != "wait"]
+        main = [piece for piece in pieces if piece.flow == 1 or piece.category == "compute"]
+        others = [p for p in pieces if p.flow > 1 and p.category not in ("compute", "wait")]
         ranks.append(
             {"role": role, "main": _spans(main, begin, end), "behind": _spans(others, begin, end)}
         )

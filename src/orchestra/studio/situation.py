@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from orchestra.cluster import Cluster
 from orchestra.cluster.nodes import Link, LogNormal, Node, Switch
@@ -12,6 +12,7 @@ from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.errors import InputError, nearest
 from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import Settings, parse, setting
+from orchestra.settings.base import settings_of
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run, Training
@@ -53,7 +54,7 @@ class Situation(Settings):
             InputError: a name that is not known, a text that is no number, or a number that is too
                 small or too large.
         """
-        kinds = {field.name: type(field.default) for field in fields(Situation)}
+        kinds = {name: int if name == "workers" else float for name in NAMES}
         found: dict[str, float] = {}
         for name, text in values.items():
             if name not in kinds:
@@ -86,6 +87,9 @@ class Situation(Settings):
             (Switch("switch"),),
             placement="spread",
         )  # fmt: skip
+
+
+NAMES = tuple(field.name for field in settings_of(Situation))
 
 
 @dataclass(frozen=True)

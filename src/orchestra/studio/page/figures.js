@@ -49,7 +49,7 @@ const newBar = (entry, choose) => {
   bar.className = "bar";
   bar.dataset.key = entry.key;
   bar.innerHTML = `<span class="name"></span><span><span class="parts">${PARTS.map(([kind]) => `<span class="c-${kind}"></span>`).join("")}</span></span><span class="value"></span>`;
-  bar.querySelector(".name").textContent = entry.name;
+  bar.querySelector(".name").textContent = entry.exact ? entry.name : `${entry.name} *`;
   bar.addEventListener("click", () => choose(entry.key));
   return bar;
 };
@@ -119,25 +119,26 @@ const describe = (rows, curves, alone) => rows.map(({ entry }) => {
 
 // Words
 
-const UNHURRIED = new Set(["asynchronous", "pairs", "backup", "elastic"]);
+const UNHURRIED = new Set(["asynchronous", "pairs", "backup", "elastic"]); // nobody waits for the slowest
 export const text = {
   count: (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(2)))),
   less: (ratio) => (ratio < 1.02 ? "hardly less" : `${Math.round(100 * (1 - 1 / ratio))} % less`),
+  // The part of a step that the first of `known` saves most of, against the second.
   why: ({ entry, answer }, known, values) => {
     const next = known[1];
     const computing = answer.compute / answer.step;
-    const near = known.filter((row) => row.answer.step < 1.1 * answer.step).length;
     if (computing > 0.85) {
+      const near = known.filter((row) => row.answer.step < 1.1 * answer.step).length;
       const alike = near > 1 ? ` ${near} of ${known.length} strategies are within 10 %.` : "";
       return `Why: computing takes ${Math.round(100 * computing)} % of its step, and what is sent hides behind it.${alike}`;
     }
-    if (values.slow >= 1.5 && UNHURRIED.has(entry.key)) return "Why: nobody waits for the slow worker.";
-    const onLink = (8 * answer.bytes_sent) / (values.megabits * 1e6);
-    if (onLink < 0.35 * answer.step) return `Why: few rounds; latencies count here, not the ${bytes(answer.bytes_sent)} that a worker sends in a step.`;
-    if (!next || answer.bytes_sent < 0.95 * next.answer.bytes_sent) {
-      const other = next ? ` (${next.entry.name}: ${bytes(next.answer.bytes_sent)})` : "";
-      return `Why: a worker sends only ${bytes(answer.bytes_sent)} in a step${other}, which take ${seconds(onLink)} on its link.`;
-    }
-    return `Why: the ${bytes(answer.bytes_sent)} that each worker sends are spread evenly over all links, and take ${seconds(onLink)} there; no link carries more than its share.`;
+    if (!next || next.answer.step < 1.02 * answer.step) return `Why: ${bytes(answer.bytes_sent)} leave each worker in a step, and no link carries more than others.`;
+    const saved = ([kind]) => next.answer[kind] - answer[kind];
+    const [kind] = [...PARTS].sort((a, b) => saved(b) - saved(a))[0];
+    const less = `${seconds(Math.max(saved([kind]), 1e-6))} less in a step than with ${next.entry.name}`;
+    if (kind === "compute") return `Why: a worker computes ${less}${entry.key === "sharded" ? ", since it updates its own shard of the parameters only" : ""}.`;
+    if (kind === "wait") return `Why: a worker waits ${less}${values.slow >= 1.5 && UNHURRIED.has(entry.key) ? ", since nobody waits for the slow one" : ""}.`;
+    const fewer = answer.bytes_sent < 0.95 * next.answer.bytes_sent ? `, since only ${bytes(answer.bytes_sent)} leave it, not ${bytes(next.answer.bytes_sent)}` : "";
+    return `Why: a worker sends and receives for ${less}${fewer}.`;
   },
 };

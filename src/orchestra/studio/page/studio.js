@@ -13,11 +13,11 @@ const amount = (value, units) => {
 const CONTROLS = [
   { name: "megabytes", label: "Model", log: true, show: (v) => amount(v, [["kB", 1e-3], ["MB", 1], ["GB", 1000]]) },
   { name: "workers", label: "Workers", log: true, whole: true, show: (v) => String(v) },
-  { name: "megabits", label: "Bandwidth of a link", log: true, show: (v) => amount(v, [["Mbit/s", 1], ["Gbit/s", 1000]]) },
-  { name: "latency_us", label: "Latency between nodes", log: true, show: (v) => amount(v, [["µs", 1], ["ms", 1000]]) },
-  { name: "compute_ms", label: "Gradient of a batch", log: true, show: (v) => amount(v, [["ms", 1], ["s", 1000]]) },
-  { name: "slow", label: "The last worker is slower by", log: true, show: (v) => (v === 1 ? "nothing" : `${Number(v.toPrecision(2))} times`) },
-  { name: "variation", label: "Compute times vary by", show: (v) => `${v} %` },
+  { name: "megabits", label: "Bandwidth", log: true, show: (v) => amount(v, [["Mbit/s", 1], ["Gbit/s", 1000]]) },
+  { name: "latency_us", label: "Latency, one way", log: true, show: (v) => amount(v, [["µs", 1], ["ms", 1000]]) },
+  { name: "compute_ms", label: "Compute, a batch", log: true, show: (v) => amount(v, [["ms", 1], ["s", 1000]]) },
+  { name: "slow", label: "Slowest worker", log: true, show: (v) => (v === 1 ? "as the others" : `takes ${Number(v.toPrecision(2))} ×`) },
+  { name: "variation", label: "Compute varies by", show: (v) => `± ${v} %` },
 ];
 const STEPS = 100; // of a slider
 
@@ -227,12 +227,14 @@ const tell = (rows, here) => {
   if (here < rows.length || !known.length) return;
   const { values } = state;
   const [best, next] = known;
-  const alone = values.compute_ms / 1000;
-  const ideal = (values.workers * menu.batch) / alone;
+  const ideal = (values.workers * menu.batch) / (values.compute_ms / 1000);
   const part = best.answer.samples_per_second / ideal;
   const lead = next ? `, ${text.less(next.answer.step / best.answer.step)} than ${next.entry.name}` : "";
   $("answer").textContent = `Fastest here: ${best.entry.name}, ${seconds(best.answer.step)} a step${lead}.`;
-  $("why").textContent = `${text.why(best, known, values)} The ${values.workers} workers do ${text.count(best.answer.samples_per_second)} samples a second, ${Math.round(part * 100)} % of what they would if nobody sent anything.${part * values.workers < 1 ? " One worker alone would be faster." : ""}`;
+  const exact = best.entry.exact ? null : known.find((row) => row.entry.exact);
+  const worth = exact ? ` But a step of it may teach less than one on the whole batch; of those where it teaches as much, the fastest is ${exact.entry.name}, ${seconds(exact.answer.step)}.` : "";
+  const worse = part * values.workers < 1 ? " One worker alone would be faster." : "";
+  $("why").textContent = `${text.why(best, known, values)}${worth} The ${values.workers} workers do ${text.count(best.answer.samples_per_second)} samples a second, ${Math.round(part * 100)} % of what they would if nobody sent anything.${worse}`;
 };
 
 // Begin
