@@ -37,10 +37,14 @@ def carry_out(job: Job) -> dict[str, Any]:
 
 
 def begin_process() -> None:
-    """What a process of the pool does first: Ctrl-C is its parent's; torch is loaded."""
+    """What a process of the pool does first: leave Ctrl-C to its parent, load torch for one core."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    import torch
+
     import orchestra.studio.simulate  # noqa: F401
+
+    torch.set_num_threads(1)
 
 
 class Simulator:

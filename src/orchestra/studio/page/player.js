@@ -5,6 +5,7 @@ const WIDTH = 520;
 const HEIGHT = 430;
 const LANES = 720;
 const LABEL = 62;
+const FRAME = 30; // milliseconds
 const KINDS = [["compute", "computing"], ["send", "sending"], ["receive", "receiving"], ["wait", "waiting"], ["native", "exchanging"]];
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -19,12 +20,13 @@ export class Player {
     places.moment.addEventListener("input", () => { this.run(false); this.part = places.moment.value / 1000; this.draw(); });
     this.run(this.running);
     const tick = (now) => {
+      requestAnimationFrame(tick);
+      if (this.last !== null && now - this.last < FRAME) return; // the simulation needs the processor, too
       if (this.running && this.course && this.last !== null) {
         this.part = (this.part + (now - this.last) / 1000 / Number(places.speed.value)) % 1;
         this.draw();
       }
       this.last = now;
-      requestAnimationFrame(tick);
     };
     requestAnimationFrame(tick);
   }
