@@ -131,7 +131,7 @@ MENU = (
     ),
     Entry(
         "elastic",
-        "elastic averaging, every 8 steps",
+        "elastic averaging, every 8",
         f"ElasticAveraging({ROUND})",
         "Each worker trains alone, and every 8 of its steps it and a centre on a server pull each "
         "other closer, without waiting for other workers.",

@@ -108,6 +108,8 @@ export const drawScaling = (place, rows, curves, state, menu) => {
       make("title", {}, dot, `${entry.name}, ${one.workers} workers: ${text.count(one.samples_per_second)} samples/s`);
     }
   }
+  const [name, last] = [rows.find(({ entry }) => entry.key === state.chosen)?.entry.name, curves.get(state.chosen)?.at(-1)];
+  if (last) make("text", { class: "named", x: x(last.workers), y: y(last.samples_per_second / alone) - 9, "text-anchor": last.workers > most / 4 ? "end" : "middle" }, svg, name);
   place.replaceChildren(svg);
   document.getElementById("scaling-note").textContent = `Samples a second, as multiples of one worker that sends nothing (${text.count(alone)}; batches of ${menu.batch}). Colours and dashes are those beside the names; the thick curve is the chosen strategy.`;
 };

@@ -3,7 +3,7 @@ import { bytes, keyOf, make, seconds } from "./figures.js";
 
 const WIDTH = 520;
 const HEIGHT = 430;
-const LANES = 720;
+const LANES = 620;
 const LABEL = 62;
 const FRAME = 30; // milliseconds
 const KINDS = [["compute", "computing"], ["send", "sending"], ["receive", "receiving"], ["wait", "waiting"], ["native", "exchanging"]];
@@ -92,7 +92,7 @@ export class Player {
 
   makeLanes() {
     const { ranks, seconds: whole } = this.course;
-    const row = ranks.length > 12 ? 20 : 26;
+    const row = ranks.length > 12 ? 20 : 28;
     const height = row * ranks.length + 26;
     const svg = make("svg", { viewBox: `0 0 ${LANES} ${height}`, role: "img", "aria-label": "what each rank does in the step, over time" });
     const x = (at) => LABEL + ((LANES - LABEL - 6) * at) / whole;
