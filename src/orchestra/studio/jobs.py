@@ -37,7 +37,7 @@ def carry_out(job: Job) -> dict[str, Any]:
 
 
 def begin_process() -> None:
-    """What a process of the pool does first: leave Ctrl-C to its parent, load torch for one core."""
+    """What a process of the pool does first: leave Ctrl-C to its parent, load torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     import torch

@@ -58,7 +58,7 @@ export class Player {
     const fewer = course.workers < values.workers ? `Shown with ${course.workers} workers, since nobody could follow the messages of ${values.workers}. ` : "";
     const drawn = course.every > 1 ? `; every ${course.every}th is drawn` : "";
     const size = course.messages.length ? Math.max(...course.messages.map((message) => message[4])) : 0;
-    places.networkNote.textContent = `${fewer}${course.count} messages, ${bytes(course.bytes)} in all${drawn}. The largest have ${bytes(size)}; a dot leaves when a message is sent, and arrives when it has been taken in. All go through the switch in the middle. A square is a server.`;
+    places.networkNote.textContent = `${fewer}${course.count} messages, ${bytes(course.bytes)} in all${drawn}. The largest have ${bytes(size)}; a dot leaves when a message is sent, and arrives when it has been taken in. All go through the switch in the middle.${course.ranks.some(({ role }) => role === "server") ? " A square is a server." : ""}`;
     places.lanesNote.textContent = "Upper half of a row: what the rank does itself; lower half: what is sent and received behind it. Click to go to a moment.";
     this.draw();
   }
