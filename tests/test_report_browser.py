@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service
+from selenium.webdriver import Chrome
 from selenium.webdriver.support.ui import WebDriverWait
+from tests.browsers import start_chrome
 from tests.drawn import STRATEGIES, all_runs, keep, record
 
 from orchestra.report.page import write_report
 
 pytestmark = pytest.mark.browser
 
-REQUIRED = "ORCHESTRA_REQUIRE_BROWSER"
-OPTIONS = (
-    "headless",
-    "no-sandbox",
-    "disable-gpu",
-    "disable-quic",
-    "no-first-run",
-    "disable-background-networking",
-    "disable-component-update",
-    "disable-sync",
-)
 PATIENCE = 60
 
 
@@ -44,19 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), "")
-    driver = shutil.which("chromedriver")
-    if not (chromium and driver):
-        lacking = f"no {'chromedriver' if chromium else 'chromium'} on the path"
-        if os.environ.get(REQUIRED) == "1":
-            pytest.fail(f"{lacking}, and {REQUIRED} is 1")
-        pytest.skip(lacking)
-    options = ChromeOptions()
-    options.binary_location = chromium
-    for option in (*OPTIONS, f"user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(f"--{option}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = Chrome(options=options, service=Service(driver))
+    browser = start_chrome(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.quit()
 

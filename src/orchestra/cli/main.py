@@ -38,6 +38,7 @@ commands:
   calibrate measure what a simulation needs to know of this machine
   emulation check, use and clean up clusters that Linux emulates on this machine
   import   write the file of a cluster from SimGrid, lscpu, or a cloud's instances
+  studio   a local web page: time, timeline and scaling of strategies as you move sliders
   list     show strategies, tasks and schedules, or the settings of one of them
 
   orchestra COMMAND --help says more about each. --version shows the version.
@@ -70,6 +71,7 @@ COMMANDS = {
     "replay": "orchestra.cli.train:replay",
     "report": "orchestra.cli.compare:report",
     "simulate": "orchestra.cli.compare:simulate",
+    "studio": "orchestra.cli.studio:main",
     "train": "orchestra.cli.train:main",
     "watch": "orchestra.cli.watch:main",
 }

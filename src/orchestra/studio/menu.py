@@ -1,0 +1,191 @@
+"""The strategies that the page compares, each told in two sentences. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestra.errors import InputError, nearest
+
+ROUND = 8
+"""Steps between two exchanges of the strategies that exchange seldom."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy on the page.
+
+    `does` says what happens in a step, `pays` when that is a good idea. `notation` may name the
+    number of servers, {servers}, which is at most that of the workers. A step of an `exact` one is
+    worth one of a single process on the batches of all workers; of others it may be worth less,
+    since gradients are stale or dropped, or replicas differ. Of `steps` the first `skip`
+    are left out, until all have got going. After `round` steps everything is as before.
+    """
+
+    key: str
+    name: str
+    notation: str
+    does: str
+    pays: str
+    exact: bool = True
+    shown: bool = True
+    steps: int = 3
+    skip: int = 1
+    round: int = 1
+
+    def notation_for(self, workers: int) -> str:
+        """The strategy on so many workers."""
+        return self.notation.replace("{servers}", str(min(4, workers)))
+
+
+MENU = (
+    Entry(
+        "ring",
+        "all-reduce, ring",
+        'AllReduce("ring")',
+        "Each worker sends pieces of the gradient to its neighbour, first to add them up and then "
+        "to hand the sums round, so that everybody sends about twice the model, however many "
+        "workers there are.",
+        "It pays where bandwidth is what you lack and machines are alike; with many workers and a "
+        "small model its 2 (N - 1) rounds add up their latencies.",
+    ),
+    Entry(
+        "halving",
+        "all-reduce, halving-doubling",
+        'AllReduce("halving_doubling")',
+        "Partners exchange halves, quarters, eighths of the gradient and then go back the same "
+        "way: as many bytes as a ring, in 2 log2(N) rounds.",
+        "It pays with many workers and long latencies; where N is no power of two, the workers "
+        "beyond it send their whole gradient to a partner first.",
+    ),
+    Entry(
+        "tree",
+        "all-reduce, tree",
+        'AllReduce("tree")',
+        "Gradients are added up along a binary tree to its root, and the sum comes down again; a "
+        "worker sends up to three times the model.",
+        "It pays for models of a few kilobytes, where only the number of rounds counts; for large "
+        "ones the workers in the middle of the tree carry too much.",
+    ),
+    Entry(
+        "sharded",
+        "sharded parameters (FSDP)",
+        'AllReduce(shard="parameters")',
+        "Each worker keeps 1/N of parameters, gradients and optimizer, gathers a bucket of layers "
+        "when it needs them, in forward and in backward, and sends up to 3 (N - 1)/N of the model.",
+        "It pays in memory, not in time: a model that fits no worker trains at all, for half as "
+        "many bytes again as a ring sends.",
+    ),
+    Entry(
+        "backup",
+        "all-reduce, the first N - 1",
+        "AllReduce(backup=1)",
+        "In each step only the first N - 1 gradients are averaged; the last one comes too late and "
+        "is dropped.",
+        "It pays with one slow or unsteady worker, whose work is then lost; of alike workers it "
+        "throws a gradient away in each step.",
+        exact=False,
+        shown=False,
+    ),
+    Entry(
+        "server",
+        "one server, synchronous",
+        "ParameterServer()",
+        "All workers push their gradients to one server, a machine of its own, which averages "
+        "them, updates the parameters and sends these back to all.",
+        "It pays with few workers or a small model; the link of the server carries N models each "
+        "way in a step, and soon everybody waits for it.",
+    ),
+    Entry(
+        "servers",
+        "four servers, synchronous",
+        'ParameterServer(servers={servers}, placement="beside")',
+        "The parameters are cut into four slices, each with a server beside one of the first "
+        "workers, so that the traffic is spread over four links.",
+        "It pays over one server whenever that one is the bottleneck, and needs no machine to "
+        "spare; with more workers than servers these links fill up again.",
+    ),
+    Entry(
+        "asynchronous",
+        "one server, asynchronous",
+        'ParameterServer(consistency="asynchronous")',
+        "The server applies each gradient when it arrives and answers at once, so that nobody "
+        "waits for a slow worker.",
+        "It pays where workers are unlike or unsteady, and the server's link is fast enough; "
+        "gradients are stale by then, so that a step is worth less.",
+        exact=False,
+        steps=8,
+        skip=3,
+    ),
+    Entry(
+        "local",
+        "local SGD, every 8 steps",
+        f"LocalSGD({ROUND})",
+        "Each worker trains alone for 8 steps; then all replicas are averaged, with one all-reduce "
+        "for 8 steps.",
+        "It pays on slow networks, since it sends an eighth of the bytes; replicas drift apart "
+        "meanwhile, and the more steps lie between, the less each is worth.",
+        exact=False,
+        steps=2 * ROUND,
+        skip=ROUND,
+        round=ROUND,
+    ),
+    Entry(
+        "elastic",
+        "elastic averaging, every 8",
+        f"ElasticAveraging({ROUND})",
+        "Each worker trains alone, and every 8 of its steps it and a centre on a server pull each "
+        "other closer, without waiting for other workers.",
+        "It pays on slow networks with unlike workers; the server's link carries N models each "
+        "way in 8 steps.",
+        exact=False,
+        shown=False,
+        steps=2 * ROUND,
+        skip=ROUND,
+        round=ROUND,
+    ),
+    Entry(
+        "gossip",
+        "gossip on a ring (D-PSGD)",
+        "Gossip(Ring())",
+        "Each worker mixes its parameters with those of its two neighbours while it computes its "
+        "gradient, and never hears of the others directly.",
+        "It pays where latency is long: a step has one round, whatever the number of workers; what "
+        "one learns takes up to N/2 steps to reach everybody.",
+        exact=False,
+    ),
+    Entry(
+        "push",
+        "stochastic gradient push",
+        "StochasticGradientPush()",
+        "Each worker sends its parameters, with a weight, to one other worker that changes from "
+        "step to step, and averages what it receives.",
+        "It pays with many workers: one model sent in a step, half of what a ring sends, and in "
+        "log2(N) steps word gets round; replicas differ a little all the time.",
+        exact=False,
+    ),
+    Entry(
+        "pairs",
+        "pairwise averaging (AD-PSGD)",
+        "PairwiseAveraging()",
+        "Each worker averages its parameters with those of a random partner while it computes, and "
+        "waits for that one at most.",
+        "It pays with slow or unsteady workers, which hold up nobody but a partner; each exchange "
+        "takes a model in both directions.",
+        exact=False,
+        shown=False,
+        steps=8,
+        skip=3,
+    ),
+)
+ENTRIES = {entry.key: entry for entry in MENU}
+
+
+def entry_of(key: str) -> Entry:
+    """The strategy with this key.
+
+    Raises:
+        InputError: there is none.
+    """
+    if key not in ENTRIES:
+        raise InputError(f"unknown strategy {key!r}; {nearest(key, ENTRIES)}")
+    return ENTRIES[key]
