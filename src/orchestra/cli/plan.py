@@ -133,7 +133,7 @@ def _table(plan: Plan) -> Table:
     metric = "best" if plan.target is None else plan.target.metric
     columns = ["candidate", "nodes", "batch", "samples/s", "s to target", metric]
     priced = next((row.currency for row in rows if row.cost is not None), None)
-    columns += [priced] * (priced is not None) + ["bottleneck"]
+    columns += [*([priced] if priced else []), "bottleneck"]
     for name in columns:
         left = name in ("candidate", "bottleneck")
         justify: Literal["left", "right"] = "left" if left else "right"

@@ -119,7 +119,7 @@ def row_of(search: Search, entry: Entry) -> Row:
         uncertainty=None if time is None else search.uncertainty(entry),
         seeds=len(search.times(entry)),
         after=search.elapsed(entry) or None if time is None else None,
-        best=None if target is None else best_value(points, target),
+        best=None if target is None or entry.speed is None else best_value(points, target),
         cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
         currency=entry.currency,
         bottleneck=bottleneck(entry.seconds),
@@ -179,7 +179,8 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
         )
     gain = ""
     if single is not None and single.seconds is not None:
-        gain = f", {single.seconds / best.seconds:.2f} times as fast as {single.name} ({_seconds(single)})"
+        times = single.seconds / best.seconds
+        gain = f", {times:.2f} times as fast as {single.name} ({_seconds(single)})"
     return f"Train under {best.name}: it reaches {text} in {seconds}{gain}."
 
 

@@ -27,7 +27,7 @@ from orchestra.planning.answer import (
     scaling_of,
     write_plan,
 )
-from orchestra.planning.candidates import BATCHES, Places, candidates
+from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_counts
 from orchestra.planning.search import Budget, Length, Search
 from orchestra.records.record import write_atomically
 from orchestra.settings import Settings
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MINUTES = 10.0
 CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
 """Of the budget, for a calibration where there is none; and seconds below which it is not tried."""
-LAST_PART = 0.05
+LAST_PART = 0.08
 """Of the budget, kept for what follows the search."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
 Tell = Callable[[str, float], None]
@@ -140,6 +140,10 @@ def carry_out(
     )  # fmt: skip
     search.run()
     search.left_out[:0] = notes
+    rows = ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
+    if (best := recommended(rows)) is not None:
+        others = on_other_counts(search.entries[best.name].candidate, experiment, places)
+        search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
     return answered(search, experiment, cluster, costs, folder, report=report)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Candidate:
         name: tells it from the others, in words.
         run: in virtual time, on the plan's cluster.
         nodes: the names of those that it uses.
+        label: of the strategy, without its nodes and batch.
         batch: samples in a step of all workers; as a multiple of the experiment's.
         rate: of the learning rate, as a multiple of the rule's.
     """
@@ -82,6 +83,7 @@ class Candidate:
     name: str
     run: Run
     nodes: tuple[str, ...]
+    label: str = ""
     batch: float = 1.0
     rate: float = 1.0
 
@@ -197,6 +199,31 @@ def candidates(experiment: Experiment, places: Places) -> list[Candidate]:
         for count in counts:
             ring = strategies["ring"]
             found.extend(_one(experiment, places, "ring", ring, count, 1.0, shares=MEASURED))
+    return by_interest(found)
+
+
+def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
+    """`found` so that whoever comes first shows most: one process, each strategy once on all nodes,
+    then other batches and numbers of nodes."""
+    seen: dict[str, int] = {}
+    places = {}
+    for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
+        seen[candidate.label] = seen.get(candidate.label, 0) + 1
+        places[candidate.name] = (candidate.label != "one process", seen[candidate.label])
+    return sorted(found, key=lambda each: places[each.name])
+
+
+def on_other_counts(
+    candidate: Candidate, experiment: Experiment, places: Places
+) -> list[Candidate]:
+    """The strategy of `candidate`, with its batch, on each number of nodes."""
+    run = candidate.run
+    found: list[Candidate] = []
+    for count in places.counts if candidate.label != "one process" else ():
+        shares = run.training.shares
+        found.extend(
+            _one(experiment, places, candidate.label, run.strategy, count, candidate.batch, shares)
+        )
     return found
 
 
@@ -251,7 +278,8 @@ def _alone(experiment: Experiment, places: Places) -> Iterator[Candidate]:
     for batch in BATCHES:
         training = _training(experiment, 1, batch, path)
         name = "one process" + _batch_text(batch)
-        yield Candidate(name, Run(name, experiment.task, Single(), 0, training), (node,), batch)
+        run = Run(name, experiment.task, Single(), 0, training)
+        yield Candidate(name, run, (node,), "one process", batch)
 
 
 def _whole(places: Places) -> str:
@@ -283,7 +311,7 @@ def _one(
     on = f" on {count} {'nodes' if several else 'ranks'}"
     name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
     run = Run(name, experiment.task, each, 0, training)
-    yield Candidate(name, run, tuple(dict.fromkeys(names)), batch)
+    yield Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)
 
 
 def _batch_text(batch: float) -> str:

@@ -103,7 +103,7 @@ def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[
 
 
 def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
-    """The name with the shortest time; of those within `SPARED` of it, one with the fewest nodes."""
+    """The name with the shortest time; of those within `SPARED` of it one with the fewest nodes."""
     limit = min(times.values()) * (1 + SPARED)
     near = [name for name in times if times[name] <= limit]
     return min(near, key=lambda name: (nodes[name], times[name]))

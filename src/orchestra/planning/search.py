@@ -32,6 +32,7 @@ from orchestra.planning.judging import (
 )
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
+from orchestra.report.numbers import count, some
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Target
@@ -42,7 +43,9 @@ RUNGS = (0.25, 0.5, 1.0)
 FINALISTS = 3
 SPEED_PART, REFERENCE_PART = 0.25, 0.6
 """Of the budget, when the stages before the race have to be over."""
-SPEED_STEPS, RANK_STEPS, FEWEST_STEPS = 40, 4000, 8
+SPEED_STEPS, RANK_STEPS, FEWEST_STEPS = 20, 4000, 8
+CONFIRMED_STEPS = 100
+NO_TIME = "left out: there was no time to find its speed"
 PATIENCE = 3600.0
 ANYWHERE = "one_host(cores=1)"
 """Where one process learns for all that learn the same."""
@@ -135,7 +138,13 @@ class Search:
     def run(self) -> None:
         """All stages, until the budget is used up or Ctrl-C."""
         try:
-            for stage in (self._speeds, self._reference, self._race, self._more_seeds):
+            for stage in (
+                self._speeds,
+                self._reference,
+                self._race,
+                self._confirm,
+                self._more_seeds,
+            ):
                 if not self.stopped:
                     stage()
         except KeyboardInterrupt:
@@ -218,29 +227,41 @@ class Search:
 
     def _speeds(self) -> None:
         """Samples/s of all candidates, from a few steps without values."""
-        entries = list(self.entries.values())
-        self._what = f"speeds of {len(entries)} candidates, from shapes"
-        self._tell(self._what, 0.0)
-        with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as place:
-            trials = [
-                (entry, _short(entry.candidate.run), Path(place) / str(number))
-                for number, entry in enumerate(entries)
-            ]
-            found = self._try(
-                [(entry, run, folder, 1.0) for entry, run, folder in trials],
-                self._budget.part(SPEED_PART),
-            )
-        for entry, tried in found:
-            self._take_speed(entry, tried)
+        self._find_speeds(list(self.entries.values()), self._budget.part(SPEED_PART))
+        unknown = [entry.name for entry in self.entries.values() if entry.dropped == NO_TIME]
+        if unknown:
+            self.left_out.append(f"the speed of {len(unknown)} candidates: {some(unknown)}")
         self._drop_slower_twins()
         self._add_rates()
+
+    def add_speeds(self, candidates: Sequence[Candidate], until: float) -> None:
+        """Find the speeds of further candidates, which are not raced, until a moment."""
+        fresh = [Entry(each) for each in candidates if each.name not in self.entries]
+        if not fresh or self.stopped:
+            return
+        self.entries |= {entry.name: entry for entry in fresh}
+        self._find_speeds(fresh, until)
+        for entry in fresh:
+            entry.dropped = entry.dropped or "for the scaling curve alone"
+
+    def _find_speeds(self, entries: Sequence[Entry], until: float, steps: int = 0) -> None:
+        """From a few steps without values, or so many."""
+        self._what = f"speeds of {count('candidate', len(entries))}, from shapes"
+        self._on_event(None)
+        with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as place:
+            trials = [
+                (entry, _short(entry.candidate.run, steps), Path(place) / str(number), 1.0)
+                for number, entry in enumerate(entries)
+            ]
+            found = self._try(trials, until)
+        for entry, tried in found:
+            self._take_speed(entry, tried)
 
     def _take_speed(self, entry: Entry, tried: Tried) -> None:
         if tried.failure is not None:
             entry.dropped = tried.failure
         elif tried.record is None or not tried.record.samples_per_second:
-            entry.dropped = "left out: there was no time to find its speed"
-            self.left_out.append(f"{entry.name}: its speed")
+            entry.dropped = NO_TIME if entry.speed is None else entry.dropped
         else:
             record = tried.record
             entry.speed, entry.seconds = record.samples_per_second, dict(record.seconds)
@@ -364,7 +385,7 @@ class Search:
         assert self.target is not None
         best = self.best()
         limit = None if best is None else self.time(best)
-        scores = {}
+        scores, missed = {}, list[str]()
         for entry in racing:
             source = self.source(entry)
             points = source.curves.get(self._seeds[0], ())
@@ -372,7 +393,7 @@ class Search:
                 continue
             if not points:
                 entry.dropped = f"left out: rung {number} had no time for it"
-                self.left_out.append(f"{entry.name}: rung {number}")
+                missed.append(entry.name)
                 continue
             time, value = self.time(entry), best_value(points, self.target)
             at = value_at(points, self.target.metric, seconds * (entry.speed or 0.0))
@@ -389,11 +410,21 @@ class Search:
                 sign = -1.0 if better(self.target, 1.0, 0.0) else 1.0
                 shown = math.inf if at is None else sign * at
                 scores[entry.name] = (math.inf, shown) if time is None else (time, 0.0)
+        if missed:
+            self.left_out.append(f"rung {number} of {some(missed)}")
         if number < len(RUNGS):
             _, out = halved(scores, FINALISTS)
             for name in out:
                 entry = self.entries[name]
                 entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
+
+    def _confirm(self) -> None:
+        """The speeds of the first ones again, over more steps: those of a few depend on chance."""
+        ranked = sorted((t, each.name) for each in self.alive if (t := self.time(each)) is not None)
+        first = [self.entries[name] for _, name in ranked[:FINALISTS]]
+        exact = [entry for entry in first if entry.candidate.exact]
+        if exact and now() < self._budget.part(0.9):
+            self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
         """The first ones again with further seeds, as far as the time goes."""
@@ -484,7 +515,7 @@ class Search:
         lists = cast("tuple[list[tuple[int, Tried]] | None, ...]", launched.results)
         return [each for own in lists if own is not None for each in own]
 
-    def _on_event(self, event: Event | Notice) -> None:
+    def _on_event(self, event: Event | Notice | None) -> None:
         used = (now() - self._budget.began) / (self._budget.until - self._budget.began)
         self._tell(self._what, min(used, 1.0))
 
@@ -493,10 +524,10 @@ def _processes() -> int:
     return max(1, min(len(usable_cores()), MOST_PROCESSES))
 
 
-def _short(run: Run) -> Run:
-    """A few steps of `run`, without values."""
+def _short(run: Run, steps: int = 0) -> Run:
+    """A few steps of `run`, without values, or so many."""
     training = run.training
-    steps = max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
+    steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
     if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
         steps = 2 * run.strategy.every
     training = replace(
