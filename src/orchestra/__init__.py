@@ -61,7 +61,8 @@ if not TYPE_CHECKING:
         "strategies.local_sgd", "strategies.outer", "strategies.pairwise_averaging",
         "strategies.parameter_server",
         "strategies.pipeline", "strategies.prague", "strategies.single", "strategies.switch",
-        "strategies.stochastic_gradient_push", "strategies.switch_rules", "experiments.api", "planning.api",
-        "engines.processes.environment", "engines.processes.distribute", "tasks.task",
+        "strategies.stochastic_gradient_push", "strategies.switch_rules", "experiments.api",
+        "planning.api", "engines.processes.environment", "engines.processes.distribute",
+        "tasks.task",
         names=__all__,
     )  # fmt: skip

@@ -14,9 +14,9 @@ from orchestra.cli.arguments import Parser, numbers
 from orchestra.cli.bench import progress_line
 from orchestra.cli.train import check_task
 from orchestra.errors import InputError
-from orchestra.planning.answer import Plan, Row, target_text
+from orchestra.planning.answer import Plan, target_text, time_text
 from orchestra.planning.api import MINUTES, carry_out, planned
-from orchestra.report.numbers import significant, uncertain
+from orchestra.report.numbers import significant
 from orchestra.settings.reading import Entry
 
 DESCRIPTION = """\
@@ -27,9 +27,9 @@ gradients those that may still win, in rungs after each of which the worse half 
 answer is a table, one sentence, and one command that trains the recommended candidate. Where one
 machine is as fast, that is the answer.
 
-The experiment file needs a task and a length (epochs or steps); its strategies are candidates, too.
+The experiment file needs a task and a length, epochs or steps; its strategies are candidates too.
 Its global batch and learning rate are those that others are multiples of. Without a calibration of
-this machine for the task a fifth of the time goes into one (--set calibration=none: assume figures).
+this machine for the task a fifth of the time goes into one (--set calibration=none: none is made).
 
 Ctrl-C ends the search with the answer so far. Exit status: 0 there is an answer, 1 none was found
 or the search was stopped, 2 bad input.
@@ -140,7 +140,7 @@ def _table(plan: Plan) -> Table:
         width = max(map(len, name.split()))
         table.add_column(name, justify=justify, min_width=width, overflow="fold")
     for row in rows:
-        cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), _time(row)]
+        cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]
         cells.append("-" if row.best is None else f"{row.best:.4g}")
         cells += [_figure(row.cost)] * (priced is not None)
         table.add_row(*cells, row.bottleneck)
@@ -149,10 +149,3 @@ def _table(plan: Plan) -> Table:
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else significant(value)
-
-
-def _time(row: Row) -> str:
-    if row.seconds is not None:
-        known = row.uncertainty
-        return significant(row.seconds) if not known else uncertain(row.seconds, known)
-    return "-" if row.after is None else f"> {significant(row.after)}"

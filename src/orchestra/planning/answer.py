@@ -15,7 +15,7 @@ from orchestra.planning.judging import best_value, better, bottleneck, chosen
 from orchestra.planning.search import Entry, Search
 from orchestra.records.record import write_atomically
 from orchestra.report.figures.results import knee
-from orchestra.report.numbers import significant
+from orchestra.report.numbers import significant, uncertain
 from orchestra.settings.base import to_plain
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Target
@@ -79,6 +79,8 @@ class Plan:
         command: trains what is recommended.
         scaling: samples/s of the recommended strategy by number of nodes (or ranks of one node).
         knee: the number of these beyond which more gain less than they cost.
+        curves: of the candidates that were simulated furthest, with the first seed: seconds of the
+            cluster and the target's metric at each snapshot.
         left_out: what there was no time for.
         costs: where the durations of the simulation come from.
         folder, report: where everything lies, and the page.
@@ -92,6 +94,7 @@ class Plan:
     command: str | None
     scaling: Mapping[int, float]
     knee: int | None
+    curves: Mapping[str, Sequence[tuple[float, float]]]
     left_out: Sequence[str]
     costs: str
     folder: Path
@@ -190,6 +193,14 @@ def _seconds(row: Row) -> str:
     return f"{significant(row.seconds)}{known} s"
 
 
+def time_text(row: Row) -> str:
+    """Seconds to the target with what they are known to, or how far it was simulated."""
+    if row.seconds is not None:
+        known = row.uncertainty
+        return significant(row.seconds) if not known else uncertain(row.seconds, known)
+    return "–" if row.after is None else f"> {significant(row.after)}"
+
+
 def target_text(target: Target) -> str:
     """As in a sentence: "accuracy >= 0.85"."""
     if target.at_least is not None:
@@ -261,6 +272,32 @@ def scaling_of(search: Search, entry: Entry) -> dict[int, float]:
                 places = each.run.training.ranks
             found[places] = max(found.get(places, 0.0), other.speed)
     return dict(sorted(found.items()))
+
+
+CURVES = 8
+"""Candidates whose curves are in the answer."""
+
+
+def curves_of(search: Search, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """The curves of the first of `rows`, one for those that learn alike."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    seen = set()
+    for row in rows:
+        entry = search.entries[row.name]
+        source = search.source(entry)
+        points = next(iter(source.curves.values()), ())
+        if search.target is None or source.name in seen or not points or not entry.speed:
+            continue
+        seen.add(source.name)
+        exact, metric = entry.candidate.exact, search.target.metric
+        found[row.name] = [
+            (point.samples / entry.speed if exact else point.seconds, point.metrics[metric])
+            for point in points
+            if metric in point.metrics
+        ]
+        if len(found) == CURVES:
+            break
+    return found
 
 
 def knee_of(scaling: Mapping[int, float]) -> int | None:

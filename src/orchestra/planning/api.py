@@ -19,6 +19,7 @@ from orchestra.planning.answer import (
     RECOMMENDED,
     Plan,
     command,
+    curves_of,
     headline,
     knee_of,
     ranked,
@@ -170,11 +171,16 @@ def answered(
         command=None if best is None else command(best, folder / RECOMMENDED, several),
         scaling=scaling,
         knee=knee_of(scaling),
+        curves=curves_of(search, rows),
         left_out=tuple(search.left_out),
         costs=costs,
         folder=folder,
         stopped=search.stopped,
     )
+    if report:
+        from orchestra.planning.page import write_page
+
+        found = replace(found, report=write_page(found, folder.name))
     write_plan(found, experiment, entry)
     return found
 

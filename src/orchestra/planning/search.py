@@ -41,6 +41,8 @@ from orchestra.worker.threads import usable_cores
 RUNGS = (0.25, 0.5, 1.0)
 """Parts of the best known time to target after which the race is halved."""
 FINALISTS = 3
+MISSED = 1.5
+"""A seed has missed the target after so many times the samples that others needed."""
 SPEED_PART, REFERENCE_PART = 0.25, 0.6
 """Of the budget, when the stages before the race have to be over."""
 SPEED_STEPS, RANK_STEPS, FEWEST_STEPS = 20, 4000, 8
@@ -190,16 +192,18 @@ class Search:
         return Reached(at.samples, seconds, at.spacing * seconds / max(at.seconds, 1e-12))
 
     def time(self, entry: Entry) -> float | None:
-        """Seconds to the target, the mean over the seeds; None where one did not reach it."""
+        """Seconds to the target, the mean over the seeds; None where one missed it, though it went
+        further than those that reached it."""
         times = self.times(entry)
-        if not times or len(times) < len(self._judged(entry)):
+        if not times:
             return None
-        return fmean(each.seconds for each in times.values())
-
-    def _judged(self, entry: Entry) -> list[int]:
-        """The seeds of whose runs enough is there to tell."""
-        source = self.source(entry)
-        return [s for s, points in source.curves.items() if points]
+        far = MISSED * max(each.samples for each in times.values())
+        missed = (
+            points[-1].samples >= min(far, self._length.samples)
+            for seed, points in self.source(entry).curves.items()
+            if seed not in times and points
+        )
+        return None if any(missed) else fmean(each.seconds for each in times.values())
 
     def uncertainty(self, entry: Entry) -> float | None:
         """Of the time: the spread over the seeds, or half the spacing of the snapshots if that is
@@ -436,7 +440,7 @@ class Search:
             for _, name in ranked[:FINALISTS]:
                 source = self.source(self.entries[name])
                 if seed not in source.curves:
-                    wanted.append((source, seed, min(1.0, source.done * 1.3)))
+                    wanted.append((source, seed, min(1.0, source.done * MISSED)))
             if not wanted or self.stopped:
                 continue
             longest = max(source.wall for source, *_ in wanted)
