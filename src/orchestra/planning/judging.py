@@ -81,14 +81,14 @@ def best_value(points: Sequence[Point], target: Target) -> float | None:
 def cannot_win(
     samples: float, batch: float, update: float, speed: float, best: float
 ) -> float | None:
-    """The seconds that a candidate needs at least, if these are more than the `best`; else None.
+    """The seconds that a candidate needs at least, if these are not below the `best`; else None.
 
     At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
     samples, of which one process needs `samples` in all. At `speed` samples/s that takes
     samples x update / batch / speed.
     """
     least = samples * min(1.0, update / batch) / speed
-    return least if least > best else None
+    return least if least >= 0.999 * best else None
 
 
 def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:

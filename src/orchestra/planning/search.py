@@ -503,7 +503,7 @@ class Search:
     def _launched(self, trials: Sequence[Trial], deadline: float) -> list[tuple[int, Tried]]:
         """Carry out the trials, shared out among processes; alone, if one took all with it."""
         processes = min(_processes(), len(trials))
-        threads = max(1, len(usable_cores()) // processes)
+        threads = max(1, len(usable_cores()) // (2 * processes))  # others are at work, too
         work = Trials(trials, deadline, threads)
         try:
             launched = launch(try_all, work, processes, patience=PATIENCE, on_event=self._on_event)
