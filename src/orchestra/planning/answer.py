@@ -12,7 +12,7 @@ from typing import Any
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.planning.judging import best_value, better, bottleneck, chosen
-from orchestra.planning.search import Entry, Search
+from orchestra.planning.search import NO_TIME, Entry, Search
 from orchestra.records.record import write_atomically
 from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
@@ -157,7 +157,10 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
     """The answer in one sentence."""
     if not any(row.speed for row in rows):
-        reason = next((row.dropped for row in rows if row.dropped), "nothing was simulated")
+        reasons = [row.dropped for row in rows if row.dropped not in (None, NO_TIME)]
+        if not reasons:
+            return "There was no time to simulate anything; give more minutes."
+        reason = reasons[0]
         return f"None of the candidates can run here; the first: {reason}."
     if target is None:
         return "There was no time to find a target; give one with --target, or more minutes."
