@@ -61,8 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     check_task(experiment.task)
     with progress_line() as tell:
         plan = carry_out(
-            experiment, options.cluster, options.out, options.minutes, tell, report=options.report
-        )
+            experiment, options.cluster, options.out, options.minutes, tell,
+            report=options.report, verified=options.verify,
+        )  # fmt: skip
     print_plan(plan)
     return 0 if plan.recommended is not None and not plan.stopped else 1
 
@@ -80,6 +81,11 @@ def _parser() -> Parser:
     minutes = f"that the search may take, a calibration included (default: {MINUTES:g})"
     parser.option("--minutes", "M", minutes, type=float, default=MINUTES)
     parser.option("--seeds", "N[,N...]", "of the runs that decide (default: 0,1,2)", type=numbers)
+    parser.flag(
+        "--verify",
+        "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
+        "cluster of one node: on this machine): predicted beside measured",
+    )
     changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
     parser.option("--set", "KEY=VALUE", changes, action="append", default=[])
     parser.option("--out", "DIR", "the plan's folder (default: a new one in runs/)", type=Path)
@@ -116,9 +122,14 @@ def print_plan(plan: Plan) -> None:
         console.print(f"and {len(plan.rows) - SHOWN} more candidates in plan.json")
     console.print(plan.headline, style="bold")
     if plan.knee is not None:
-        console.print(f"The knee of its scaling curve is at {plan.knee}.")
+        most = max(plan.scaling)
+        console.print(f"Scaling curve of {plan.scaled}: its knee is at {plan.knee} of {most}.")
     for text in plan.left_out:
         console.print(f"left out: {text}", style="yellow")
+    for each in plan.verified:
+        measured = "not reached" if each.measured is None else f"{significant(each.measured)} s"
+        text = each.failure or f"{measured} on {each.engine}"
+        console.print(f"{each.name}: predicted {significant(each.predicted)} s, measured {text}")
     console.print(f"record: {plan.folder}", soft_wrap=True)
     if plan.report is not None:
         console.print(f"report: {plan.report}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
 from orchestra.settings.base import to_plain
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import Run, Target
+from orchestra.trainer.settings import Engine, Run, Target
 
 SCHEMA = 1
 RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
@@ -67,6 +68,24 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """A candidate, with the first seed.
+
+    Attributes:
+        name: of the candidate.
+        predicted: seconds to the target.
+        measured: the same, on `engine`; None where the target was not reached.
+        failure: why it was not carried out; None where it was.
+    """
+
+    name: str
+    predicted: float
+    measured: float | None
+    engine: Engine
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a plan has found.
 
@@ -77,7 +96,9 @@ class Plan:
             where no candidate reaches the target.
         headline: the answer in one sentence.
         command: trains what is recommended.
-        scaling: samples/s of the recommended strategy by number of nodes (or ranks of one node).
+        scaled: whose scaling curve is shown: what is recommended, or where that is one process the
+            first row of several.
+        scaling: its samples/s by number of nodes (or ranks of one node).
         knee: the number of these beyond which more gain less than they cost.
         curves: of the candidates that were simulated furthest, with the first seed: seconds of the
             cluster and the target's metric at each snapshot.
@@ -85,6 +106,7 @@ class Plan:
         costs: where the durations of the simulation come from.
         folder, report: where everything lies, and the page.
         stopped: the user ended the search.
+        verified: the first candidates as they were carried out for real, where that was asked for.
     """
 
     target: Target | None
@@ -92,6 +114,7 @@ class Plan:
     recommended: Row | None
     headline: str
     command: str | None
+    scaled: str | None
     scaling: Mapping[int, float]
     knee: int | None
     curves: Mapping[str, Sequence[tuple[float, float]]]
@@ -100,6 +123,7 @@ class Plan:
     folder: Path
     report: Path | None = None
     stopped: bool = False
+    verified: Sequence[Verified] = ()
 
 
 def row_of(search: Search, entry: Entry) -> Row:
@@ -256,6 +280,15 @@ def write_plan(plan: Plan, experiment: Experiment, entry: Entry | None) -> None:
     document["folder"] = str(plan.folder)
     document["report"] = None if plan.report is None else str(plan.report)
     write_atomically(plan.folder / RECORD, json.dumps(document, indent=1) + "\n")
+
+
+def to_scale(rows: Sequence[Row]) -> Row | None:
+    """The row whose scaling curve is shown."""
+    best = recommended(rows)
+    if best is None or best.strategy != "Single()":
+        return best
+    several = (row for row in rows if row.strategy != "Single()" and row.speed is not None)
+    return min(several, key=lambda row: row.seconds or math.inf, default=None)
 
 
 def scaling_of(search: Search, entry: Entry) -> dict[int, float]:

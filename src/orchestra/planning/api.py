@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.processes.system import now
 from orchestra.engines.simulation.cost_source import cost_source_of
-from orchestra.errors import InputError, RunFailed
+from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load
@@ -26,10 +26,12 @@ from orchestra.planning.answer import (
     recommended,
     row_of,
     scaling_of,
+    to_scale,
     write_plan,
 )
 from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_counts
 from orchestra.planning.search import Budget, Length, Search
+from orchestra.planning.verify import verify as carried_out_for_real
 from orchestra.records.record import write_atomically
 from orchestra.settings import Settings
 from orchestra.settings.reading import Entry, read_document
@@ -55,6 +57,7 @@ def plan(
     minutes: float = MINUTES,
     seeds: Sequence[int] | None = None,
     out: str | Path | None = None,
+    verify: bool = False,
     quiet: bool = False,
     **settings: Any,
 ) -> Plan:
@@ -74,6 +77,7 @@ def plan(
         minutes: that the search may take, a calibration included.
         seeds: of the runs that decide; 0, 1, 2 by default, as far as the time goes.
         out: the folder of the plan; a new one in `runs` by default.
+        verify: train the first candidates for real afterwards.
         quiet: no progress.
         settings: as for `train`: batch_size=32, epochs=5, target={...} ...
 
@@ -91,7 +95,8 @@ def plan(
     from orchestra.engines.processes.display import Lines
 
     tell: Tell = (lambda what, part: None) if quiet else Lines()
-    return carry_out(experiment, str(cluster), None if out is None else Path(out), minutes, tell)
+    folder = None if out is None else Path(out)
+    return carry_out(experiment, str(cluster), folder, minutes, tell, verified=verify)
 
 
 def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
@@ -118,8 +123,11 @@ def carry_out(
     tell: Tell,
     *,
     report: bool = True,
+    verified: bool = False,
 ) -> Plan:
     """Search within `minutes`, write the answer into the folder `out`, and return it.
+
+    With `verified` the first candidates are trained for real afterwards, however long that takes.
 
     Raises:
         InputError: bad input, found before anything is simulated.
@@ -142,33 +150,46 @@ def carry_out(
     search.run()
     search.left_out[:0] = notes
     rows = ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
-    if (best := recommended(rows)) is not None:
-        others = on_other_counts(search.entries[best.name].candidate, experiment, places)
+    if (scaled := to_scale(rows)) is not None:
+        others = on_other_counts(search.entries[scaled.name].candidate, experiment, places)
         search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
-    return answered(search, experiment, cluster, costs, folder, report=report)
+    found = answered(search, cluster, costs, folder)
+    if verified and not found.stopped:
+        known = {name: entry.candidate for name, entry in search.entries.items()}
+        try:
+            found = replace(
+                found, verified=carried_out_for_real(found, known, cluster, length.snapshots, tell)
+            )
+        except KeyboardInterrupt:
+            found = replace(found, stopped=True)
+    if report:
+        from orchestra.planning.page import write_page
+
+        found = replace(found, report=write_page(found, folder.name))
+    best = found.recommended
+    write_plan(found, experiment, None if best is None else search.entries[best.name])
+    return found
 
 
 def answered(
     search: Search,
-    experiment: Experiment,
     cluster: Cluster,
     costs: str,
     folder: Path,
-    *,
-    report: bool,
 ) -> Plan:
-    """The answer with what was found so far, written into `folder`."""
+    """The answer with what was found so far."""
     rows = ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
     best = recommended(rows)
-    entry = None if best is None else search.entries[best.name]
-    scaling = {} if entry is None else scaling_of(search, entry)
+    scaled = to_scale(rows)
+    scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
     several = len(cluster.nodes) > 1
-    found = Plan(
+    return Plan(
         target=search.target,
         rows=rows,
         recommended=best,
         headline=headline(rows, best, search.target),
         command=None if best is None else command(best, folder / RECOMMENDED, several),
+        scaled=None if scaled is None else scaled.name,
         scaling=scaling,
         knee=knee_of(scaling),
         curves=curves_of(search, rows),
@@ -177,12 +198,6 @@ def answered(
         folder=folder,
         stopped=search.stopped,
     )
-    if report:
-        from orchestra.planning.page import write_page
-
-        found = replace(found, report=write_page(found, folder.name))
-    write_plan(found, experiment, entry)
-    return found
 
 
 def new_folder(out: Path) -> Path:
@@ -205,8 +220,9 @@ def length_of(experiment: Experiment) -> Length:
     """
     from torch.utils.data import IterableDataset
 
-    from orchestra.tasks.task import load_task
-    from orchestra.trainer.curve import evaluation_data
+    from orchestra.data.random_state import undisturbed
+    from orchestra.tasks.task import evaluate, load_task
+    from orchestra.trainer.curve import EVALUATION_BATCH, evaluation_data
     from orchestra.trainer.setup import budget_of
 
     task = load_task(experiment.task)
@@ -217,6 +233,12 @@ def length_of(experiment: Experiment) -> Length:
             "task: has neither validation nor test data, so that nothing can be judged"
         )
     assert not isinstance(judged, IterableDataset)
+    if (target := experiment.training.target) is not None:
+        with undisturbed():
+            known = evaluate(task, task.model(), judged, EVALUATION_BATCH)
+        if target.metric not in known:
+            hint = nearest(target.metric, known)
+            raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
     wanted = 3 * samples // max(1, len(judged))  # type: ignore[arg-type]
     return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
 

@@ -51,7 +51,7 @@ def _figures(plan: Plan) -> Iterator[Figure]:
     timed = [row for row in plan.rows if row.seconds is not None][:DRAWN]
     if timed:
         yield _times(plan, timed)
-    if len(plan.scaling) > 1 and plan.recommended is not None:
+    if len(plan.scaling) > 1 and plan.scaled is not None:
         yield _scaling(plan)
     if plan.curves and plan.target is not None:
         yield _curves(plan)
@@ -97,9 +97,9 @@ def _times(plan: Plan, rows: Sequence[Row]) -> Figure:
 
 
 def _scaling(plan: Plan) -> Figure:
-    """Samples/s of the recommended strategy over nodes; the knee is a ring."""
-    assert plan.recommended is not None
-    name = plan.recommended.name
+    """Samples/s of a strategy over nodes; the knee is a ring."""
+    assert plan.scaled is not None
+    name = plan.scaled
     values = [
         {"strategy": name, "nodes": nodes, "value": speed} for nodes, speed in plan.scaling.items()
     ]

@@ -32,7 +32,7 @@ from orchestra.planning.judging import (
 )
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
-from orchestra.report.numbers import count, some
+from orchestra.report.numbers import count, significant, some
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Target
@@ -280,10 +280,10 @@ class Search:
             first = max(group, key=lambda entry: entry.speed or 0.0)
             for entry in group:
                 if entry is not first:
-                    times = (first.speed or 0.0) / (entry.speed or math.inf)
+                    ratio = (first.speed or 0.0) / (entry.speed or math.inf)
                     entry.dropped = (
                         f"learns the same as {first.name} from each sample, which has "
-                        f"{times:.2f} times the samples/s"
+                        f"{significant(ratio)} times the samples/s"
                     )
 
     def _add_rates(self) -> None:
@@ -312,26 +312,27 @@ class Search:
             if isinstance(e.candidate.run.strategy, Single) and e.candidate.batch == 1
             and e.candidate.rate == 1
         )  # fmt: skip
-        if entry.speed is None:
+        if not self.alive:
             return
         seeds = self._seeds[: max(1, min(_processes(), len(self._seeds)))]
         for part in RUNGS:
             self._what = f"what one process learns in {part:.0%} of the samples"
             self._learn([(entry, seed, part) for seed in seeds], self._budget.part(REFERENCE_PART))
-            if self._target_of(entry) and len(self.times(entry)) == len(seeds):
+            target = self._target_of(entry)
+            if target and all(reached(entry.curves.get(seed, ()), target) for seed in seeds):
                 return
             if self.stopped or now() > self._budget.part(REFERENCE_PART):
                 self.left_out.append("the reference did not come to its end in its part of time")
                 return
 
-    def _target_of(self, entry: Entry) -> bool:
-        """Whether there is a target by now: one is chosen at the end of the reference."""
+    def _target_of(self, entry: Entry) -> Target | None:
+        """The target; where none was given, one is chosen at the end of the reference."""
         points = entry.curves.get(self._seeds[0], ())
         if self.target is None and points and (entry.done >= 1 or now() > self._budget.part(0.5)):
             value = value_at(points, "loss", 0.75 * points[-1].samples)
             if value is not None and math.isfinite(value):
                 self.target = Target("loss", at_most=float(f"{value:.3g}"))
-        return self.target is not None
+        return self.target
 
     def _race(self) -> None:
         """All that may still win, in rungs: after each, the better half goes on."""
@@ -402,7 +403,8 @@ class Search:
             time, value = self.time(entry), best_value(points, self.target)
             at = value_at(points, self.target.metric, seconds * (entry.speed or 0.0))
             text = f"{self.target.metric} {_text(at)} after {seconds:.3g} s"
-            entry.rungs.append(text if time is None else f"target after {time:.3g} s")
+            text = text if time is None else f"target after {time:.3g} s"
+            entry.rungs += [text] * (text not in entry.rungs)
             if value is None:
                 entry.dropped = f"rung {number}: no snapshot came about"
             elif time is None and limit is not None and self.elapsed(entry) >= limit * 0.999:
