@@ -22,7 +22,8 @@ from orchestra.planning.answer import real_run
 from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Places, candidates, samples, scaled_rate
 from orchestra.planning.judging import bottleneck, cannot_win, chosen, halved, reached, value_at
-from orchestra.planning.search import Budget, Length, Search
+from orchestra.planning.search import Budget, Search
+from orchestra.planning.standing import Length
 from orchestra.records.report import Point
 from orchestra.settings.reading import Entry
 from orchestra.trainer.settings import Target

@@ -13,7 +13,8 @@ from typing import Any
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.planning.judging import best_value, better, bottleneck, chosen
-from orchestra.planning.search import NO_TIME, Entry, Search
+from orchestra.planning.search import NO_TIME, Search
+from orchestra.planning.standing import Entry
 from orchestra.records.record import write_atomically
 from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain

@@ -30,7 +30,8 @@ from orchestra.planning.answer import (
     write_plan,
 )
 from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_counts
-from orchestra.planning.search import Budget, Length, Search
+from orchestra.planning.search import Budget, Search
+from orchestra.planning.standing import Length
 from orchestra.planning.verify import verify as carried_out_for_real
 from orchestra.records.record import write_atomically
 from orchestra.settings import Settings

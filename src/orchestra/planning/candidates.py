@@ -278,7 +278,7 @@ def _alone(experiment: Experiment, places: Places) -> Iterator[Candidate]:
     for batch in BATCHES:
         training = _training(experiment, 1, batch, path)
         name = "one process" + _batch_text(batch)
-        run = Run(name, experiment.task, Single(), 0, training)
+        run = Run(name, experiment.task, Single(), experiment.seeds[0], training)
         yield Candidate(name, run, (node,), "one process", batch)
 
 
@@ -310,7 +310,7 @@ def _one(
     several = len(places.cluster.nodes) > 1
     on = f" on {count} {'nodes' if several else 'ranks'}"
     name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
-    run = Run(name, experiment.task, each, 0, training)
+    run = Run(name, experiment.task, each, experiment.seeds[0], training)
     yield Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)
 
 

@@ -8,21 +8,15 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import cast
+from statistics import fmean
 
-from orchestra.engines.events import Event, Notice
-from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import now
-from orchestra.engines.simulation.training import assigned
-from orchestra.engines.simulation.trials import Trial, Trials, Tried, try_all
-from orchestra.errors import InputError, RunFailed
+from orchestra.engines.simulation.trials import Tried
 from orchestra.planning.candidates import Candidate, samples, with_rates
 from orchestra.planning.judging import (
-    Reached,
     best_value,
     better,
     cannot_win,
@@ -30,58 +24,22 @@ from orchestra.planning.judging import (
     reached,
     value_at,
 )
+from orchestra.planning.simulating import Job, Simulator, processes, short
+from orchestra.planning.standing import MISSED, Entry, Length, Standing
 from orchestra.records.record import RunRecord
-from orchestra.records.report import Point
 from orchestra.report.numbers import count, significant, some
-from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Target
-from orchestra.worker.threads import usable_cores
 
 RUNGS = (0.25, 0.5, 1.0)
 """Parts of the best known time to target after which the race is halved."""
 FINALISTS = 3
-MISSED = 1.5
-"""A seed has missed the target after so many times the samples that others needed."""
 SPEED_PART, REFERENCE_PART = 0.25, 0.6
 """Of the budget, when the stages before the race have to be over."""
-SPEED_STEPS, RANK_STEPS, FEWEST_STEPS = 20, 4000, 8
 CONFIRMED_STEPS = 100
 NO_TIME = "left out: there was no time to find its speed"
-PATIENCE = 3600.0
 ANYWHERE = "one_host(cores=1)"
 """Where one process learns for all that learn the same."""
-MOST_PROCESSES = 8
-
-
-@dataclass
-class Entry:
-    """What is known of a candidate.
-
-    Attributes:
-        speed: samples/s, from shapes; None where it is not known.
-        seconds: of a step, by what a worker does in them: compute, communicate, wait.
-        cost_rate: cost of a second, in the cluster's currency; None without prices.
-        curves: by seed, its snapshots, with the seconds of its own run.
-        done: the part of its samples that was simulated, with the first seed.
-        dropped: why it is out; None while it is not.
-        rungs: what each rung saw of it, in words.
-    """
-
-    candidate: Candidate
-    speed: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    cost_rate: float | None = None
-    currency: str | None = None
-    curves: dict[int, Sequence[Point]] = field(default_factory=dict)
-    done: float = 0.0
-    wall: float = 0.0
-    dropped: str | None = None
-    rungs: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.candidate.name
 
 
 @dataclass(frozen=True)
@@ -96,15 +54,7 @@ class Budget:
         return self.began + fraction * (self.until - self.began)
 
 
-@dataclass(frozen=True)
-class Length:
-    """Of a whole run: samples; and snapshots, so that judging takes no longer than learning."""
-
-    samples: int
-    snapshots: int
-
-
-class Search:
+class Search(Standing):
     """Finds out which of `candidates` reaches the target first.
 
     Args:
@@ -113,9 +63,8 @@ class Search:
         tell: what is under way, and the part of the budget that is used up.
 
     Attributes:
-        entries: of all candidates, by name.
         stopped: the user ended it.
-        target: as given, or chosen.
+        left_out: what there was no time for.
     """
 
     def __init__(
@@ -129,12 +78,11 @@ class Search:
         *,
         seeds: Sequence[int] = (0, 1, 2),
     ) -> None:
-        self.entries = {each.name: Entry(each) for each in candidates}
-        self.target = target
+        super().__init__(candidates, target, length, seeds)
         self.stopped = False
         self.left_out: list[str] = []
-        self._length, self._folder, self._budget, self._tell = length, folder, budget, tell
-        self._seeds = seeds
+        self._folder, self._budget, self._tell = folder, budget, tell
+        self._simulator = Simulator(self._tell_part)
         self._what = ""
 
     def run(self) -> None:
@@ -153,79 +101,6 @@ class Search:
             self.stopped = True
         if self.stopped:
             self.left_out.append("the search was stopped before its end")
-
-    # What is known
-
-    @property
-    def alive(self) -> list[Entry]:
-        """Those that are not out."""
-        return [entry for entry in self.entries.values() if entry.dropped is None]
-
-    def source(self, entry: Entry) -> Entry:
-        """The entry whose runs say what `entry` learns: its own, or that of one process."""
-        if not entry.candidate.exact:
-            return entry
-        key = entry.candidate.learns_as
-        return next(
-            other
-            for other in self.entries.values()
-            if other.candidate.learns_as == key and isinstance(other.candidate.run.strategy, Single)
-        )
-
-    def times(self, entry: Entry) -> dict[int, Reached]:
-        """By seed, when `entry` reached the target."""
-        if self.target is None or entry.speed is None:
-            return {}
-        source, found = self.source(entry), {}
-        for seed, points in source.curves.items():
-            at = reached(points, self.target)
-            if at is not None:
-                found[seed] = self._at_speed(at, entry, source)
-        return found
-
-    def _at_speed(self, at: Reached, entry: Entry, source: Entry) -> Reached:
-        """What `source` reached in the seconds of `entry`, which learns the same."""
-        if not entry.candidate.exact:
-            return at
-        assert entry.speed is not None
-        seconds = at.samples / entry.speed
-        return Reached(at.samples, seconds, at.spacing * seconds / max(at.seconds, 1e-12))
-
-    def time(self, entry: Entry) -> float | None:
-        """Seconds to the target, the mean over the seeds; None where one missed it, though it went
-        further than those that reached it."""
-        times = self.times(entry)
-        if not times:
-            return None
-        far = MISSED * max(each.samples for each in times.values())
-        missed = (
-            points[-1].samples >= min(far, self._length.samples)
-            for seed, points in self.source(entry).curves.items()
-            if seed not in times and points
-        )
-        return None if any(missed) else fmean(each.seconds for each in times.values())
-
-    def uncertainty(self, entry: Entry) -> float | None:
-        """Of the time: the spread over the seeds, or half the spacing of the snapshots if that is
-        larger."""
-        times = list(self.times(entry).values())
-        if not times:
-            return None
-        spread = stdev(each.seconds for each in times) if len(times) > 1 else 0.0
-        return max(spread, fmean(each.spacing for each in times) / 2)
-
-    def best(self) -> Entry | None:
-        """The first to reach the target of all."""
-        known = [(time, each) for each in self.entries.values() if (time := self.time(each))]
-        return min(known, key=lambda pair: pair[0])[1] if known else None
-
-    def elapsed(self, entry: Entry) -> float:
-        """Virtual seconds of `entry` up to where its runs went."""
-        source = self.source(entry)
-        points = source.curves.get(self._seeds[0], ())
-        if not points or entry.speed is None:
-            return 0.0
-        return points[-1].samples / entry.speed if entry.candidate.exact else points[-1].seconds
 
     # The stages
 
@@ -251,10 +126,10 @@ class Search:
     def _find_speeds(self, entries: Sequence[Entry], until: float, steps: int = 0) -> None:
         """From a few steps without values, or so many."""
         self._what = f"speeds of {count('candidate', len(entries))}, from shapes"
-        self._on_event(None)
+        self._tell_part()
         with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as place:
             trials = [
-                (entry, _short(entry.candidate.run, steps), Path(place) / str(number), 1.0)
+                (entry, short(entry.candidate.run, steps), Path(place) / str(number), 1.0)
                 for number, entry in enumerate(entries)
             ]
             found = self._try(trials, until)
@@ -314,7 +189,7 @@ class Search:
         )  # fmt: skip
         if not self.alive:
             return
-        seeds = self._seeds[: max(1, min(_processes(), len(self._seeds)))]
+        seeds = self.seeds[: max(1, min(processes(), len(self.seeds)))]
         for part in RUNGS:
             self._what = f"what one process learns in {part:.0%} of the samples"
             self._learn([(entry, seed, part) for seed in seeds], self._budget.part(REFERENCE_PART))
@@ -327,7 +202,7 @@ class Search:
 
     def _target_of(self, entry: Entry) -> Target | None:
         """The target; where none was given, one is chosen at the end of the reference."""
-        points = entry.curves.get(self._seeds[0], ())
+        points = entry.curves.get(self.seeds[0], ())
         if self.target is None and points and (entry.done >= 1 or now() > self._budget.part(0.5)):
             value = value_at(points, "loss", 0.75 * points[-1].samples)
             if value is not None and math.isfinite(value):
@@ -348,10 +223,10 @@ class Search:
             self._what = f"rung {number} of {len(RUNGS)}: {len(racing)} candidates"
             wanted = []
             for entry in racing:
-                share = min(1.0, part * horizon * (entry.speed or 0.0) / self._length.samples)
+                share = min(1.0, part * horizon * (entry.speed or 0.0) / self.length.samples)
                 source = self.source(entry)
                 if source.done < share and not self.times(entry):
-                    wanted.append((source, self._seeds[0], share))
+                    wanted.append((source, self.seeds[0], share))
             self._learn(wanted, self._budget.until)
             self._judge(racing, number, part * horizon)
             horizon = min(horizon, self._horizon())
@@ -363,7 +238,7 @@ class Search:
         time = None if best is None else self.time(best)
         if time is not None:
             return time * 1.02
-        seconds = (self._length.samples / entry.speed for entry in self.alive if entry.speed)
+        seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
         return max(seconds, default=0.0)
 
     def _drop_by_bound(self) -> None:
@@ -393,7 +268,7 @@ class Search:
         scores, missed = {}, list[str]()
         for entry in racing:
             source = self.source(entry)
-            points = source.curves.get(self._seeds[0], ())
+            points = source.curves.get(self.seeds[0], ())
             if entry.dropped is not None:
                 continue
             if not points:
@@ -407,7 +282,14 @@ class Search:
             entry.rungs += [text] * (text not in entry.rungs)
             if value is None:
                 entry.dropped = f"rung {number}: no snapshot came about"
-            elif time is None and limit is not None and self.elapsed(entry) >= limit * 0.999:
+            elif time is None and now() > self._budget.until:
+                entry.dropped = f"left out: rung {number} was cut off"
+                missed.append(entry.name)
+            elif (
+                time is None
+                and limit is not None
+                and (number == len(RUNGS) or self.elapsed(entry) >= limit)
+            ):
                 entry.dropped = (
                     f"rung {number}: {self.target.metric} {_text(value)} after "
                     f"{self.elapsed(entry):.3g} s, when the first had reached the target"
@@ -437,7 +319,7 @@ class Search:
         ranked = sorted(
             (time, entry.name) for entry in self.alive if (time := self.time(entry)) is not None
         )
-        for seed in self._seeds[1:]:
+        for seed in self.seeds[1:]:
             wanted = []
             for _, name in ranked[:FINALISTS]:
                 source = self.source(self.entries[name])
@@ -446,7 +328,7 @@ class Search:
             if not wanted or self.stopped:
                 continue
             longest = max(source.wall for source, *_ in wanted)
-            if now() + longest * math.ceil(len(wanted) / _processes()) > self._budget.until:
+            if now() + longest * math.ceil(len(wanted) / processes()) > self._budget.until:
                 self.left_out.append(f"seed {seed} of the first ones: no time")
                 break
             self._what = f"seed {seed} of {len(wanted)} candidates"
@@ -460,7 +342,7 @@ class Search:
         for entry, seed, part in wanted:
             before = jobs.get((entry.name, seed))
             part = part if before is None else max(part, before[-1])
-            training = replace(entry.candidate.run.training, snapshots=self._length.snapshots)
+            training = replace(entry.candidate.run.training, snapshots=self.length.snapshots)
             if entry.candidate.exact:  # its time comes from shapes, on the real cluster
                 training = replace(training, cluster=ANYWHERE)
             run = replace(entry.candidate.run, training=training, seed=seed)
@@ -473,8 +355,8 @@ class Search:
                 self._failed(entry, tried.failure)
             elif tried.record is not None:
                 whole = tried.record.status == "completed"
-                if run.seed == self._seeds[0]:
-                    share = tried.record.samples / self._length.samples
+                if run.seed == self.seeds[0]:
+                    share = tried.record.samples / self.length.samples
                     entry.done = 1.0 if whole else max(entry.done, min(share, part))
                 if tried.points:
                     entry.curves[run.seed] = tried.points
@@ -485,62 +367,15 @@ class Search:
             if entry.candidate.learns_as == source.candidate.learns_as and entry.dropped is None:
                 entry.dropped = f"failed: {failure}"
 
-    def _try(
-        self, jobs: Sequence[tuple[Entry, Run, Path, float]], deadline: float
-    ) -> list[tuple[Entry, Tried]]:
+    def _try(self, jobs: Sequence[Job], deadline: float) -> list[tuple[Entry, Tried]]:
         """What became of each job; those for which there was no time have no record."""
-        found: dict[int, Tried] = {}
-        trials: dict[int, Trial] = {}
-        for place, (_, run, folder, part) in enumerate(jobs):
-            try:
-                trials[place] = Trial(assigned(run, folder), part)
-            except InputError as error:
-                found[place] = Tried(failure=str(error))
-        places = list(trials)
-        if places and now() < deadline and not self.stopped:
-            for number, tried in self._launched([trials[place] for place in places], deadline):
-                found[places[number]] = tried
-        return [(entry, found.get(place, Tried())) for place, (entry, *_) in enumerate(jobs)]
+        found = self._simulator.carry_out(jobs, deadline)
+        self.stopped = self.stopped or self._simulator.stopped
+        return found
 
-    def _launched(self, trials: Sequence[Trial], deadline: float) -> list[tuple[int, Tried]]:
-        """Carry out the trials, shared out among processes; alone, if one took all with it."""
-        processes = min(_processes(), len(trials))
-        threads = max(1, len(usable_cores()) // (2 * processes))  # others are at work, too
-        work = Trials(trials, deadline, threads)
-        try:
-            launched = launch(try_all, work, processes, patience=PATIENCE, on_event=self._on_event)
-        except RunFailed as failure:
-            if len(trials) == 1:
-                return [(0, Tried(failure=str(failure).splitlines()[0]))]
-            return [
-                (place, tried)
-                for place, trial in enumerate(trials)
-                for _, tried in self._launched([trial], deadline)
-            ]
-        self.stopped = self.stopped or launched.stopped
-        lists = cast("tuple[list[tuple[int, Tried]] | None, ...]", launched.results)
-        return [each for own in lists if own is not None for each in own]
-
-    def _on_event(self, event: Event | Notice | None) -> None:
+    def _tell_part(self) -> None:
         used = (now() - self._budget.began) / (self._budget.until - self._budget.began)
         self._tell(self._what, min(used, 1.0))
-
-
-def _processes() -> int:
-    return max(1, min(len(usable_cores()), MOST_PROCESSES))
-
-
-def _short(run: Run, steps: int = 0) -> Run:
-    """A few steps of `run`, without values, or so many."""
-    training = run.training
-    steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
-    if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
-        steps = 2 * run.strategy.every
-    training = replace(
-        training, epochs=None, steps=steps, tensors="shapes", clip_norm=None, target=None,
-        snapshots=0,
-    )  # fmt: skip
-    return replace(run, training=training)
 
 
 def _cost_rate(record: RunRecord) -> float | None:
