@@ -24,6 +24,7 @@ from orchestra.planning.candidates import Candidate, Places, candidates, samples
 from orchestra.planning.judging import bottleneck, cannot_win, chosen, halved, reached, value_at
 from orchestra.planning.search import Budget, Search
 from orchestra.planning.standing import Length
+from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.settings.reading import Entry
 from orchestra.trainer.settings import Target
@@ -167,7 +168,7 @@ class Played(Search):
         return found
 
 
-RECORD = orchestra.records.record.RunRecord(
+RECORD = RunRecord(
     name="", strategy="", engine="simulation", ranks=1, workers=1, servers=0, seed=0,
     status="stopped", train_seconds=1.0, seconds={"compute": 1.0},
 )  # fmt: skip

@@ -34,33 +34,33 @@ MOST_COUNTS = 8
 
 EVERYWHERE: Mapping[str, str] = {
     "ring": 'AllReduce("ring")',
-    "halving-doubling": 'AllReduce("halving_doubling")',
-    "tree": 'AllReduce("tree")',
-    "all to all": 'AllReduce("parallel")',
-    "server beside": 'ParameterServer(placement="beside")',
-    "server": "ParameterServer()",
-    "ring, sharded": 'AllReduce("ring", shard="parameters")',
-    "ring, BF16": "AllReduce(compression=BF16())",
-    "ring, PowerSGD": "AllReduce(compression=PowerSGD(4))",
-    "ring, top 1 %": "AllReduce(compression=TopK(0.01))",
-    "local SGD, H=4": "LocalSGD(4)",
     "local SGD, H=16": "LocalSGD(16)",
-    "local SGD, H=64": "LocalSGD(64)",
-    "DiLoCo, H=32": "LocalSGD(32, outer=Nesterov())",
     "asynchronous beside": 'ParameterServer(consistency="asynchronous", placement="beside")',
-    "asynchronous": 'ParameterServer(consistency="asynchronous")',
+    "ring, BF16": "AllReduce(compression=BF16())",
+    "server beside": 'ParameterServer(placement="beside")',
+    "gossip": "Gossip()",
+    "halving-doubling": 'AllReduce("halving_doubling")',
+    "ring, PowerSGD": "AllReduce(compression=PowerSGD(4))",
+    "local SGD, H=4": "LocalSGD(4)",
     "asynchronous, divided": (
         'ParameterServer(consistency="asynchronous", placement="beside", learning_rate="divided")'
     ),
-    "bounded beside": 'ParameterServer(consistency="bounded", staleness=2, placement="beside")',
-    "gossip": "Gossip()",
+    "local SGD, H=64": "LocalSGD(64)",
     "push-sum": "StochasticGradientPush()",
+    "ring, top 1 %": "AllReduce(compression=TopK(0.01))",
+    "asynchronous": 'ParameterServer(consistency="asynchronous")',
     "ring, then asynchronous": (
         'Switch(AllReduce("ring"), ParameterServer(consistency="asynchronous", '
         'placement="beside"), when=AfterFraction(0.25), learning_rate="divided")'
     ),
+    "DiLoCo, H=32": "LocalSGD(32, outer=Nesterov())",
+    "bounded beside": 'ParameterServer(consistency="bounded", staleness=2, placement="beside")',
+    "all to all": 'AllReduce("parallel")',
+    "server": "ParameterServer()",
+    "tree": 'AllReduce("tree")',
+    "ring, sharded": 'AllReduce("ring", shard="parameters")',
 }
-"""The strategies on all nodes, with the experiment's batch."""
+"""The strategies on all nodes, with the experiment's batch; those first that show most."""
 ON_FEWER = ("ring", "halving-doubling")
 """Those that are tried on fewer nodes, too."""
 WITH_BATCHES = ("ring", "halving-doubling", "server beside")

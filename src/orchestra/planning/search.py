@@ -34,8 +34,8 @@ from orchestra.trainer.settings import Run, Target
 RUNGS = (0.25, 0.5, 1.0)
 """Parts of the best known time to target after which the race is halved."""
 FINALISTS = 3
-SPEED_PART, REFERENCE_PART = 0.25, 0.6
-"""Of the budget, when the stages before the race have to be over."""
+SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
+"""Of the budget, when the speeds have to be known, the reference be over, and late speeds known."""
 CONFIRMED_STEPS = 100
 NO_TIME = "left out: there was no time to find its speed"
 ANYWHERE = "one_host(cores=1)"
@@ -92,6 +92,7 @@ class Search(Standing):
                 self._speeds,
                 self._reference,
                 self._race,
+                self._late_ones,
                 self._confirm,
                 self._more_seeds,
             ):
@@ -107,11 +108,22 @@ class Search(Standing):
     def _speeds(self) -> None:
         """Samples/s of all candidates, from a few steps without values."""
         self._find_speeds(list(self.entries.values()), self._budget.part(SPEED_PART))
-        unknown = [entry.name for entry in self.entries.values() if entry.dropped == NO_TIME]
-        if unknown:
-            self.left_out.append(f"the speed of {len(unknown)} candidates: {some(unknown)}")
         self._drop_slower_twins()
         self._add_rates()
+
+    def _late_ones(self) -> None:
+        """Those whose speed there was no time for, if the race of the others was over early."""
+        late = [entry for entry in self.entries.values() if entry.dropped == NO_TIME]
+        if late and now() < self._budget.part(LATE_PART):
+            for entry in late:
+                entry.dropped = None
+            self._find_speeds(late, self._budget.part(LATE_PART))
+            self._drop_slower_twins()
+            if any(entry.dropped is None for entry in late):
+                self._race()
+        unknown = [entry.name for entry in late if entry.dropped == NO_TIME]
+        if unknown:
+            self.left_out.append(f"the speed of {len(unknown)} candidates: {some(unknown)}")
 
     def add_speeds(self, candidates: Sequence[Candidate], until: float) -> None:
         """Find the speeds of further candidates, which are not raced, until a moment."""
