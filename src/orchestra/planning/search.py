@@ -31,9 +31,12 @@ from orchestra.report.numbers import count, significant, some
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Run, Target
 
-RUNGS = (0.25, 0.5, 1.0)
+PARTS = (0.25, 0.5, 1.0)
+"""Of all samples, after which the reference is asked whether it has reached the target."""
+RUNGS = (0.35, 0.65, 1.0)
 """Parts of the best known time to target after which the race is halved."""
-FINALISTS = 3
+FEWEST_RACING, FINALISTS = 4, 3
+"""Who goes on to the next rung in any case, and is trained with further seeds."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
 """Of the budget, when the speeds have to be known, the reference be over, and late speeds known."""
 CONFIRMED_STEPS = 100
@@ -202,7 +205,7 @@ class Search(Standing):
         if not self.alive:
             return
         seeds = self.seeds[: max(1, min(processes(), len(self.seeds)))]
-        for part in RUNGS:
+        for part in PARTS:
             self._what = f"what one process learns in {part:.0%} of the samples"
             self._learn([(entry, seed, part) for seed in seeds], self._budget.part(REFERENCE_PART))
             target = self._target_of(entry)
@@ -313,7 +316,7 @@ class Search(Standing):
         if missed:
             self.left_out.append(f"rung {number} of {some(missed)}")
         if number < len(RUNGS):
-            _, out = halved(scores, FINALISTS)
+            _, out = halved(scores, FEWEST_RACING)
             for name in out:
                 entry = self.entries[name]
                 entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
