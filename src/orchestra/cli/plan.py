@@ -81,7 +81,12 @@ def _parser() -> Parser:
     parser.option("--target", "TARGET", target)
     minutes = f"that the search may take, a calibration included (default: {MINUTES:g})"
     parser.option("--minutes", "M", minutes, type=float, default=MINUTES)
-    parser.option("--seeds", "N[,N...]", "of the runs that decide (default: 0,1,2)", type=numbers)
+    parser.option(
+        "--seeds",
+        "N[,N...]",
+        "of the runs that decide (default: the file's, else 0,1,2)",
+        type=numbers,
+    )
     parser.flag(
         "--verify",
         "train the first candidates for real afterwards, on nodes that Linux emulates here (a "

@@ -76,7 +76,7 @@ def plan(
         task: a task as for `train`, or the path of an experiment file.
         cluster: a preset such as "lan_1gbit(nodes=8)", or the path of a cluster's file.
         minutes: that the search may take, a calibration included.
-        seeds: of the runs that decide; 0, 1, 2 by default, as far as the time goes.
+        seeds: of the runs that decide, as far as time goes; the file's, else 0, 1, 2 by default.
         out: the folder of the plan; a new one in `runs` by default.
         verify: train the first candidates for real afterwards.
         quiet: no progress.
@@ -112,6 +112,8 @@ def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Ent
         given["ranks"] = Entry(1, "plan")  # batch_size then is that of a step of all workers
     if path is None and "task" not in given:
         raise InputError("give an experiment file or --task; see orchestra plan --help")
+    if "seeds" not in document and "seeds" not in given:
+        given["seeds"] = Entry([0, 1, 2], "plan")
     given["tune"] = Entry(None, "plan")  # it chooses settings itself
     return load(path, overrides, given)
 
@@ -143,10 +145,9 @@ def carry_out(
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
     places = Places(cluster, folder / "clusters")
-    seeds = experiment.seeds if len(experiment.seeds) > 1 else (0, 1, 2)
     search = Search(
         candidates(experiment, places), experiment.training.target, length, folder / "runs",
-        budget, tell, seeds=seeds,
+        budget, tell, seeds=experiment.seeds,
     )  # fmt: skip
     search.run()
     search.left_out[:0] = notes
