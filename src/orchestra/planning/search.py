@@ -164,12 +164,13 @@ class Search(Standing):
     def _drop_slower_twins(self) -> None:
         """Of those that learn the same only the fastest stays."""
         groups: dict[str, list[Entry]] = {}
-        for entry in self.alive:
-            groups.setdefault(entry.candidate.learns_as, []).append(entry)
+        for entry in self.entries.values():
+            if entry.speed is not None:
+                groups.setdefault(entry.candidate.learns_as, []).append(entry)
         for group in groups.values():
             first = max(group, key=lambda entry: entry.speed or 0.0)
             for entry in group:
-                if entry is not first:
+                if entry is not first and entry.dropped is None:
                     ratio = (first.speed or 0.0) / (entry.speed or math.inf)
                     entry.dropped = (
                         f"learns the same as {first.name} from each sample, which has "
