@@ -154,7 +154,7 @@ def _table(plan: Plan) -> Table:
     for name in columns:
         left = name in ("candidate", "bottleneck")
         justify: Literal["left", "right"] = "left" if left else "right"
-        width = max(map(len, name.split()))
+        width = max(16 if name == "candidate" else 0, *map(len, name.split()))
         table.add_column(name, justify=justify, min_width=width, overflow="fold")
     for row in rows:
         cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]

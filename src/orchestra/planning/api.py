@@ -167,7 +167,7 @@ def carry_out(
     if report:
         from orchestra.planning.page import write_page
 
-        found = replace(found, report=write_page(found, folder.name))
+        found = replace(found, report=write_page(found, experiment.name))
     best = found.recommended
     write_plan(found, experiment, None if best is None else search.entries[best.name])
     return found

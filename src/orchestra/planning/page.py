@@ -62,7 +62,7 @@ def _styles(names: Sequence[str]) -> dict[str, Style]:
     shapes = list(SIGNS)
     found = {}
     for number, name in enumerate(names):
-        single = name.startswith("one process")
+        single = name == "one process"
         found[name] = Style(
             INK if single else COLOURS[number % len(COLOURS)],
             DASHES[number // len(COLOURS) % len(DASHES)] if not single else DASHES[0],
@@ -137,7 +137,7 @@ def _curves(plan: Plan) -> Figure:
         layer([{"target": bound}], "rule", alt.Y("target:Q"), color=frame.FAINT, strokeDash=[3, 3]),
     ]
     caption = (
-        f"{metric} of the candidates that went furthest, with the first seed, over seconds of the "
+        f"The {metric} of the candidates that went furthest, with the first seed, over seconds of the "
         "cluster. The dashed rule is the target."
     )
     return figure(
