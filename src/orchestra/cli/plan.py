@@ -40,7 +40,7 @@ examples:
   orchestra plan examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' --minutes 3
 
   cd examples && orchestra plan --task own_task:spam --cluster clusters/four.yaml \\
-      --target 'recall>=0.9' --set epochs=5 --set batch_size=96
+      --target 'accuracy>=0.9' --set epochs=5 --set batch_size=96
       a task of your own, in own_task.py beside you, on machines that a file of ten lines describes
 """
 

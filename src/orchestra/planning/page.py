@@ -137,8 +137,8 @@ def _curves(plan: Plan) -> Figure:
         layer([{"target": bound}], "rule", alt.Y("target:Q"), color=frame.FAINT, strokeDash=[3, 3]),
     ]
     caption = (
-        f"The {metric} of the candidates that went furthest, with the first seed, over seconds of the "
-        "cluster. The dashed rule is the target."
+        f"The {metric} of the candidates that went furthest, with the first seed, over seconds of "
+        "the cluster. The dashed rule is the target."
     )
     return figure(
         "curves", f"{metric[0].upper()}{metric[1:]} over time", caption, "convergence", layers
