@@ -41,6 +41,7 @@ SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
 """Of the budget, when the speeds have to be known, the reference be over, and late speeds known."""
 CONFIRMED_STEPS = 100
 NO_TIME = "left out: there was no time to find its speed"
+CUT_OFF = "left out: there was no time for the race"
 ANYWHERE = "one_host(cores=1)"
 """Where one process learns for all that learn the same."""
 
@@ -278,49 +279,54 @@ class Search(Standing):
 
     def _judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
         """After a rung: drop who cannot win any more, then the worse half."""
-        assert self.target is not None
         best = self.best()
         limit = None if best is None else self.time(best)
-        scores, missed = {}, list[str]()
+        scores = {}
         for entry in racing:
-            source = self.source(entry)
-            points = source.curves.get(self.seeds[0], ())
-            if entry.dropped is not None:
-                continue
-            if not points:
-                entry.dropped = f"left out: rung {number} had no time for it"
-                missed.append(entry.name)
-                continue
-            time, value = self.time(entry), best_value(points, self.target)
-            at = value_at(points, self.target.metric, seconds * (entry.speed or 0.0))
-            text = f"{self.target.metric} {_text(at)} after {seconds:.3g} s"
-            text = text if time is None else f"target after {time:.3g} s"
-            entry.rungs += [text] * (text not in entry.rungs)
-            if value is None:
-                entry.dropped = f"rung {number}: no snapshot came about"
-            elif time is None and now() > self._budget.until:
-                entry.dropped = f"left out: rung {number} was cut off"
-                missed.append(entry.name)
-            elif (
-                time is None
-                and limit is not None
-                and (number == len(RUNGS) or self.elapsed(entry) >= limit)
-            ):
-                entry.dropped = (
-                    f"rung {number}: {self.target.metric} {_text(value)} after "
-                    f"{self.elapsed(entry):.3g} s, when the first had reached the target"
-                )
-            else:
-                sign = -1.0 if better(self.target, 1.0, 0.0) else 1.0
-                shown = math.inf if at is None else sign * at
-                scores[entry.name] = (math.inf, shown) if time is None else (time, 0.0)
+            if entry.dropped is None:
+                scores[entry.name] = self._score(entry, seconds)
+                entry.dropped = self._reason(entry, number, limit)
+        missed = [name for name in scores if self.entries[name].dropped == CUT_OFF]
         if missed:
             self.left_out.append(f"rung {number} of {some(missed)}")
         if number < len(RUNGS):
-            _, out = halved(scores, FEWEST_RACING)
+            going = {name: it for name, it in scores.items() if self.entries[name].dropped is None}
+            _, out = halved(going, FEWEST_RACING)
             for name in out:
                 entry = self.entries[name]
                 entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
+
+    def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
+        """Smaller is better: the time to the target, else the metric after so many seconds, which
+        is also written down."""
+        assert self.target is not None
+        time = self.time(entry)
+        points = self.source(entry).curves.get(self.seeds[0], ())
+        value = value_at(points, self.target.metric, seconds * (entry.speed or 0.0))
+        text = f"{self.target.metric} {_text(value)} after {seconds:.3g} s"
+        text = text if time is None else f"target after {time:.3g} s"
+        entry.rungs += [text] * (text not in entry.rungs)
+        if time is not None:
+            return time, 0.0
+        rising = better(self.target, 1.0, 0.0)
+        return math.inf, math.inf if value is None else -value if rising else value
+
+    def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
+        """Why `entry` is out after a rung; None if it may still win in time `limit`."""
+        assert self.target is not None
+        if self.time(entry) is not None:
+            return None
+        source = self.source(entry)
+        if now() > self._budget.until or not source.done:
+            return CUT_OFF
+        elapsed = self.elapsed(entry)
+        if limit is None or (number < len(RUNGS) and elapsed < limit):
+            return None
+        value = best_value(source.curves.get(self.seeds[0], ()), self.target)
+        return (
+            f"rung {number}: {self.target.metric} {_text(value)} after {elapsed:.3g} s, when the "
+            "first had reached the target"
+        )
 
     def _confirm(self) -> None:
         """The speeds of the first ones again, over more steps: those of a few depend on chance."""
