@@ -29,6 +29,9 @@ BATCHES = (0.5, 1.0, 2.0, 4.0)
 """Of a step of all workers, where the experiment's is 1."""
 RATES = (0.5, 2.0)
 """Times the learning rate, beside 1: tried with the experiment's batch."""
+KEPT = (0.25, 0.5)
+"""Batches that one process has with the experiment's own learning rate, too: its updates are then
+those that a worker beside others makes of its own samples."""
 MOST_COUNTS = 8
 """Up to so many nodes every number of them is tried, of more the powers of two and all."""
 
@@ -280,6 +283,14 @@ def _alone(experiment: Experiment, places: Places) -> Iterator[Candidate]:
         name = "one process" + _batch_text(batch)
         run = Run(name, experiment.task, Single(), experiment.seeds[0], training)
         yield Candidate(name, run, (node,), "one process", batch)
+    for batch in KEPT:
+        training = _training(experiment, 1, batch, path)
+        optimizer = experiment.training.optimizer
+        training = training.with_setting("optimizer", optimizer)
+        name = f"one process{_batch_text(batch)}, rate kept"
+        run = Run(name, experiment.task, Single(), experiment.seeds[0], training)
+        rate = 1 / scaled_rate(optimizer, batch)
+        yield Candidate(name, run, (node,), "one process", batch, rate)
 
 
 def _whole(places: Places) -> str:
