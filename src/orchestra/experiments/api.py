@@ -225,7 +225,7 @@ def _experiment(path: Path | None, given: Mapping[str, Any]) -> Experiment:
 
 
 def notation_of(value: Any, key: str) -> Any:
-    """Return the notation of what Python gives as an object; plain values as they are."""
+    """The notation of what Python gives as an object; plain values as they are."""
     if isinstance(value, Mapping):
         inside = (lambda _: key) if key == "strategies" else str
         return {name: notation_of(item, inside(name)) for name, item in value.items()}
