@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everywhere but in `whole`: neither images nor the plotting library, which take seconds."""
     monkeypatch.setattr("orchestra.report.page.save", lambda figure, folder: None)
-    monkeypatch.setattr("orchestra.report.page._library", lambda: "")
+    monkeypatch.setattr("orchestra.report.page.library", lambda: "")
 
 
 def summary(folder: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchestra.engines.processes.environment import is_first, rank, world_size
     from orchestra.errors import InputError, OrchestraError, RunFailed
     from orchestra.experiments.api import compare, replay, train
+    from orchestra.planning.api import plan
     from orchestra.strategies.all_reduce import AllReduce
     from orchestra.strategies.base import Roles, Strategy
     from orchestra.strategies.elastic_averaging import ElasticAveraging
@@ -50,7 +51,7 @@ __all__ = [
     "LossStable", "Nesterov", "NoiseScale", "OrchestraError", "PairwiseAveraging",
     "ParameterServer", "Pipeline", "Prague", "RandomRegular", "Ring", "Roles", "RunFailed",
     "Single", "SlowMo", "Star", "StochasticGradientPush", "Straggler", "Strategy", "Switch", "Task",
-    "compare", "distribute", "is_first", "rank", "replay", "train", "world_size",
+    "compare", "distribute", "is_first", "plan", "rank", "replay", "train", "world_size",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
@@ -61,6 +62,7 @@ if not TYPE_CHECKING:
         "strategies.parameter_server",
         "strategies.pipeline", "strategies.prague", "strategies.single", "strategies.switch",
         "strategies.stochastic_gradient_push", "strategies.switch_rules", "experiments.api",
-        "engines.processes.environment", "engines.processes.distribute", "tasks.task",
+        "planning.api", "engines.processes.environment", "engines.processes.distribute",
+        "tasks.task",
         names=__all__,
     )  # fmt: skip

@@ -30,6 +30,7 @@ naming the strategy: a task says what to train, a strategy when the processes ex
 commands:
   compare  train a task under every strategy of a file, and report on them side by side
   simulate the same in virtual time, on a cluster that you describe
+  plan     which strategy for your model on your machines, and what it gains
   train    train a task under one strategy, and write the record of the run
   watch    show a run or a comparison in the terminal, while it goes on or afterwards
   report   make a report of any past runs
@@ -68,6 +69,7 @@ COMMANDS = {
     "emulation": "orchestra.cli.emulation:main",
     "import": "orchestra.cli.imports:main",
     "list": "orchestra.cli.list:main",
+    "plan": "orchestra.cli.plan:main",
     "replay": "orchestra.cli.train:replay",
     "report": "orchestra.cli.compare:report",
     "simulate": "orchestra.cli.compare:simulate",

@@ -68,7 +68,7 @@ def train(
         InputError: what was asked for cannot be done; nothing was started.
         RunFailed: the run failed; its first line names the first cause.
     """
-    notation = _notation(strategy, "strategy")
+    notation = notation_of(strategy, "strategy")
     given = {
         "task": task,
         "strategies": {notation.partition("(")[0].rpartition(":")[2]: notation},
@@ -220,17 +220,17 @@ def replay(
 
 
 def _experiment(path: Path | None, given: Mapping[str, Any]) -> Experiment:
-    entries = {key: Entry(_notation(value, key), f"{key}=") for key, value in given.items()}
+    entries = {key: Entry(notation_of(value, key), f"{key}=") for key, value in given.items()}
     return load(path, (), entries)
 
 
-def _notation(value: Any, key: str) -> Any:
-    """Return the notation of what Python gives as an object; plain values as they are."""
+def notation_of(value: Any, key: str) -> Any:
+    """The notation of what Python gives as an object; plain values as they are."""
     if isinstance(value, Mapping):
         inside = (lambda _: key) if key == "strategies" else str
-        return {name: _notation(item, inside(name)) for name, item in value.items()}
+        return {name: notation_of(item, inside(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_notation(item, key) for item in value]
+        return [notation_of(item, key) for item in value]
     if isinstance(value, Optimizer):
         return repr(value)
     if isinstance(value, Settings):

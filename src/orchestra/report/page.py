@@ -88,6 +88,40 @@ def write_report(
 
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
     """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
+    sections = _sections(figures)
+    endings = _endings(study)
+    return (
+        templates()
+        .get_template("page.html")
+        .render(
+            title=", ".join(dict.fromkeys(source.name for source in study.sources)),
+            study=study,
+            answer=answer(study),
+            conditions=conditions(study),
+            clusters=[figure for figure in figures if figure.section == HEAD],
+            fairness=fairness(study),
+            table=table(study),
+            verdicts=list(verdicts(study)),
+            sections=sections,
+            captions=_captions(sections),
+            lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},
+            stragglers=list(lines(study)),
+            switched=list(_switched(study)),
+            troubles=list(_troubles(study)),
+            tuned=[source for source in study.sources if source.tuning],
+            traces=list(_traces(study, out)),
+            methods=list(map(_method, study.sources)),
+            endings=endings,
+            agreement=_agreement(list(endings.values())),
+            data=_data(study),
+            specs={figure.name: for_page(figure.spec) for figure in figures},
+            library=library(),
+        )
+    )
+
+
+def templates() -> jinja2.Environment:
+    """The templates of pages, with their filters."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("orchestra.report"),
         autoescape=True,
@@ -100,38 +134,13 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
     )
     environment.filters["together"] = lambda text: text.replace("± ", "±\N{NO-BREAK SPACE}")
     environment.filters["significant"] = significant
-    sections = _sections(figures)
-    endings = _endings(study)
-    return environment.get_template("page.html").render(
-        title=", ".join(dict.fromkeys(source.name for source in study.sources)),
-        study=study,
-        answer=answer(study),
-        conditions=conditions(study),
-        clusters=[figure for figure in figures if figure.section == HEAD],
-        fairness=fairness(study),
-        table=table(study),
-        verdicts=list(verdicts(study)),
-        sections=sections,
-        captions=_captions(sections),
-        lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},
-        stragglers=list(lines(study)),
-        switched=list(_switched(study)),
-        troubles=list(_troubles(study)),
-        tuned=[source for source in study.sources if source.tuning],
-        traces=list(_traces(study, out)),
-        methods=list(map(_method, study.sources)),
-        endings=endings,
-        agreement=_agreement(list(endings.values())),
-        data=_data(study),
-        specs={figure.name: for_page(figure.spec) for figure in figures},
-        library=_library(),
-    )
+    return environment
 
 
-def _library() -> Markup:
-    """Return the plotting library; no text inside may look like the end of the script."""
-    library = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    return Markup(library.replace("</script", "<\\/script"))
+def library() -> Markup:
+    """The plotting library; no text inside may look like the end of the script."""
+    text = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return Markup(text.replace("</script", "<\\/script"))
 
 
 def _sections(figures: Sequence[Figure]) -> dict[str, list[Figure]]:

@@ -179,7 +179,9 @@ class Watcher:
 
     def join(self) -> None:
         """Block until all ranks are gone. Raises what the thread raised, if anything."""
-        while self._thread.is_alive():  # a signal that another thread receives does not wake this one
+        while (
+            self._thread.is_alive()
+        ):  # a signal that another thread receives does not wake this one
             self._thread.join(TICK_SECONDS)
         if self._crash is not None:
             raise self._crash

@@ -62,20 +62,25 @@ def train_run(
             calibration.
         RunFailed: names the first cause; what was recorded until then stays in `folder`.
     """
-    roles = roles_of(run.strategy, run.training.ranks)
-    source = cost_source_of(run)
+    assignment = assigned(run, folder, pace)
     write_environment(folder)
     alone = Single().roles(1)
     with Display(run, alone, quiet=quiet, progress=progress) as display:
         launched = launch(
-            program,
-            Assignment(run, folder.absolute(), len(roles.shares), source, pace),
-            1,
-            patience=run.training.patience,
-            on_event=display.on_event,
+            program, assignment, 1, patience=run.training.patience, on_event=display.on_event
         )
     (result,) = launched.results
-    outcome = cast("Outcome", result)
+    return record_from(assignment, cast("Outcome", result))
+
+
+def record_from(assignment: Assignment, outcome: Outcome) -> RunRecord:
+    """The record of what was assigned, from what became of it; files go into its folder.
+
+    Raises:
+        InputError: it could not be begun.
+        RunFailed: names the first cause.
+    """
+    run, source = assignment.run, assignment.source
     if outcome.bad_input is not None:
         raise InputError(outcome.bad_input)
     if outcome.failure is not None:
@@ -83,14 +88,14 @@ def train_run(
     return record_of(
         run,
         cast("tuple[RankReport | None, ...]", outcome.results),
-        folder,
+        assignment.folder,
         {},
         left_out=outcome.left_out,
         notices=outcome.notices,
         wall_seconds=outcome.wall_seconds,
         costs=source.text,
         node=outcome.node,
-        nodes=_used(run, outcome, len(roles.shares)),
+        nodes=_used(run, outcome, assignment.ranks),
         alone=outcome.alone,
         costs_doubts=source.doubts,
     )
@@ -115,8 +120,23 @@ class Assignment:
     pace: Pace | None = None
 
 
+def assigned(run: Run, folder: Path, pace: Pace | None = None) -> Assignment:
+    """The assignment to simulate `run`, whose records are to go into `folder`.
+
+    Raises:
+        InputError: the strategy cannot run on that many ranks, or there is no such calibration.
+    """
+    ranks = len(roles_of(run.strategy, run.training.ranks).shares)
+    return Assignment(run, folder.absolute(), ranks, cost_source_of(run), pace)
+
+
 def program(runtime: Runtime, assignment: Assignment) -> Outcome:
     """What the process of the simulation runs; here, so that a launcher can name it."""
+    return carried_out(assignment, runtime.reporter)
+
+
+def carried_out(assignment: Assignment, reporter: Reporter) -> Outcome:
+    """Simulate what is assigned in this process; what became of it."""
     run, folder = assignment.run, assignment.folder
     cluster = load_cluster(run.training.cluster, where="cluster", folder=Path())
     roles = roles_of(run.strategy, run.training.ranks)
@@ -127,7 +147,7 @@ def program(runtime: Runtime, assignment: Assignment) -> Outcome:
         cluster,
         assignment.ranks,
         folder,
-        runtime.reporter,
+        reporter,
         assignment.pace,
         live,
     )

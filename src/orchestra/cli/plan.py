@@ -1,0 +1,168 @@
+"""`orchestra plan`: which strategy for a model on machines that are described."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestra.cli.arguments import Parser, numbers
+from orchestra.cli.bench import progress_line
+from orchestra.cli.train import check_task
+from orchestra.errors import InputError
+from orchestra.planning.answer import Plan, target_text, time_text
+from orchestra.planning.api import MINUTES, carry_out, planned
+from orchestra.report.numbers import significant
+from orchestra.settings.reading import Entry
+
+DESCRIPTION = """\
+Which strategy trains your model soonest on your machines, and what does it gain? Candidates
+(strategies with their settings, numbers of nodes, batches and learning rates) are simulated on the
+cluster that you describe: all without values first, which gives the speed of each; then with real
+gradients those that may still win, in rungs after each of which the worse half is dropped. The
+answer is a table, one sentence, and one command that trains the recommended candidate. Where one
+machine is as fast, that is the answer.
+
+The experiment file needs a task and a length, epochs or steps; its strategies are candidates too.
+Its global batch and learning rate are those that others are multiples of. Without a calibration of
+this machine for the task a fifth of the time goes into one (--set calibration=none: none is made).
+
+Ctrl-C ends the search with the answer so far. Exit status: 0 there is an answer, 1 none was found
+or the search was stopped, 2 bad input.
+"""
+
+EPILOG = """\
+examples:
+  orchestra plan examples/quickstart.yaml --cluster 'lan_1gbit(nodes=8)' --minutes 3
+
+  cd examples && orchestra plan --task own_task:spam --cluster clusters/four.yaml \\
+      --target 'accuracy>=0.9' --set epochs=5 --set batch_size=96
+      a task of your own, in own_task.py beside you, on machines that a file of ten lines describes
+"""
+
+SHOWN = 12
+"""Rows of the table; plan.json has all."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan as the command line says; 0 if there is an answer."""
+    options = _parser().read(arguments)
+    given: dict[str, Entry] = {}
+    if options.task is not None:
+        given["task"] = Entry(options.task, "--task")
+    if options.seeds is not None:
+        given["seeds"] = Entry(options.seeds, "--seeds")
+    if options.target is not None:
+        given["target"] = Entry(read_target(options.target), "--target")
+    experiment = planned(options.experiment, options.set, given)
+    check_task(experiment.task)
+    with progress_line() as tell:
+        plan = carry_out(
+            experiment, options.cluster, options.out, options.minutes, tell,
+            report=options.report, verified=options.verify,
+        )  # fmt: skip
+    print_plan(plan)
+    return 0 if plan.recommended is not None and not plan.stopped else 1
+
+
+def _parser() -> Parser:
+    parser = Parser("plan", DESCRIPTION, EPILOG)
+    parser.add_argument(
+        "experiment", nargs="?", type=Path, metavar="EXPERIMENT", help="a YAML file"
+    )
+    parser.option("--task", "TASK", "in place of the file's: digits, or package.module:function")
+    parser.option("--cluster", "CLUSTER", "the machines: a preset, or a file", required=True)
+    target = "what is to be reached, as 'accuracy>=0.9' or 'loss<=0.3' (default: the file's; else "
+    target += "the loss that one process reaches in 3/4 of the samples)"
+    parser.option("--target", "TARGET", target)
+    minutes = f"that the search may take, a calibration included (default: {MINUTES:g})"
+    parser.option("--minutes", "M", minutes, type=float, default=MINUTES)
+    parser.option(
+        "--seeds",
+        "N[,N...]",
+        "of the runs that decide (default: the file's, else 0,1,2)",
+        type=numbers,
+    )
+    parser.flag(
+        "--verify",
+        "train the first candidates for real afterwards, on nodes that Linux emulates here (a "
+        "cluster of one node: on this machine): predicted beside measured",
+    )
+    changes = "change any setting of the experiment: epochs=5, optimizer.lr=0.1; repeatable"
+    parser.option("--set", "KEY=VALUE", changes, action="append", default=[])
+    parser.option("--out", "DIR", "the plan's folder (default: a new one in runs/)", type=Path)
+    parser.add_argument(
+        "--no-report", dest="report", action="store_false", help="write no plan.html"
+    )
+    return parser
+
+
+def read_target(text: str) -> dict[str, object]:
+    """The target that `text` says, as in an experiment file.
+
+    Raises:
+        InputError: it is no metric, >= or <=, and a number.
+    """
+    found = re.fullmatch(r"\s*([\w.-]+)\s*(>=|<=)\s*(\S+)\s*", text)
+    try:
+        if found is None:
+            raise ValueError
+        metric, sign, bound = found.groups()
+        return {"metric": metric, "at_least" if sign == ">=" else "at_most": float(bound)}
+    except ValueError:
+        raise InputError(f"--target: {text!r} is no target; write 'accuracy>=0.9'") from None
+
+
+def print_plan(plan: Plan) -> None:
+    """The table, the answer, why, what was left out, and the command."""
+    console = Console(highlight=False, markup=False)
+    if plan.target is not None:
+        console.print(f"target: {target_text(plan.target)}")
+    console.print(f"costs: {plan.costs}")
+    console.print(_table(plan))
+    if len(plan.rows) > SHOWN:
+        console.print(f"and {len(plan.rows) - SHOWN} more candidates in plan.json")
+    console.print(plan.headline, style="bold")
+    if plan.knee is not None:
+        most = max(plan.scaling)
+        console.print(f"Scaling curve of {plan.scaled}: its knee is at {plan.knee} of {most}.")
+    for text in plan.left_out:
+        console.print(f"left out: {text}", style="yellow")
+    for each in plan.verified:
+        measured = "not reached" if each.measured is None else f"{significant(each.measured)} s"
+        text = each.failure or f"{measured} on {each.engine}"
+        console.print(f"{each.name}: predicted {significant(each.predicted)} s, measured {text}")
+    console.print(f"record: {plan.folder}", soft_wrap=True)
+    if plan.report is not None:
+        console.print(f"report: {plan.report}", soft_wrap=True)
+    if plan.command is not None:
+        console.print("train it:")
+        console.print(plan.command, soft_wrap=True)
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    rows = plan.rows[:SHOWN]
+    metric = "best" if plan.target is None else plan.target.metric
+    columns = ["candidate", "nodes", "batch", "samples/s", "s to target", metric]
+    priced = next((row.currency for row in rows if row.cost is not None), None)
+    columns += [*([priced] if priced else []), "bottleneck"]
+    for name in columns:
+        left = name in ("candidate", "bottleneck")
+        justify: Literal["left", "right"] = "left" if left else "right"
+        width = max(16 if name == "candidate" else 0, *map(len, name.split()))
+        table.add_column(name, justify=justify, min_width=width, overflow="fold")
+    for row in rows:
+        cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]
+        cells.append("-" if row.best is None else f"{row.best:.4g}")
+        cells += [_figure(row.cost)] * (priced is not None)
+        table.add_row(*cells, row.bottleneck)
+    return table
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else significant(value)

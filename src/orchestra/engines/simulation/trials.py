@@ -1,0 +1,114 @@
+"""Several simulated runs one after the other, each up to a part of its samples, until a deadline.
+
+A run that was stopped before its end goes on from its checkpoint when the same folder is tried
+again, so that a longer trial costs only what it has more.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestra.engines.simulation.training import Assignment, carried_out, record_from
+from orchestra.errors import InputError, RunFailed
+from orchestra.records.record import RunRecord
+from orchestra.records.report import Point, RankReport
+from orchestra.worker.threads import VARIABLE
+
+if TYPE_CHECKING:
+    from orchestra.worker.runtime import Reporter, Runtime
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run to simulate, up to the part `until` of its samples, 1 for all."""
+
+    assignment: Assignment
+    until: float = 1.0
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What the processes of a launch share out: trial i is that of process i modulo their number.
+
+    `deadline` is on the clock that all processes of this machine share, in seconds; `threads` is
+    how many each process computes with.
+    """
+
+    trials: Sequence[Trial]
+    deadline: float
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a trial.
+
+    Attributes:
+        record: of the run, stopped or completed; None where it failed, or was not begun.
+        points: the figures of its snapshots.
+        failure: why there is no record; None for a trial that was not begun.
+        seconds: how long it took on the clock.
+    """
+
+    record: RunRecord | None = None
+    points: Sequence[Point] = ()
+    failure: str | None = None
+    seconds: float = 0.0
+
+
+class Until:
+    """Passes on what a run reports, and asks for its stop at a part of its samples."""
+
+    def __init__(self, inner: Reporter, part: float, deadline: float) -> None:
+        self._inner, self._part, self._deadline = inner, part, deadline
+        self._reached = 0.0
+
+    def progress(self, *, fraction: float | None = None, **facts: Any) -> None:
+        self._reached = max(self._reached, fraction or 0.0)
+        self._inner.progress(fraction=fraction, **facts)
+
+    def phase(self, name: str) -> None:
+        self._inner.phase(name)
+
+    def expendable(self, yes: bool) -> None:
+        self._inner.expendable(yes)
+
+    def notice(self, text: str) -> None:
+        """Notices of trials are in their records."""
+
+    def stop_requested(self) -> bool:
+        over = self._reached >= self._part or time.monotonic() > self._deadline
+        return over or self._inner.stop_requested()
+
+
+def try_all(runtime: Runtime, work: Trials) -> list[tuple[int, Tried]]:
+    """Program of a process: the trials that are its own, by their places in `work`."""
+    if work.threads is not None:
+        os.environ[VARIABLE] = str(work.threads)
+    runtime.reporter.phase("training")
+    found = []
+    for place in range(runtime.rank, len(work.trials), runtime.ranks):
+        if time.monotonic() > work.deadline or runtime.reporter.stop_requested():
+            break
+        found.append((place, _tried(runtime.reporter, work.trials[place], work.deadline)))
+        runtime.reporter.progress(step=len(found), samples=0)
+    return found
+
+
+def _tried(reporter: Reporter, trial: Trial, deadline: float) -> Tried:
+    began = time.monotonic()
+    folder: Path = trial.assignment.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        outcome = carried_out(trial.assignment, Until(reporter, trial.until, deadline))
+        record = record_from(trial.assignment, outcome)
+    except (InputError, RunFailed) as error:
+        return Tried(failure=str(error).splitlines()[0], seconds=time.monotonic() - began)
+    reports: list[RankReport | None] = list(outcome.results)
+    points = next(r.leader.curve for r in reports if r is not None and r.leader is not None)
+    return Tried(record, points, seconds=time.monotonic() - began)

@@ -1,0 +1,342 @@
+"""The answer of a plan: rows, one sentence, one command, and the record as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestra.experiments.experiment import Experiment, alone
+from orchestra.experiments.file import to_yaml
+from orchestra.planning.judging import best_value, better, bottleneck, chosen
+from orchestra.planning.search import NO_TIME, Search
+from orchestra.planning.standing import Entry
+from orchestra.records.record import write_atomically
+from orchestra.report.figures.results import knee
+from orchestra.report.numbers import significant, uncertain
+from orchestra.settings.base import to_plain
+from orchestra.strategies.single import Single
+from orchestra.trainer.settings import Engine, Run, Target
+
+SCHEMA = 1
+RECORD, RECOMMENDED = "plan.json", "recommended.yaml"
+PORT = 29400
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate in the answer.
+
+    Attributes:
+        name, strategy: in words, and in their notation.
+        nodes: the names of those that it uses.
+        ranks: processes, servers included.
+        batch: samples in a step of all workers.
+        rate: the learning rate; None where the optimizer has none.
+        speed: samples/s.
+        seconds: to the target, the mean over the seeds; None where that is not known.
+        uncertainty: of the seconds.
+        seeds: how many runs the seconds are the mean of.
+        after: seconds up to which it was simulated without reaching the target.
+        best: the best value of the target's metric that was seen.
+        cost: to the target, in `currency`; None without prices.
+        bottleneck: what most of a worker's time goes into.
+        dropped: why it was not simulated to the end; None for those that were.
+        rungs: what each rung of the race saw.
+    """
+
+    name: str
+    strategy: str
+    nodes: Sequence[str]
+    ranks: int
+    batch: int
+    rate: float | None
+    speed: float | None
+    seconds: float | None
+    uncertainty: float | None
+    seeds: int
+    after: float | None
+    best: float | None
+    cost: float | None
+    currency: str | None
+    bottleneck: str
+    dropped: str | None
+    rungs: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A candidate, with the first seed.
+
+    Attributes:
+        name: of the candidate.
+        predicted: seconds to the target.
+        measured: the same, on `engine`; None where the target was not reached.
+        failure: why it was not carried out; None where it was.
+    """
+
+    name: str
+    predicted: float
+    measured: float | None
+    engine: Engine
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan has found.
+
+    Attributes:
+        target: what was planned for; None where not even that could be chosen.
+        rows: of all candidates, the first to the target first, then those that came closest.
+        recommended: the first row's, or of equally fast ones that with the fewest nodes; None
+            where no candidate reaches the target.
+        headline: the answer in one sentence.
+        command: trains what is recommended.
+        scaled: whose scaling curve is shown: what is recommended, or where that is one process the
+            first row of several.
+        scaling: its samples/s by number of nodes (or ranks of one node).
+        knee: the number of these beyond which more gain less than they cost.
+        curves: of the candidates that were simulated furthest, with the first seed: seconds of the
+            cluster and the target's metric at each snapshot.
+        left_out: what there was no time for.
+        costs: where the durations of the simulation come from.
+        folder, report: where everything lies, and the page.
+        stopped: the user ended the search.
+        verified: the first candidates as they were carried out for real, where that was asked for.
+    """
+
+    target: Target | None
+    rows: Sequence[Row]
+    recommended: Row | None
+    headline: str
+    command: str | None
+    scaled: str | None
+    scaling: Mapping[int, float]
+    knee: int | None
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    left_out: Sequence[str]
+    costs: str
+    folder: Path
+    report: Path | None = None
+    stopped: bool = False
+    verified: Sequence[Verified] = ()
+
+
+def row_of(search: Search, entry: Entry) -> Row:
+    """What is known of a candidate."""
+    candidate, training = entry.candidate, entry.candidate.run.training
+    time, target = search.time(entry), search.target
+    source = search.source(entry)
+    points = next(iter(source.curves.values()), ())
+    rate = training.optimizer.arguments.get("lr")
+    roles = candidate.run.strategy.roles(training.ranks)
+    return Row(
+        name=entry.name,
+        strategy=repr(candidate.run.strategy),
+        nodes=candidate.nodes,
+        ranks=training.ranks,
+        batch=training.global_batch(roles.shares),
+        rate=float(rate) if isinstance(rate, int | float) else None,
+        speed=entry.speed,
+        seconds=time,
+        uncertainty=None if time is None else search.uncertainty(entry),
+        seeds=len(search.times(entry)),
+        after=search.elapsed(entry) or None if time is None else None,
+        best=None if target is None or entry.speed is None else best_value(points, target),
+        cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
+        currency=entry.currency,
+        bottleneck=bottleneck(entry.seconds),
+        dropped=entry.dropped,
+        rungs=list(entry.rungs),
+    )
+
+
+def ranked(rows: Sequence[Row], target: Target | None) -> list[Row]:
+    """The rows with a time, the shortest first; then the others, the closest to the target first,
+    and last those of which nothing is known."""
+
+    def key(row: Row) -> tuple[int, float]:
+        if row.seconds is not None:
+            return 0, row.seconds
+        if row.best is not None and target is not None:
+            return 1, -row.best if better(target, 1.0, 0.0) else row.best
+        return 2, -(row.speed or 0.0)
+
+    return sorted(rows, key=key)
+
+
+def recommended(rows: Sequence[Row]) -> Row | None:
+    """The row to train; None where none reaches the target."""
+    times = {row.name: row.seconds for row in rows if row.seconds is not None}
+    if not times:
+        return None
+    name = chosen(times, {row.name: len(row.nodes) for row in rows})
+    return next(row for row in rows if row.name == name)
+
+
+def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
+    """The answer in one sentence."""
+    if not any(row.speed for row in rows):
+        reasons = [row.dropped for row in rows if row.dropped not in (None, NO_TIME)]
+        if not reasons:
+            return "There was no time to simulate anything; give more minutes."
+        reason = reasons[0]
+        return f"None of the candidates can run here; the first: {reason}."
+    if target is None:
+        return "There was no time to find a target; give one with --target, or more minutes."
+    text = target_text(target)
+    if best is None or best.seconds is None:
+        closest = next((row for row in rows if row.best is not None), None)
+        if closest is None:
+            return f"Nothing is known of {text} yet: there was no time to train; give more minutes."
+        return (
+            f"None of them reaches {text} in the samples and time given; the closest is "
+            f"{closest.name} with {target.metric} {closest.best:.4g}."
+        )
+    single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
+    seconds = _seconds(best)
+    if best.strategy == "Single()":
+        rival = next((r for r in rows if r.seconds is not None and len(r.nodes) > 1), None)
+        beside = (
+            "" if rival is None else f"; the best of several is {rival.name}, {_seconds(rival)}"
+        )
+        return (
+            f"One machine wins: {best.name} on {best.nodes[0]} reaches {text} in {seconds}{beside}."
+        )
+    gain = ""
+    if single is not None and single.seconds is not None:
+        times = single.seconds / best.seconds
+        gain = f", {times:.2f} times as fast as {single.name} ({_seconds(single)})"
+    return f"Train under {best.name}: it reaches {text} in {seconds}{gain}."
+
+
+def _seconds(row: Row) -> str:
+    assert row.seconds is not None
+    known = f" ± {significant(row.uncertainty, 2)}" if row.uncertainty else ""
+    return f"{significant(row.seconds)}{known} s"
+
+
+def time_text(row: Row) -> str:
+    """Seconds to the target with what they are known to, or how far it was simulated."""
+    if row.seconds is not None:
+        known = row.uncertainty
+        return significant(row.seconds) if not known else uncertain(row.seconds, known)
+    return "–" if row.after is None else f"> {significant(row.after)}"
+
+
+def target_text(target: Target) -> str:
+    """As in a sentence: "accuracy >= 0.85"."""
+    if target.at_least is not None:
+        return f"{target.metric} >= {target.at_least:g}"
+    return f"{target.metric} <= {target.at_most:g}"
+
+
+# What is left behind
+
+
+def real_run(experiment: Experiment, run: Run) -> Experiment:
+    """The experiment that trains `run` on real processes."""
+    given = experiment.training
+    training = replace(
+        run.training,
+        engine="processes",
+        cluster=given.cluster if given.engine == "processes" else "one_host",
+        calibration="auto",
+        snapshots=given.snapshots,
+        checkpoint_every=given.checkpoint_every,
+        trace_steps=given.trace_steps,
+    )
+    return alone(experiment, replace(run, training=training))
+
+
+def command(row: Row, path: Path, several_nodes: bool) -> str:
+    """Trains the experiment in the file `path`, whose row is `row`.
+
+    On several nodes it is given on each of them, with the folder shared by all.
+    """
+    out = path.parent / "trained"
+    train = ["train", str(path), "--out", str(out)]
+    if not several_nodes or row.strategy == "Single()":
+        return shlex.join(["orchestra", *train])
+    nodes = len(row.nodes)
+    return shlex.join([
+        "torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(row.ranks // nodes),
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{row.nodes[0]}:{PORT}",
+        "-m", "orchestra", *train,
+    ])  # fmt: skip
+
+
+def write_plan(plan: Plan, experiment: Experiment, entry: Entry | None) -> None:
+    """Write the record, and the file of the recommended run, into the plan's folder."""
+    if entry is not None:
+        own = real_run(experiment, entry.candidate.run)
+        write_atomically(plan.folder / RECOMMENDED, to_yaml(own))
+    document: dict[str, Any] = to_plain(plan, finite=True)
+    document = {"schema": SCHEMA, "experiment": experiment.name, **document}
+    document["folder"] = str(plan.folder)
+    document["report"] = None if plan.report is None else str(plan.report)
+    write_atomically(plan.folder / RECORD, json.dumps(document, indent=1) + "\n")
+
+
+def to_scale(rows: Sequence[Row]) -> Row | None:
+    """The row whose scaling curve is shown."""
+    best = recommended(rows)
+    if best is None or best.strategy != "Single()":
+        return best
+    several = (row for row in rows if row.strategy != "Single()" and row.speed is not None)
+    return min(several, key=lambda row: row.seconds or math.inf, default=None)
+
+
+def scaling_of(search: Search, entry: Entry) -> dict[int, float]:
+    """Samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one; one
+    process for 1."""
+    chosen = entry.candidate
+    found: dict[int, float] = {}
+    for other in search.entries.values():
+        each = other.candidate
+        if other.speed is None or each.batch != chosen.batch:
+            continue
+        single = isinstance(each.run.strategy, Single)
+        alike = each.run.strategy == chosen.run.strategy
+        if single or (alike and each.run.training.shares == chosen.run.training.shares):
+            places = 1 if single else max(len(each.nodes), 1)
+            if not single and places == 1:
+                places = each.run.training.ranks
+            found[places] = max(found.get(places, 0.0), other.speed)
+    return dict(sorted(found.items()))
+
+
+CURVES = 8
+"""Candidates whose curves are in the answer."""
+
+
+def curves_of(search: Search, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """The curves of the first of `rows`, one for those that learn alike."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    seen = set()
+    for row in rows:
+        entry = search.entries[row.name]
+        source = search.source(entry)
+        points = next(iter(source.curves.values()), ())
+        if search.target is None or source.name in seen or not points or not entry.speed:
+            continue
+        seen.add(source.name)
+        exact, metric = entry.candidate.exact, search.target.metric
+        found[row.name] = [
+            (point.samples / entry.speed if exact else point.seconds, point.metrics[metric])
+            for point in points
+            if metric in point.metrics
+        ]
+        if len(found) == CURVES:
+            break
+    return found
+
+
+def knee_of(scaling: Mapping[int, float]) -> int | None:
+    """The knee of samples/s over nodes; None where more may pay still, or nothing is known."""
+    return knee(scaling) if len(scaling) > 1 else None

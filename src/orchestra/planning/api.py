@@ -1,0 +1,283 @@
+"""Planning from Python, and for the command line: from an experiment and a cluster to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestra.cluster import Cluster, load_cluster
+from orchestra.engines.processes.system import now
+from orchestra.engines.simulation.cost_source import cost_source_of
+from orchestra.errors import InputError, RunFailed, nearest
+from orchestra.experiments.api import notation_of
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.file import load
+from orchestra.experiments.run import PARENT, fresh_folder
+from orchestra.planning.answer import (
+    RECOMMENDED,
+    Plan,
+    command,
+    curves_of,
+    headline,
+    knee_of,
+    ranked,
+    recommended,
+    row_of,
+    scaling_of,
+    to_scale,
+    write_plan,
+)
+from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_counts
+from orchestra.planning.search import Budget, Search
+from orchestra.planning.standing import Length
+from orchestra.planning.verify import verify as carried_out_for_real
+from orchestra.records.record import write_atomically
+from orchestra.settings import Settings
+from orchestra.settings.reading import Entry, read_document
+from orchestra.strategies.single import Single
+from orchestra.trainer.settings import AUTO, Run
+
+if TYPE_CHECKING:
+    from orchestra.tasks.task import Task
+
+MINUTES = 10.0
+CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
+"""Of the budget, for a calibration where there is none; and seconds below which it is not tried."""
+LAST_PART = 0.08
+"""Of the budget, kept for what follows the search."""
+FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
+Tell = Callable[[str, float], None]
+
+
+def plan(
+    task: str | Path | Settings | Callable[[], Task],
+    cluster: str | Path,
+    *,
+    minutes: float = MINUTES,
+    seeds: Sequence[int] | None = None,
+    out: str | Path | None = None,
+    verify: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> Plan:
+    """Find the strategy, and its settings, that trains `task` soonest on `cluster`.
+
+        answer = orchestra.plan("own:spam", "four.yaml", minutes=3,
+                                target={"metric": "accuracy", "at_least": 0.9})
+        print(answer.headline)
+        print(answer.command)
+
+    Candidates are simulated, first without values, for their speed, then with real gradients, in
+    rungs after which the worse half is dropped. docs/planning.md says how.
+
+    Args:
+        task: a task as for `train`, or the path of an experiment file.
+        cluster: a preset such as "lan_1gbit(nodes=8)", or the path of a cluster's file.
+        minutes: that the search may take, a calibration included.
+        seeds: of the runs that decide, as far as time goes; the file's, else 0, 1, 2 by default.
+        out: the folder of the plan; a new one in `runs` by default.
+        verify: train the first candidates for real afterwards.
+        quiet: no progress.
+        settings: as for `train`: batch_size=32, epochs=5, target={...} ...
+
+    Raises:
+        InputError: the task, the cluster or a setting is refused.
+    """
+    given = {key: Entry(notation_of(value, key), f"{key}=") for key, value in settings.items()}
+    is_file = isinstance(task, Path) or (isinstance(task, str) and task.endswith((".yaml", ".yml")))
+    path = Path(str(task)) if is_file else None
+    if path is None:
+        given["task"] = Entry(notation_of(task, "task"), "task=")
+    if seeds is not None:
+        given["seeds"] = Entry(list(seeds), "seeds=")
+    experiment = planned(path, (), given)
+    from orchestra.engines.processes.display import Lines
+
+    tell: Tell = (lambda what, part: None) if quiet else Lines()
+    folder = None if out is None else Path(out)
+    return carry_out(experiment, str(cluster), folder, minutes, tell, verified=verify)
+
+
+def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
+    """The experiment to plan for, in which strategies may be left out."""
+    document: Mapping[str, Entry] = {}
+    if path is not None:
+        document = read_document(path, needs="task", example="task: digits")
+    given = dict(given)
+    if "strategies" not in document and "strategies" not in given:
+        given["strategies"] = Entry({"one process": "Single()"}, "plan")
+    if "ranks" not in document and "ranks" not in given:
+        given["ranks"] = Entry(1, "plan")  # batch_size then is that of a step of all workers
+    if path is None and "task" not in given:
+        raise InputError("give an experiment file or --task; see orchestra plan --help")
+    if "seeds" not in document and "seeds" not in given:
+        given["seeds"] = Entry([0, 1, 2], "plan")
+    given["tune"] = Entry(None, "plan")  # it chooses settings itself
+    return load(path, overrides, given)
+
+
+def carry_out(
+    experiment: Experiment,
+    cluster_text: str,
+    out: Path | None,
+    minutes: float,
+    tell: Tell,
+    *,
+    report: bool = True,
+    verified: bool = False,
+) -> Plan:
+    """Search within `minutes`, write the answer into the folder `out`, and return it.
+
+    With `verified` the first candidates are trained for real afterwards, however long that takes.
+
+    Raises:
+        InputError: bad input, found before anything is simulated.
+    """
+    began = now()
+    if not 0 < minutes <= 100_000:
+        raise InputError(f"minutes: {minutes:g} is not above 0; give 3, or 0.5")
+    cluster = load_cluster(cluster_text, where="cluster", folder=Path())
+    tell("loading the task", 0.0)
+    length = length_of(experiment)
+    folder = fresh_folder(PARENT, f"plan-{experiment.name}") if out is None else new_folder(out)
+    budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
+    experiment, costs, notes = calibrated(experiment, folder, budget, tell)
+    places = Places(cluster, folder / "clusters")
+    search = Search(
+        candidates(experiment, places), experiment.training.target, length, folder / "runs",
+        budget, tell, seeds=experiment.seeds,
+    )  # fmt: skip
+    search.run()
+    search.left_out[:0] = notes
+    rows = ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
+    if (scaled := to_scale(rows)) is not None:
+        others = on_other_counts(search.entries[scaled.name].candidate, experiment, places)
+        search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
+    found = answered(search, cluster, costs, folder)
+    if verified and not found.stopped:
+        known = {name: entry.candidate for name, entry in search.entries.items()}
+        try:
+            found = replace(
+                found, verified=carried_out_for_real(found, known, cluster, length.snapshots, tell)
+            )
+        except KeyboardInterrupt:
+            found = replace(found, stopped=True)
+    if report:
+        from orchestra.planning.page import write_page
+
+        found = replace(found, report=write_page(found, experiment.name))
+    best = found.recommended
+    write_plan(found, experiment, None if best is None else search.entries[best.name])
+    return found
+
+
+def answered(
+    search: Search,
+    cluster: Cluster,
+    costs: str,
+    folder: Path,
+) -> Plan:
+    """The answer with what was found so far."""
+    rows = ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
+    best = recommended(rows)
+    scaled = to_scale(rows)
+    scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
+    several = len(cluster.nodes) > 1
+    return Plan(
+        target=search.target,
+        rows=rows,
+        recommended=best,
+        headline=headline(rows, best, search.target),
+        command=None if best is None else command(best, folder / RECOMMENDED, several),
+        scaled=None if scaled is None else scaled.name,
+        scaling=scaling,
+        knee=knee_of(scaling),
+        curves=curves_of(search, rows),
+        left_out=tuple(search.left_out),
+        costs=costs,
+        folder=folder,
+        stopped=search.stopped,
+    )
+
+
+def new_folder(out: Path) -> Path:
+    """`out`, which must not hold anything yet."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        taken = any(out.iterdir())
+    except OSError as error:
+        raise InputError(f"{out}: cannot be used: {error.strerror}") from None
+    if taken:
+        raise InputError(f"{out}: holds files; choose another --out")
+    return out
+
+
+def length_of(experiment: Experiment) -> Length:
+    """The samples of a whole run of `experiment`, and how many snapshots judge it.
+
+    Raises:
+        InputError: the task is refused, or has nothing to judge a model by.
+    """
+    from torch.utils.data import IterableDataset
+
+    from orchestra.data.random_state import undisturbed
+    from orchestra.tasks.task import evaluate, load_task
+    from orchestra.trainer.curve import EVALUATION_BATCH, evaluation_data
+    from orchestra.trainer.setup import budget_of
+
+    task = load_task(experiment.task)
+    _, samples = budget_of(task, experiment.training)
+    judged = evaluation_data(task)
+    if judged is None:
+        raise InputError(
+            "task: has neither validation nor test data, so that nothing can be judged"
+        )
+    assert not isinstance(judged, IterableDataset)
+    if (target := experiment.training.target) is not None:
+        with undisturbed():
+            known = evaluate(task, task.model(), judged, EVALUATION_BATCH)
+        if target.metric not in known:
+            hint = nearest(target.metric, known)
+            raise InputError(f"target: the task has no metric {target.metric!r}; {hint}")
+    wanted = 3 * samples // max(1, len(judged))  # type: ignore[arg-type]
+    return Length(samples, min(MOST_SNAPSHOTS, max(FEWEST_SNAPSHOTS, wanted)))
+
+
+def calibrated(
+    experiment: Experiment, folder: Path, budget: Budget, tell: Tell
+) -> tuple[Experiment, str, list[str]]:
+    """`experiment` with the figures of this machine for its task, where it asks for them.
+
+    They are measured if there are none, in a part of the budget; a budget too short for that leaves
+    assumed figures, as the notes say.
+
+    Returns:
+        The experiment; where the durations come from; notes.
+    """
+    training = experiment.training
+    source = cost_source_of(Run("plan", experiment.task, Single(), training=training))
+    if training.calibration != AUTO or source.calibration is not None:
+        return experiment, source.text, list(source.doubts)
+    seconds = CALIBRATION_PART * (budget.until - budget.began)
+    if seconds < LEAST_CALIBRATION:
+        return experiment, source.text, ["a calibration: the time is too short for it"]
+    from orchestra.bench.calibrate import Workload, calibrate
+
+    whole = training.ranks * training.batch_size
+    sizes = sorted({max(1, round(whole * times / 8)) for times in (*BATCHES, 8 * BATCHES[-1])})
+    work = Workload(experiment.task, training.optimizer, training.precision, tuple(sizes))
+    try:
+        measured = calibrate(
+            [work], 0.2, lambda what, part: tell(f"calibrating: {what}", part * 0.2), seconds
+        )
+    except RunFailed as failure:
+        return experiment, source.text, [f"a calibration: {str(failure).splitlines()[0]}"]
+    doubts = measured.quality_of(measured.tasks[0]).doubts
+    path = folder / "calibration.json"
+    write_atomically(path, (measured.marked() if doubts else measured).to_json())
+    training = replace(training, calibration=str(path.absolute()))
+    experiment = replace(experiment, training=training)
+    source = cost_source_of(Run("plan", experiment.task, Single(), training=training))
+    return experiment, source.text, [f"the calibration is not to be trusted: {d}" for d in doubts]

@@ -1,0 +1,288 @@
+"""`orchestra plan`: candidates, who is dropped and why, the answer, and the command it gives."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import orchestra
+from orchestra.cli.main import main
+from orchestra.cli.plan import read_target
+from orchestra.cluster import load_cluster
+from orchestra.engines.simulation.trials import Tried
+from orchestra.errors import InputError
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.file import load
+from orchestra.planning.answer import real_run
+from orchestra.planning.api import planned
+from orchestra.planning.candidates import Candidate, Places, candidates, samples, scaled_rate
+from orchestra.planning.judging import bottleneck, cannot_win, chosen, halved, reached, value_at
+from orchestra.planning.search import Budget, Search
+from orchestra.planning.standing import Length
+from orchestra.records.record import RunRecord
+from orchestra.records.report import Point
+from orchestra.settings.reading import Entry
+from orchestra.trainer.settings import Target
+
+ACCURACY = Target("accuracy", at_least=0.9)
+
+
+def points(*values: float) -> list[Point]:
+    """A snapshot every 100 samples and 2 seconds."""
+    return [Point(100 * n, 2.0 * n, {"accuracy": v}) for n, v in enumerate(values, 1)]
+
+
+def experiment(**settings: object) -> Experiment:
+    given = {"task": "digits", "batch_size": 64, "epochs": 2, "calibration": "none", **settings}
+    return planned(None, (), {key: Entry(value, key) for key, value in given.items()})
+
+
+def places(text: str, folder: Path) -> Places:
+    return Places(load_cluster(text, where="cluster", folder=Path()), folder / "clusters")
+
+
+def found_on(text: str, folder: Path, **settings: object) -> dict[str, Candidate]:
+    given = experiment(**settings)
+    return {each.name: each for each in candidates(given, places(text, folder))}
+
+
+# Decisions on plain figures
+
+
+def test_a_target_is_reached_between_two_snapshots() -> None:
+    at = reached(points(0.5, 0.8, 1.0, 0.7), ACCURACY)
+    assert at is not None
+    assert (at.samples, at.seconds, at.spacing) == pytest.approx((250, 5.0, 2.0))
+    assert reached(points(0.5, 0.8), ACCURACY) is None
+    falling = reached(points(0.9, 0.5), Target("accuracy", at_most=0.7))
+    assert falling is not None
+    assert falling.samples == pytest.approx(150)
+
+
+def test_a_curve_is_read_between_its_snapshots() -> None:
+    assert value_at(points(0.5, 0.8), "accuracy", 150) == pytest.approx(0.65)
+    assert value_at(points(0.5, 0.8), "accuracy", 900) == 0.8
+    assert value_at([], "accuracy", 150) is None
+
+
+def test_halving_keeps_the_better_half_but_not_less_than_the_least() -> None:
+    scores = {
+        name: (1.0, rank) for name, rank in zip("abcdefgh", (4, 2, 8, 1, 3, 7, 6, 5), strict=True)
+    }
+    assert halved(scores, 3) == (["d", "b", "e", "a"], ["h", "g", "f", "c"])
+    assert halved({name: scores[name] for name in "abcd"}, 3) == (["d", "b", "a"], ["c"])
+
+
+def test_the_bound_counts_updates_of_fewer_samples() -> None:
+    # one process needs 1000 samples in steps of 64; an update is made of 16
+    assert cannot_win(1000, 64, 64, speed=10, best=99) == pytest.approx(100)
+    assert cannot_win(1000, 64, 64, speed=10, best=101) is None
+    assert cannot_win(1000, 64, 16, speed=10, best=26) is None
+    assert cannot_win(1000, 64, 16, speed=10, best=24) == pytest.approx(25)
+    assert cannot_win(1000, 64, 128, speed=10, best=99) == pytest.approx(100)
+
+
+def test_of_equally_fast_ones_that_with_fewer_nodes_is_chosen() -> None:
+    assert chosen({"four": 1.0, "one": 1.019}, {"four": 4, "one": 1}) == "one"
+    assert chosen({"four": 1.0, "one": 1.03}, {"four": 4, "one": 1}) == "four"
+
+
+def test_a_bottleneck_is_the_largest_part() -> None:
+    assert bottleneck({"compute": 1.0, "communicate": 3.0, "wait": 0.0}) == "messages 75 %"
+    assert bottleneck({}) == "not known"
+
+
+# Candidates
+
+
+def test_candidates_use_the_fastest_nodes_and_keep_the_samples(tmp_path: Path) -> None:
+    found = found_on("examples/clusters/mixed.yaml", tmp_path)
+    assert found["ring on 3 nodes"].nodes == ("fast-0", "fast-1", "fast-2")
+    assert found["ring on 4 nodes"].nodes[-1] == "slow"
+    assert {samples(found[f"ring on 4 nodes{text}"]) for text in ("", ", batch x 2")} == {64, 128}
+    assert "ring, shares by speed on 4 nodes" in found
+    cluster = load_cluster(found["ring on 2 nodes"].run.training.cluster, where="", folder=Path())
+    assert [node.name for node in cluster.nodes_of(2)] == ["fast-0", "fast-1"]
+
+
+def test_what_averages_all_gradients_learns_as_one_process_does(tmp_path: Path) -> None:
+    found = found_on("lan_1gbit(nodes=4)", tmp_path)
+    exact = ("one process", "ring on 4 nodes", "ring on 3 nodes", "server beside on 4 nodes")
+    assert len({found[name].learns_as for name in exact}) == 1
+    others = ("asynchronous on 4 nodes", "ring, BF16 on 4 nodes", "local SGD, H=4 on 4 nodes")
+    assert len({found[name].learns_as for name in (*exact, *others)}) == 4
+    assert found["ring, BF16 on 4 nodes"].update_samples == 64
+    assert found["local SGD, H=4 on 4 nodes"].update_samples == 16
+
+
+def test_the_learning_rate_goes_with_the_batch(tmp_path: Path) -> None:
+    for optimizer, rate in (("SGD(lr=0.1)", 0.4), ("Adam(lr=0.1)", 0.2)):
+        found = found_on("lan_1gbit(nodes=2)", tmp_path, optimizer=optimizer)
+        four = found["one process, batch x 4"].run.training.optimizer
+        assert four.arguments["lr"] == pytest.approx(rate)
+        assert scaled_rate(four, 1.0) == 1.0
+        kept = found["one process, batch x 0.25, rate kept"]
+        assert kept.run.training.optimizer.arguments["lr"] == 0.1
+        assert kept.learns_as != found["one process, batch x 0.5, rate kept"].learns_as
+
+
+def test_strategies_of_the_file_are_candidates(tmp_path: Path) -> None:
+    found = found_on(
+        "lan_1gbit(nodes=4)",
+        tmp_path,
+        strategies={"mine": "LocalSGD(5)", "one process": "Single()"},
+    )
+    assert found["mine on 4 nodes"].run.training.ranks == 4
+
+
+def test_one_machine_has_ranks_in_place_of_nodes(tmp_path: Path) -> None:
+    found = found_on("one_host(cores=4)", tmp_path)
+    assert found["ring on 4 ranks"].run.training.ranks == 4
+    assert found["ring on 4 ranks"].nodes == ("host",)
+
+
+# The search, without a simulation
+
+
+class Played(Search):
+    """A search in which curves are known: accuracy = part of all samples times a factor."""
+
+    factors: Mapping[str, float]
+    asked: list[tuple[str, int, float]]
+
+    def _try(self, jobs, deadline):  # type: ignore[no-untyped-def]
+        found = []
+        for entry, run, folder, part in jobs:
+            self.asked.append((entry.name, run.seed, part))
+            record = replace(
+                RECORD, name=entry.name, samples=int(part * 1000), samples_per_second=10.0
+            )
+            factor = self.factors.get(entry.name, 0.1)
+            curve = [
+                Point(n, n / 10, {"accuracy": min(1.0, factor * n / 1000)})
+                for n in range(100, int(part * 1000) + 1, 100)
+            ]
+            found.append((entry, Tried(record, curve if folder.name.startswith("seed") else ())))
+        return found
+
+
+RECORD = RunRecord(
+    name="", strategy="", engine="simulation", ranks=1, workers=1, servers=0, seed=0,
+    status="stopped", train_seconds=1.0, seconds={"compute": 1.0},
+)  # fmt: skip
+
+
+def played(tmp_path: Path, factors: dict[str, float]) -> Played:
+    some = list(found_on("lan_1gbit(nodes=2)", tmp_path).values())
+    budget = Budget(0.0, 1e12)
+    search = Played(
+        some, ACCURACY, Length(1000, 10), tmp_path, budget, lambda what, part: None, seeds=(0, 1)
+    )
+    search.factors, search.asked = factors, []
+    search.run()
+    return search
+
+
+def test_the_search_finds_the_first_and_says_why_others_are_out(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 1.0, "gossip on 2 nodes": 1.8})
+    best = search.best()
+    assert best is not None
+    assert best.name == "gossip on 2 nodes"
+    assert search.time(best) == pytest.approx(50.0)
+    assert set(search.times(best)) == {0, 1}
+    reasons = {name: entry.dropped or "" for name, entry in search.entries.items()}
+    assert reasons["ring on 2 nodes"].startswith("learns the same as one process")
+    assert reasons["ring, BF16 on 2 nodes"].startswith("cannot win: 90 s at least")
+    assert any("in the worse half" in reason for reason in reasons.values())
+    assert reasons["local SGD, H=4 on 2 nodes"].startswith("rung")
+    assert ("ring on 2 nodes", 0, 1.0) in search.asked  # its speed alone
+    assert not [name for name, _, part in search.asked if name == "ring on 2 nodes" and part < 1]
+
+
+def test_where_none_reaches_the_target_there_is_no_best_one(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 0.8})
+    assert search.best() is None
+    assert max(e.done for e in search.entries.values()) == 1.0
+
+
+def test_ctrl_c_leaves_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Search) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Played, "_race", interrupted)
+    search = played(tmp_path, {"one process": 1.0})
+    assert search.stopped
+    best = search.best()
+    assert best is not None
+    assert best.candidate.exact
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("accuracy>=0.9", {"metric": "accuracy", "at_least": 0.9}),
+        ("loss <= 1e-3", {"metric": "loss", "at_most": 0.001}),
+    ],
+)
+def test_a_target_on_the_command_line(text: str, target: dict[str, object]) -> None:
+    assert read_target(text) == target
+
+
+@pytest.mark.parametrize("text", ["accuracy", "accuracy=0.9", ">=0.9", "accuracy>=high"])
+def test_no_target_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"--target: .* is no target; write 'accuracy>=0.9'"):
+        read_target(text)
+
+
+def test_the_recommended_experiment_is_one_of_real_processes(tmp_path: Path) -> None:
+    given = experiment()
+    run = found_on("lan_1gbit(nodes=4)", tmp_path)["ring on 4 nodes"].run
+    real = real_run(given, run)
+    assert real.training.engine == "processes"
+    assert real.training.calibration == "auto"
+    assert (real.ranks, real.training.batch_size) == ((4,), 16)
+
+
+def test_a_plan_ends_with_a_command_that_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "task: digits\nbatch_size: 64\nsteps: 8\ncalibration: none\noptimizer: SGD(lr=0.05)\n"
+        "target: {metric: loss, at_most: 2.4}\nseeds: [3]\n"
+    )
+    monkeypatch.setattr("orchestra.planning.candidates.EVERYWHERE", {"ring": "AllReduce()"})
+    monkeypatch.setattr("orchestra.planning.candidates.BATCHES", (1.0,))
+    monkeypatch.setattr("orchestra.planning.candidates.RATES", ())
+    monkeypatch.setattr("orchestra.planning.candidates.KEPT", ())
+    cluster = "lan_1gbit(nodes=2, bandwidth='1 kbit/s')"
+    arguments = ["plan", str(file), "--cluster", cluster, "--out", "found", "--minutes", "5"]
+    assert main(arguments) == 0
+    *_, command = capsys.readouterr().out.strip().splitlines()
+    assert "One machine wins" in (tmp_path / "found" / "plan.html").read_text()
+    record = json.loads((tmp_path / "found" / "plan.json").read_text())
+    assert record["recommended"]["name"] == "one process"
+    (ring,) = [row for row in record["rows"] if row["name"] == "ring on 2 nodes"]
+    assert ring["dropped"].startswith("learns the same as one process")
+    assert ring["seconds"] > 100 * record["recommended"]["seconds"]
+    program, *rest = shlex.split(command)
+    assert program == "orchestra"
+    assert main(rest) == 0
+    trained = json.loads((tmp_path / "found" / "trained" / "summary.json").read_text())
+    assert trained["runs"][0]["engine"] == "processes"
+    assert load(tmp_path / "found" / "recommended.yaml").training.steps == 8
+
+
+def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="holds files; choose another --out"):
+        orchestra.plan("digits", "lan_1gbit(nodes=2)", out=tmp_path, quiet=True)
