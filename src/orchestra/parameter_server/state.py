@@ -308,7 +308,7 @@ class ServerState:
         ]
 
     def _work_for(self, worker: int) -> WorkItem | None:
-        """What `worker` does next: the same as before, where its push was a further one for a batch."""
+        """What `worker` does next: as before, where its push was a further one for a batch."""
         if self.queue is not None and worker not in self._further:
             self._given[worker] = self.queue.take(worker)
         self._further.discard(worker)
