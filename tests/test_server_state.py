@@ -445,14 +445,30 @@ def test_a_second_push_for_the_last_batch_before_a_pause_brings_no_further_batch
     queue.restart()
     state = ServerState(Asynchronous(), {0, 1}, applied=Applied(0), round=2, queue=queue)
 
-    def next_item(worker: int, clock: int) -> WorkItem:
-        (answer,) = state.push(Push(worker, clock, 1, 2, 0.0, False)).answers
+    def next_item(worker: int, clock: int, position: int | None) -> WorkItem:
+        push = Push(worker, clock, 1, 1, 0.0, False, position=position)
+        (answer,) = state.push(push).answers
         assert answer.work is not None
         return answer.work
 
-    items = [next_item(worker, clock) for worker in (0, 1) for clock in (1, 2)]
+    items = [
+        next_item(worker, clock, position)
+        for worker in (0, 1)
+        for clock, position in ((1, worker), (2, None))
+    ]
     assert {item.kind for item in items} == {Kind.PAUSE}
     for worker in (0, 1):
         state.pause(worker)
     state.resume()
-    assert next_item(0, 3) == WorkItem(Kind.PAUSE, 4, 4)  # both went on, with [2, 3) and [3, 4)
+    assert next_item(0, 3, 2) == WorkItem(Kind.PAUSE, 4, 4)  # both went on, with [2, 3) and [3, 4)
+
+
+def test_a_further_push_in_mid_phase_brings_no_further_batch() -> None:
+    queue = WorkQueue(0, 8, ((0, 1), (1, 1)))
+    queue.restart()
+    state = ServerState(Asynchronous(), {0, 1}, applied=Applied(0), round=2, queue=queue)
+    given = [
+        state.push(Push(0, clock, 1, 1, 0.0, False, position=position)).answers[0].work
+        for clock, position in enumerate((0, None, None, 2), start=1)
+    ]
+    assert given == [WorkItem(Kind.BATCH, 2, 3)] * 3 + [WorkItem(Kind.BATCH, 3, 4)]
