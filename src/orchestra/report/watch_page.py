@@ -19,6 +19,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDE = 100
 """Columns of a terminal from which on there is more space between those of the table."""
 MAX_LINKS = 4
+NOTE_LENGTH = 100  # characters below the table, at most
 STYLES = {
     "running": "cyan",
     "completed": "green",
@@ -61,17 +62,13 @@ def sparkline(points: Sequence[tuple[float, float]], width: int) -> str:
 
 def run_page(view: RunView, console: Console, height: int | None = None) -> RenderableType:
     """All that is shown of a run, in `height` lines of `console` if given."""
-    below = list(_below(view))
+    above, below = list(_above(view, console.width)), list(_below(view))
     room = None
     if height is not None:
-        lines = sum(max(1, -(-len(text) // console.width)) for text in below)
-        room = max(height - lines - 8, 3)
-    return Group(
-        *_above(view, console.width),
-        Text(),
-        _ranks_table(view, console, room),
-        *below,
-    )
+        others = console.render_lines(Group(*above, Text(), *below))
+        note = -(-NOTE_LENGTH // console.width)
+        room = max(height - len(others) - 1 - note, 3)  # 1: the table's headings
+    return Group(*above, Text(), _ranks_table(view, console, room), *below)
 
 
 def _above(view: RunView, width: int) -> Iterator[RenderableType]:
