@@ -31,8 +31,7 @@ from orchestra.cluster import (
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.cluster.faults import FAULTS
 from orchestra.cluster.file import KEYS, cluster_text
-from orchestra.cluster.gpus import GpuMachines
-from orchestra.cluster.presets import Preset
+from orchestra.cluster.presets import GpuMachines, Preset
 from orchestra.cluster.units import BANDWIDTH
 from orchestra.errors import InputError
 from orchestra.report.figures.cluster import link_text

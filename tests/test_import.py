@@ -14,8 +14,8 @@ import pytest
 from orchestra.cli.main import main
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.machines import cluster_of, instances
-from orchestra.cluster.route_tree import NoTree, tree_of
 from orchestra.cluster.simgrid import read_platform
+from orchestra.cluster.simgrid_file import NoTree, tree_of
 from orchestra.errors import InputError
 
 Way = tuple[Any, Any]

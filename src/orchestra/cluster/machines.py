@@ -19,9 +19,14 @@ from typing import Any
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.file import READER
-from orchestra.cluster.gpus import NVLINK, OVERHEAD, PCIE_LATENCY, gpu_machine
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.presets import LOOPBACK
+from orchestra.cluster.presets import (
+    GPU_OVERHEAD,
+    LOOPBACK,
+    NVLINK,
+    PCIE_LATENCY,
+    gpu_machine,
+)
 from orchestra.errors import InputError, nearest
 from orchestra.settings import MAX_RANKS
 from orchestra.settings.reading import Entry, yaml_value
@@ -71,7 +76,7 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
     every_gpu = all(node.devices for node in nodes)
     return Cluster(
         name, tuple(nodes), tuple(switches), placement="packed" if every_gpu else "spread",
-        overhead=OVERHEAD if every_gpu else None,
+        overhead=GPU_OVERHEAD if every_gpu else None,
     )  # fmt: skip
 
 

@@ -16,9 +16,21 @@ from typing import Any, Literal
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.nodes import Link, Node, Switch
-from orchestra.cluster.route_tree import NoTree, RouteTree, tree_of
-from orchestra.cluster.simgrid_routes import EDGES, gateways_in, routes_in
-from orchestra.cluster.simgrid_xml import NUMBERS, SPEEDS, Element, parse
+from orchestra.cluster.simgrid_file import (
+    EDGES,
+    NUMBERS,
+    SPEEDS,
+    ZONES,
+    Element,
+    NoTree,
+    gateways_in,
+    parse,
+    require_router,
+    router_of,
+    routers_of,
+    routes_in,
+    tree_of,
+)
 from orchestra.errors import InputError
 from orchestra.settings import MAX_RANKS
 
@@ -29,7 +41,6 @@ Policy = Literal["SHARED", "SPLITDUPLEX", "FATPIPE"]
 _CHANGES = ("speed_file", "availability_file", "state_file", "bandwidth_file", "latency_file")
 _IGNORED = {"prop", "config", "disk", "storage", "storage_type", "mount"}
 """What says nothing about how long training takes."""
-_ZONES = {"zone", "AS", "cluster"}
 _STARS = {"Cluster", "Star"}
 
 
@@ -72,8 +83,8 @@ class _Platform:
         self._nodes: list[Node] = []
         self._switches: list[Switch] = []
         self._fat: list[Wire] = []
-        every = [each for each in self._root.walk() if each.tag in ("link", "backbone")]
-        self._wires = {each.id: self._wire(each) for each in every}
+        links = [each for each in self._root.walk() if each.tag in ("link", "backbone")]
+        self._wires = {each.id: self._wire(each) for each in links}
         clusters = [each for each in self._root.walk() if each.tag == "cluster"]
         speeds = [each.bandwidth(key) for each in clusters for key in ("bw", "bb_bw")
                   if each.attributes.get(key)]  # fmt: skip
@@ -84,9 +95,9 @@ class _Platform:
     def cluster(self) -> Cluster:
         """What the one outermost zone describes."""
         for element in self._root.inside:
-            if element.tag not in _ZONES | _IGNORED:
+            if element.tag not in ZONES | _IGNORED:
                 element.refuse("is no part of a platform that can be imported; remove it")
-        zones = self._root.of(*_ZONES)
+        zones = self._root.of(*ZONES)
         if len(zones) != 1:
             self._root.refuse(f"has {len(zones)} outermost zones; there has to be one")
         self._zone(zones[0], Above(), None)
@@ -112,17 +123,17 @@ class _Platform:
         routing = element.attributes.get("routing", "")
         known = {"host", "router", "link", "backbone", "host_link", "route", "zoneRoute", "ASroute"}
         for each in element.inside:
-            if each.tag not in known | _ZONES | _IGNORED:
+            if each.tag not in known | ZONES | _IGNORED:
                 each.refuse("is not among what can be imported")
         if routing in _STARS:
             return self._star(element, above, gateway)
         if routing not in {"Full", "None", *EDGES}:
             what = "Full, Floyd, Dijkstra, Cluster and None"
             element.refuse(f"has the routing {routing}, which is no tree; known: {what}")
-        points = element.of("host", *_ZONES)
+        points = element.of("host", *ZONES)
         if not points:
             return None
-        if len(points) == 1 and gateway in (None, points[0].id, *_routers(points[0])):
+        if len(points) == 1 and gateway in (None, points[0].id, *routers_of(points[0])):
             return self._attach(points[0], above, gateway, self._loopbacks(element))
         return self._routed(element, points, above, gateway)
 
@@ -133,9 +144,7 @@ class _Platform:
         by_name = {point.id: point for point in points}
         names = [*by_name]
         if gateway is not None:
-            if gateway not in [router.id for router in element.of("router")]:
-                reason = f"is entered at {gateway}, which is none of its own routers"
-                element.refuse(reason)
+            require_router(element, gateway)
             names.append(gateway)
         routes, lines = routes_in(
             element, names, lambda each: self._named(each, each.id).element.id
@@ -145,8 +154,12 @@ class _Platform:
         except NoTree as error:
             lines.get(error.pair, element).refuse(str(error))
         gateways = gateways_in(element)
-        shared, late = self._trunk(tree, len(names))
-        top = self._switch(element, element.id, above, shared, late)
+        trunk = [self._wires[name] for name in tree.trunk]
+        for wire in trunk:
+            if wire.policy == "SPLITDUPLEX":
+                reason = f"is on all routes between {len(names)} points, and has two directions; "
+                wire.element.refuse(f"{reason}which of them is up is not known")
+        top, late = self._middle(element, trunk, above)
         switches: dict[frozenset[str] | None, str] = {None: top}
         for number, branch in enumerate(each for each in tree.branches if len(each) > 1):
             chain = self._chain(tree.branches[branch], late)
@@ -160,30 +173,13 @@ class _Platform:
             self._attach(point, place, gateways.get(name), loopbacks)
 
     def _attach(
-        self,
-        point: Element,
-        above: Above,
-        gateway: str | None,
-        loopbacks: Mapping[str, Link],
+        self, point: Element, above: Above, gateway: str | None, loopbacks: Mapping[str, Link]
     ) -> None:
         if point.tag == "host":
             loopback = loopbacks.get(point.id, LOOPBACK)
             self._host(point, point.id, point.attributes, above, loopback)
         else:
             self._zone(point, above, gateway)
-
-    def _trunk(self, tree: RouteTree, points: int) -> tuple[float | None, float]:
-        """Return what links on all routes are in a switch: what it shares, and half its latency."""
-        shared = None
-        for wire in (self._wires[name] for name in tree.trunk):
-            if wire.policy == "FATPIPE":
-                self._fat.append(wire)
-            elif wire.policy == "SHARED":
-                shared = min(shared or wire.up.bandwidth, wire.up.bandwidth)
-            else:
-                reason = f"is on all routes between {points} points, and has two directions; which "
-                wire.element.refuse(f"{reason}of them is up is not known")
-        return shared, sum(self._wires[name].up.latency for name in tree.trunk) / 2
 
     def _chain(self, names: Sequence[str], later: float) -> tuple[Wire, ...]:
         wires = [self._wires[name] for name in names]
@@ -197,36 +193,34 @@ class _Platform:
         given = element.attributes
         if given.get("topology", "FLAT") != "FLAT":
             element.refuse(f"has the topology {given['topology']}, which is no tree")
-        if gateway not in (None, _router_of(element)):
+        if gateway not in (None, router_of(element)):
             element.refuse(f"is entered at {gateway}, not at its router")
-        link = Link(element.bandwidth("bw"), element.latency("lat"))
-        wires = [Wire(link, link, self._policy(element, "sharing_policy", "SPLITDUPLEX"), element)]
+        wires = [self._wire(element, "bw", "lat", "sharing_policy", "SPLITDUPLEX")]
         if given.get("limiter_link"):
             limit = Link(element.bandwidth("limiter_link"), 0.0)
             wires.append(Wire(limit, limit, "SHARED", element))
-        backbone = None
+        backbone = []
         if given.get("bb_bw"):
-            bone = Link(element.bandwidth("bb_bw"), element.latency("bb_lat"))
-            backbone = Wire(bone, bone, self._policy(element, "bb_sharing_policy"), element)
+            backbone = [self._wire(element, "bb_bw", "bb_lat", "bb_sharing_policy")]
         loopback = LOOPBACK
         if given.get("loopback_bw"):
             latency = element.latency("loopback_lat")
             loopback = Link(element.bandwidth("loopback_bw"), latency)
-        top, late = self._backbone(element, backbone, above)
+        top, late = self._middle(element, backbone, above)
         place = Above(top, (wires[0].later(late), *wires[1:]))
-        for number in self._radical(element):
+        for number in _radical(element):
             name = f"{given.get('prefix', '')}{number}{given.get('suffix', '')}"
             self._host(element, name, given, place, loopback)
 
     def _star(self, element: Element, above: Above, gateway: str | None) -> None:
         """Add hosts with links of their own to one router (`host_link`)."""
-        if gateway not in (None, *(router.id for router in element.of("router"))):
-            element.refuse(f"is entered at {gateway}, which is none of its own routers")
-        for each in element.of("route", *_ZONES):
+        if gateway is not None:
+            require_router(element, gateway)
+        for each in element.of("route", *ZONES):
             each.refuse("does not belong in a zone with the routing Cluster")
         links = {each.id: each for each in element.of("host_link")}
         bones = [self._wires[each.id] for each in element.of("backbone")]
-        top, late = self._backbone(element, bones[0] if bones else None, above)
+        top, late = self._middle(element, bones[:1], above)
         for host in element.of("host"):
             if host.id not in links:
                 host.refuse("has no host_link")
@@ -239,22 +233,20 @@ class _Platform:
             return up
         return Wire(up.up, down.down, "SPLITDUPLEX", element)
 
-    def _backbone(self, element: Element, wire: Wire | None, above: Above) -> tuple[str, float]:
-        """Add the switch of a cluster; its name, and what a host's link is later by."""
-        if wire is None:
-            return self._switch(element, element.id, above), 0.0
-        if wire.policy == "FATPIPE":
-            self._fat.append(wire)
-        shared = wire.up.bandwidth if wire.policy == "SHARED" else None
-        late = wire.up.latency / 2
-        return self._switch(element, element.id, above, shared, late), late
+    def _middle(self, element: Element, wires: Sequence[Wire], above: Above) -> tuple[str, float]:
+        """Add the switch of a zone, in which are the `wires` that all of its routes cross; return
+        its name, and half of their latency, by which the links on either side are later."""
+        self._fat += [wire for wire in wires if wire.policy == "FATPIPE"]
+        limits = [wire.up.bandwidth for wire in wires if wire.policy == "SHARED"]
+        late = sum(wire.up.latency for wire in wires) / 2
+        return self._switch(element, element.id, above, min(limits, default=None), late), late
 
     # Hosts and switches
 
     def _host(
         self, element: Element, name: str, given: Mapping[str, str], above: Above, loopback: Link
     ) -> None:
-        self._refuse_changes(element)
+        _refuse_changes(element)
         if len(self._nodes) == MAX_RANKS:
             element.refuse(f"is beyond the first {MAX_RANKS} hosts")
         speeds = given.get("speed", "").split(",")
@@ -267,22 +259,11 @@ class _Platform:
             self._nodes.append(
                 Node(
                     name, cores, flops=flops, loopback=loopback,
-                    watts=self._watts(element, state), **self._link_up(name, "switch", above),
+                    watts=_watts(element, state), **self._link_up(name, "switch", above),
                 )
             )  # fmt: skip
         except InputError as error:
             element.refuse(str(error))
-
-    def _watts(self, element: Element, state: int) -> float | None:
-        """Return what it draws with all cores at work, where the file says so."""
-        for prop in element.of("prop"):
-            if prop.id == "wattage_per_state":
-                states = prop.attributes.get("value", "").split(",")
-                try:
-                    return float(states[state].split(":")[-1])
-                except (ValueError, IndexError):
-                    prop.refuse("is no list of idle:epsilon:all_cores")
-        return None
 
     def _switch(
         self,
@@ -309,19 +290,20 @@ class _Platform:
         if above.switch is None:
             return {}
         both = [wire for wire in above.wires if wire.policy != "FATPIPE"]
-        ends = []
-        for end in ("up", "down"):
-            narrowest = min((getattr(w, end).bandwidth for w in both), default=self._unlimited)
-            ends.append(Link(narrowest, sum(getattr(w, end).latency for w in above.wires)))
+        up, down = (
+            Link(
+                min((getattr(wire, end).bandwidth for wire in both), default=self._unlimited),
+                sum(getattr(wire, end).latency for wire in above.wires),
+            )
+            for end in ("up", "down")
+        )
         self._fat += [wire for wire in above.wires if wire.policy == "FATPIPE"]
-        up, down = ends
         shared = min((w.up.bandwidth for w in both if w.policy == "SHARED"), default=None)
         to = above.switch
         if shared is not None:
             to = f"{name}.wire"
-            ends = [Link(each.bandwidth, 0.0) for each in ends]
-            wire = Switch(to, to=above.switch, up=ends[0], down=ends[1], shared=shared)
-            self._switches.append(wire)
+            free = {"up": Link(up.bandwidth, 0.0), "down": Link(down.bandwidth, 0.0)}
+            self._switches.append(Switch(to, to=above.switch, shared=shared, **free))
         return {key: to, "up": up, "down": down}
 
     def _check_fat(self) -> None:
@@ -356,46 +338,52 @@ class _Platform:
 
     # Texts
 
-    def _wire(self, element: Element) -> Wire:
-        self._refuse_changes(element)
-        link = Link(element.bandwidth("bandwidth"), element.latency("latency"))
-        return Wire(link, link, self._policy(element, "sharing_policy"), element)
-
-    def _policy(self, element: Element, key: str, default: Policy = "SHARED") -> Policy:
-        given = element.attributes.get(key, default).upper()
+    def _wire(
+        self,
+        element: Element,
+        bandwidth: str = "bandwidth",
+        latency: str = "latency",
+        policy: str = "sharing_policy",
+        default: Policy = "SHARED",
+    ) -> Wire:
+        """Return the link that an element describes by attributes of these names."""
+        _refuse_changes(element)
+        link = Link(element.bandwidth(bandwidth), element.latency(latency))
+        given = element.attributes.get(policy, default).upper()
         policies: dict[str, Policy] = {
             "SHARED": "SHARED", "FATPIPE": "FATPIPE", "SPLITDUPLEX": "SPLITDUPLEX",
             "FULLDUPLEX": "SPLITDUPLEX",
         }  # fmt: skip
         if given not in policies:
-            element.refuse(f"has the {key} {given}, which does not fit")
-        return policies[given]
-
-    def _radical(self, element: Element) -> Iterator[int]:
-        for part in element.attributes.get("radical", "").split(","):
-            ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
-            if ends is None:
-                element.refuse(f"has a radical {part!r}, not one such as 0-7,9")
-            first, last = int(ends[1]), int(ends[2] or ends[1])
-            if last - first >= MAX_RANKS:
-                element.refuse(f"has more than {MAX_RANKS} hosts")
-            yield from range(first, last + 1)
-
-    def _refuse_changes(self, element: Element) -> None:
-        for key in _CHANGES:
-            if element.attributes.get(key):
-                element.refuse(f"changes with time ({key}); write faults by hand instead")
+            element.refuse(f"has the {policy} {given}, which does not fit")
+        return Wire(link, link, policies[given], element)
 
 
-def _routers(zone: Element) -> list[str]:
-    """Where a zone can be entered, itself or one inside."""
-    if zone.tag == "cluster":
-        return [_router_of(zone)]
-    inner = [name for each in zone.of(*_ZONES) for name in _routers(each)]
-    return [each.id for each in zone.of("router", "host")] + inner
+def _radical(element: Element) -> Iterator[int]:
+    """Yield the numbers of a cluster's hosts."""
+    for part in element.attributes.get("radical", "").split(","):
+        ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
+        if ends is None:
+            element.refuse(f"has a radical {part!r}, not one such as 0-7,9")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if last - first >= MAX_RANKS:
+            element.refuse(f"has more than {MAX_RANKS} hosts")
+        yield from range(first, last + 1)
 
 
-def _router_of(cluster: Element) -> str:
-    given = cluster.attributes
-    own = f"{given.get('prefix', '')}{cluster.id}_router{given.get('suffix', '')}"
-    return given.get("router_id") or own
+def _watts(element: Element, state: int) -> float | None:
+    """Return what a host draws with all cores at work, where the file says so."""
+    for prop in element.of("prop"):
+        if prop.id == "wattage_per_state":
+            states = prop.attributes.get("value", "").split(",")
+            try:
+                return float(states[state].split(":")[-1])
+            except (ValueError, IndexError):
+                prop.refuse("is no list of idle:epsilon:all_cores")
+    return None
+
+
+def _refuse_changes(element: Element) -> None:
+    for key in _CHANGES:
+        if element.attributes.get(key):
+            element.refuse(f"changes with time ({key}); write faults by hand instead")
