@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Literal
@@ -75,6 +75,27 @@ class Cluster(Settings):
             _require(("placement", ""), name, self._by_name, "there is no node")
         for index, fault in enumerate(self.faults):
             self._check_fault(("faults", index), fault)
+
+    # Its links
+
+    @property
+    def links(self) -> list[Link]:
+        """Both directions of every cable between nodes and switches."""
+        ends = (link for part in self._parts for link in (part.up, part.down))
+        return [link for link in ends if link is not None]
+
+    def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Cluster:
+        """The same with so many times the bandwidth and the latency between its nodes."""
+
+        def link(old: Link | None) -> Link | None:
+            return old and Link(old.bandwidth * bandwidth, old.latency * latency)
+
+        nodes = tuple(replace(n, up=link(n.up), down=link(n.down)) for n in self.nodes)
+        switches = tuple(
+            replace(s, up=link(s.up), down=link(s.down), shared=s.shared and s.shared * bandwidth)
+            for s in self.switches
+        )
+        return replace(self, nodes=nodes, switches=switches)
 
     # Where the ranks are
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from orchestra.cluster import Cluster, load_cluster
-from orchestra.cluster.nodes import Link, Node, Switch
 from orchestra.cluster.units import BANDWIDTH
 from orchestra.engines.simulation.cost_source import CostSource
 from orchestra.engines.simulation.training import simulate_run
@@ -109,7 +108,7 @@ def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
 
     name = question.plain.run.training.cluster
     cluster = load_cluster(name, where="cluster", folder=Path())
-    links = _links(cluster)
+    links = cluster.links
     if not links:
         return BreakEven(reason="the cluster is one node, without links")
     reporter, done = SilentReporter(), itertools.count(1)
@@ -121,7 +120,7 @@ def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
             raise InputError("stopped")
         if time.perf_counter() > deadline:
             raise InputError(f"not found within {question.seconds:g} s")
-        return rival.steps * _step_seconds(rival, scaled(cluster, factor), reporter)
+        return rival.steps * _step_seconds(rival, cluster.scaled(bandwidth=factor), reporter)
 
     def faster(factor: float) -> bool:
         return seconds(question.technique, factor) < seconds(question.plain, factor)
@@ -135,25 +134,6 @@ def find_break_even(runtime: Runtime, question: Question) -> BreakEven:
     side, factor = found
     equal = len({link.bandwidth for link in links}) == 1
     return BreakEven(side, factor, min(link.bandwidth for link in links) * factor, equal)
-
-
-def scaled(cluster: Cluster, factor: float) -> Cluster:
-    """`cluster` with `factor` times the bandwidth between its nodes."""
-
-    def link(old: Link | None) -> Link | None:
-        return old and replace(old, bandwidth=old.bandwidth * factor)
-
-    nodes = tuple(replace(n, up=link(n.up), down=link(n.down)) for n in cluster.nodes)
-    switches = tuple(
-        replace(s, up=link(s.up), down=link(s.down), shared=s.shared and s.shared * factor)
-        for s in cluster.switches
-    )
-    return replace(cluster, nodes=nodes, switches=switches)
-
-
-def _links(cluster: Cluster) -> list[Link]:
-    parts: list[Node | Switch] = [*cluster.nodes, *cluster.switches]
-    return [link for part in parts for link in (part.up, part.down) if link is not None]
 
 
 def _step_seconds(rival: Rival, cluster: Cluster, reporter: Reporter) -> float:
