@@ -28,7 +28,7 @@ from orchestra.data.feed import open_samples
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.counters import Counters
+from orchestra.records.report import Counters
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.tasks.task import load_task
 from orchestra.trainer.program import train

@@ -38,8 +38,7 @@ from orchestra.cluster import CLUSTERS, Jitter
 from orchestra.experiments.experiment import Experiment, runs
 from orchestra.experiments.file import load
 from orchestra.experiments.run import claim
-from orchestra.records.layout import run_folder
-from orchestra.records.record import write_summary
+from orchestra.records.record import run_folder, write_summary
 from orchestra.settings import write
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run

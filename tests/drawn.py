@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestra.records.layout import run_folder
-from orchestra.records.record import RunRecord, write_curve, write_summary
+from orchestra.records.record import RunRecord, run_folder, write_curve, write_summary
 from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
 from orchestra.records.trace import write_trace
 from orchestra.report.collect import Source, collect

@@ -21,8 +21,7 @@ from orchestra.engines.processes import launch
 from orchestra.engines.processes.system import busy_seconds
 from orchestra.engines.processes.training import program
 from orchestra.experiments.comparison import Comparison
-from orchestra.records.layout import CLUSTER, run_folder
-from orchestra.records.record import RunRecord, combine
+from orchestra.records.record import CLUSTER, RunRecord, combine, run_folder
 from orchestra.records.report import Usage, busy_with_others
 from orchestra.report.page import write_report
 from orchestra.strategies.all_reduce import AllReduce

@@ -20,8 +20,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.comparison import carry_out
 from orchestra.experiments.experiment import runs, with_one_process
 from orchestra.experiments.file import load, to_yaml
-from orchestra.records.layout import run_folder
-from orchestra.records.record import read_summary
+from orchestra.records.record import read_summary, run_folder
 
 FAILING = "tests.comparison_tasks:Failing(mended='{}')"
 

@@ -13,8 +13,7 @@ from tests.drawn import Drawn, drawn_alone, keep, record
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
-from orchestra.records.layout import run_folder
-from orchestra.records.record import Link, Links, write_links
+from orchestra.records.record import Link, Links, run_folder, write_links
 from orchestra.records.report import Message, RankReport, Slice, Timeline
 from orchestra.records.trace import write_trace
 from orchestra.report.figures.bars import links

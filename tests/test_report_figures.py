@@ -22,8 +22,7 @@ from tests.drawn import (
     record,
 )
 
-from orchestra.records.layout import run_folder
-from orchestra.records.record import RunRecord
+from orchestra.records.record import RunRecord, run_folder
 from orchestra.report.figures.bars import seconds
 from orchestra.report.figures.frame import for_image, save
 

@@ -9,7 +9,7 @@ import pytest
 from tests.drawn import drawn, keep, record, traced_reports
 
 from orchestra.errors import InputError
-from orchestra.records.layout import run_folder
+from orchestra.records.record import run_folder
 from orchestra.records.trace import write_trace
 from orchestra.report.figures.timeline import read_trace, step_windows
 

@@ -29,9 +29,8 @@ from orchestra.engines.events import Heartbeat
 from orchestra.engines.processes import launch
 from orchestra.engines.processes.display import Display
 from orchestra.engines.processes.slow_ranks import SlowRanks
-from orchestra.records.counters import MAX_POINTS, Counters, CounterSeries
 from orchestra.records.record import RunRecord
-from orchestra.records.report import RankReport
+from orchestra.records.report import MAX_POINTS, Counters, CounterSeries, RankReport
 from orchestra.records.stragglers import Straggler, find
 from orchestra.report.page import write_report
 from orchestra.settings import parse

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from orchestra.records.layout import cache_folder
+from orchestra.records.record import cache_folder
 from orchestra.tasks import Task, TensorData, evaluate, load_task
 from orchestra.tasks import digits as module
 from orchestra.tasks.classification import cached

@@ -26,10 +26,9 @@ from orchestra.engines.processes.slow_ranks import SlowRanks
 from orchestra.errors import RunFailed
 from orchestra.experiments.experiment import alone, runs
 from orchestra.experiments.run import claim, held, make_run
-from orchestra.records.counters import Counters
-from orchestra.records.live import Live, RankNow, Waiting, mean_rates, read_live, write_live
+from orchestra.records.live import Live, RankNow, Tail, Waiting, mean_rates, read_live, write_live
 from orchestra.records.record import RunRecord, write_summary
-from orchestra.records.tail import Tail
+from orchestra.records.report import Counters
 from orchestra.report.watch_page import run_page, sparkline
 from orchestra.report.watching import RankTrack, RunWatch, switch_text
 from orchestra.strategies.all_reduce import AllReduce

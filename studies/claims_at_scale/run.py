@@ -35,8 +35,7 @@ from orchestra.experiments.experiment import RATE, Experiment, on_ranks, runs
 from orchestra.experiments.file import load
 from orchestra.experiments.run import claim
 from orchestra.experiments.tuning import Trial, trials, write_tuning
-from orchestra.records.layout import run_folder
-from orchestra.records.record import RunRecord, write_atomically, write_summary
+from orchestra.records.record import RunRecord, run_folder, write_atomically, write_summary
 from orchestra.settings.reading import Entry, read_document
 from orchestra.trainer.settings import Run
 

@@ -15,9 +15,8 @@ from orchestra.experiments.experiment import on_ranks, runs
 from orchestra.experiments.file import load
 from orchestra.experiments.run import PARENT
 from orchestra.experiments.tuning import trials
-from orchestra.records.layout import SUMMARY, run_folder
 from orchestra.records.live import read_live, under_way
-from orchestra.records.record import RunRecord, read_summary
+from orchestra.records.record import SUMMARY, RunRecord, read_summary, run_folder
 from orchestra.report.numbers import significant
 from orchestra.report.watch_page import Made, comparison_page, run_page
 from orchestra.report.watching import EXPERIMENT, RunView, RunWatch, experiment_of

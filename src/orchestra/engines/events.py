@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from orchestra.errors import InputError, PeerLost, RunAborted, RunFailed, text_of
-from orchestra.records.counters import Counters
+from orchestra.records.report import Counters
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ from orchestra.experiments.techniques import (
     write_techniques,
 )
 from orchestra.experiments.tuning import Choice, choose, trials, write_tuning
-from orchestra.records.layout import run_folder
-from orchestra.records.record import RunRecord, write_summary
+from orchestra.records.record import RunRecord, run_folder, write_summary
 from orchestra.trainer.settings import Run
 
 SEARCH_SECONDS = 30.0

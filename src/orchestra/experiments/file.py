@@ -16,8 +16,7 @@ from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
-from orchestra.records.layout import SUMMARY
-from orchestra.records.record import read_summary
+from orchestra.records.record import SUMMARY, read_summary
 from orchestra.settings import parse, read, replace_setting, write
 from orchestra.settings.base import settings_of, to_plain
 from orchestra.settings.notation import bound, build

@@ -22,8 +22,8 @@ from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
 from orchestra.experiments.tracking import tracked
-from orchestra.records.layout import SUMMARY as SUMMARY
 from orchestra.records.live import holder
+from orchestra.records.record import SUMMARY as SUMMARY
 from orchestra.records.record import (
     RunRecord,
     partial_of,

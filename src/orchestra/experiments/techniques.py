@@ -21,8 +21,7 @@ from orchestra.engines.simulation.break_even import (
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import InputError, RunFailed
 from orchestra.experiments.experiment import tuned
-from orchestra.records.layout import TECHNIQUES
-from orchestra.records.record import RunRecord, write_atomically
+from orchestra.records.record import TECHNIQUES, RunRecord, write_atomically
 from orchestra.settings.base import default_of, from_plain, to_plain
 from orchestra.strategies.base import Strategy
 from orchestra.trainer.settings import Run

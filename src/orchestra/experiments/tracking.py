@@ -19,8 +19,8 @@ from typing import Any
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.trackers import About, Figures, MLflowTracker, Tracker, WandbTracker
+from orchestra.records.live import Line, Tail
 from orchestra.records.record import RunRecord, write_atomically
-from orchestra.records.tail import Line, Tail
 from orchestra.records.trackers import TRACKERS
 from orchestra.report.watching import PARTS, RankTrack
 from orchestra.trainer.settings import Run

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.experiments.experiment import Experiment, Tune, grid, on_ranks, runs, tuned
-from orchestra.records.layout import trial_folder
-from orchestra.records.record import RunRecord, write_atomically
+from orchestra.records.record import RunRecord, trial_folder, write_atomically
 from orchestra.settings.base import to_plain
 from orchestra.trainer.settings import Run, Target, Training
 

@@ -1,4 +1,4 @@
-"""What a run under way says about itself in `live.json`, and whether it is under way at all."""
+"""A run under way: what `live.json` says, whether it goes on, and the lines added to files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from orchestra.records.record import partial_of
 from orchestra.records.stragglers import Straggler
@@ -140,3 +141,86 @@ def mean_rates(before: Sequence[RankNow], after: Sequence[RankNow]) -> dict[tupl
 def host_name() -> str:
     """Of this machine, as `Live.host` has it."""
     return platform.node() or os.uname().nodename
+
+
+# Lines that are added to a file
+
+Line = dict[str, Any]
+
+MOST_BYTES = 1 << 20
+"""Read at a time. Of a file that has grown by more, lines at even distances stand for the rest."""
+SAMPLES = 64
+
+
+class Tail:
+    """Reads the lines that are added to the file `path`, which need not be there yet.
+
+    A last line without its end is kept until the rest is there. What is no JSON object is left out.
+
+    Attributes:
+        began_anew: the last `read` found a file that was written anew, and read it from its start.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
+        self.began_anew = False
+        self._path = path
+        self._most_bytes = most_bytes
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._position = 0  # of what was read
+        self._rest = b""
+
+    def read(self) -> list[Line]:
+        """The lines that have been completed since the last call, in their order.
+
+        Raises:
+            OSError: the file is there, but cannot be read.
+        """
+        self.began_anew = False
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            same, size = (status.st_dev, status.st_ino), status.st_size
+            if self._file is not None and (same != self._file or size < self._position):
+                self.began_anew = True
+                self._position, self._rest = 0, b""
+            self._file = same
+            lines = []
+            if size - self._position > self._most_bytes:
+                start = size - self._most_bytes // 2
+                lines = self._sampled(file, self._position, start)
+                file.seek(start)
+                file.readline()  # the rest of a line that began before
+                self._rest = b""
+            else:
+                file.seek(self._position)
+            text = self._rest + file.read()
+            self._position = file.tell()
+        whole, end, self._rest = text.rpartition(b"\n")
+        return lines + _parsed((whole + end).splitlines())
+
+    @staticmethod
+    def _sampled(file: BinaryIO, begin: int, end: int) -> list[Line]:
+        """Lines at even distances between two places of `file`."""
+        found = []
+        for k in range(SAMPLES):
+            file.seek(begin + (end - begin) * k // SAMPLES)
+            if k or begin:
+                file.readline()
+            if file.tell() < end:
+                found.append(file.readline())
+        return _parsed(found)
+
+
+def _parsed(lines: list[bytes]) -> list[Line]:
+    found = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

@@ -1,12 +1,10 @@
-"""What a rank reports of a run, with its timeline and its curve: plain data, free of torch."""
+"""What a rank reports of a run: its counters, timeline and curve. Plain data, free of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from orchestra.records.counters import Counters
 
 NOTABLE = 0.1
 """Part of a machine's processor time that other programs took: from here on there is a warning."""
@@ -155,6 +153,56 @@ class Timeline:
     flows: tuple[str, ...]
     slices: list[Slice] = field(default_factory=list)
     instants: list[Instant] = field(default_factory=list)
+
+
+MAX_POINTS = 60
+MAX_SOURCES = 128
+"""Ranks with messages from more sources than this do not report how fast these arrived."""
+
+
+class Counters(NamedTuple):
+    """What a rank has done until the moment `seconds` on the stopwatch, summed up from its start.
+
+    `compute`, `input` (reading batches) and `blocked` (in the transport) are seconds of the main
+    flow. `arrived` has for each rank that sent large messages their bytes, and the seconds for
+    which this rank was ready to read while one was arriving.
+    """
+
+    seconds: float
+    steps: int = 0
+    samples: int = 0
+    compute: float = 0.0
+    input: float = 0.0
+    blocked: float = 0.0
+    arrived: tuple[tuple[int, float, float], ...] = ()
+
+
+class CounterSeries:
+    """A rank's sums at up to `MAX_POINTS` moments, spread evenly over the time until now."""
+
+    def __init__(self) -> None:
+        self.points: list[Counters] = []
+        self._apart = self._next = 0.0
+
+    def due(self, seconds: float) -> bool:
+        """Whether a point at this moment would be kept."""
+        return seconds >= self._next
+
+    def add(self, counters: Counters) -> None:
+        """Keep `counters`, the latest so far."""
+        points = self.points
+        if points and points[-1].seconds >= counters.seconds:
+            points.pop()
+        points.append(counters)
+        apart = 2 * (counters.seconds - points[0].seconds) / MAX_POINTS
+        if len(points) > MAX_POINTS:
+            kept = points[:1]
+            for point in points[1:-1]:
+                if point.seconds - kept[-1].seconds >= apart:
+                    kept.append(point)
+            self.points = [*kept, points[-1]]
+            self._apart = apart
+        self._next = counters.seconds + self._apart
 
 
 @dataclass(frozen=True)

@@ -6,29 +6,24 @@ into windows and compares ranks with their peers in each of them. docs/straggler
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from orchestra.records.counters import Counters, Window, at, windows_of
-from orchestra.records.slow_links import slow_links
-from orchestra.records.stretches import (
+from orchestra.records.peer_comparison import (
     LEAST_WINDOWS,
-    MATERIAL,
     Cause,
     Found,
-    noise_of,
-    others,
-    stretches,
+    Window,
+    slow_links,
+    slow_ranks,
+    steps_at,
+    windows_of,
 )
+from orchestra.records.report import Counters
 
 MAX_WINDOWS = 30
 STEPS_A_WINDOW = 3
 """Of the worker with the fewest steps; a run of less than three times as many tells nothing."""
-SLOWER = 1.2
-"""Of the median of the others: less is no straggler."""
 LITTLE = 0.25
 """Of what a straggler takes beyond others in a step: who lost less has not waited for it."""
 LEAST_SECONDS = 2.0
@@ -92,7 +87,7 @@ def find(
         return []
     begin = max(series[0].seconds for series in known.values())
     end = min(series[-1].seconds for series in known.values())
-    spans = [at(known[r], end).steps - at(known[r], begin).steps for r in workers]
+    spans = [steps_at(known[r], end) - steps_at(known[r], begin) for r in workers]
     count = min(MAX_WINDOWS, int(min(spans) // STEPS_A_WINDOW)) if end > begin else 0
     if count < LEAST_WINDOWS:
         return []
@@ -111,73 +106,6 @@ def find(
         for each, seconds in zip(found, lost, strict=True)
     ]
     return sorted(told, key=lambda each: (-each.lost_seconds, each.since_seconds, each.ranks))
-
-
-# Ranks
-
-
-def slow_ranks(windows: Mapping[int, Sequence[Window]], width: float) -> Iterator[Found]:
-    """Ranks that took longer than their peers for a sample, and for a step as well.
-
-    A slow rank with a share so small that it is ready with the others holds up nobody.
-    """
-    if len(windows) < 2:
-        return
-    by_sample = _ratios(windows, lambda window: window.samples)
-    by_step = _ratios(windows, lambda window: window.steps)
-    logs = {
-        rank: [min(pair) for pair in zip(by_sample[rank], by_step[rank], strict=True)]
-        for rank in windows
-    }
-    noise = noise_of(logs.values())
-    for rank, own in logs.items():
-        for first, last in stretches(own, math.log(SLOWER), max(noise, noise_of([own]))):
-            inside = range(first, last)
-            excess = {k: windows[rank][k].work * (1 - math.exp(-own[k])) for k in inside}
-            if sum(excess.values()) < MATERIAL * width * (last - first):
-                continue
-            factor = math.exp(statistics.median(by_sample[rank][first:last]))
-            yield Found((rank,), _cause(windows, rank, inside), factor, first, last, excess)
-
-
-def _ratios(
-    windows: Mapping[int, Sequence[Window]], amount: Callable[[Window], float]
-) -> dict[int, list[float]]:
-    """The logarithm of each rank's work for an amount over the median of the others, by window.
-
-    Servers have neither samples nor steps: their amounts are those of equal times.
-    """
-    serving = not any(amount(window) for own in windows.values() for window in own)
-    logs: dict[int, list[float]] = {rank: [] for rank in windows}
-    for k in range(len(next(iter(windows.values())))):
-        rates = {}
-        for rank, own in windows.items():
-            divisor = 1.0 if serving else amount(own[k])
-            if divisor > 0 and own[k].work > 0:
-                rates[rank] = own[k].work / divisor
-        medians = others(list(rates.values())) if len(rates) > 1 else list(rates.values())
-        for (rank, rate), median in zip(rates.items(), medians, strict=True):
-            logs[rank].append(math.log(rate / median))
-        for rank in windows.keys() - rates.keys():
-            logs[rank].append(0.0)
-    return logs
-
-
-def _cause(
-    windows: Mapping[int, Sequence[Window]], rank: int, inside: Collection[int]
-) -> Literal["compute", "input"]:
-    """Which of both took more beyond what the others took."""
-
-    def beyond(part: Callable[[Window], float]) -> float:
-        rates = []
-        for own in windows.values():
-            samples = sum(own[k].samples for k in inside)
-            rates.append(sum(part(own[k]) for k in inside) / (samples or 1.0))
-        place = list(windows).index(rank)
-        return rates[place] - others(rates)[place]
-
-    computed, read = beyond(lambda window: window.compute), beyond(lambda window: window.input)
-    return "input" if read > computed else "compute"
 
 
 # What it cost
@@ -245,8 +173,8 @@ def _told(
         cause=found.cause,
         factor=round(found.factor, 3),
         since_seconds=round(since, 6),
-        since_step=int(at(own, since).steps) + 1 if own[-1].steps else None,
+        since_step=int(steps_at(own, since)) + 1 if own[-1].steps else None,
         until_seconds=None if to_the_end else round(until, 6),
-        until_step=int(at(own, until).steps) + 1 if own[-1].steps and not to_the_end else None,
+        until_step=int(steps_at(own, until)) + 1 if own[-1].steps and not to_the_end else None,
         lost_seconds=round(lost, 6),
     )

@@ -1,10 +1,21 @@
-"""Where figures of a run can go beside its records, if the library for it is installed."""
+"""Where figures of a run can go beside its records, if the library for it is installed.
+
+Event files for TensorBoard are written here; its writer is imported where they are asked for.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchestra.errors import InputError
+from orchestra.records.report import Point
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 TRACKERS = {"tensorboard": "TensorBoard", "mlflow": "MLflow", "wandb": "Weights & Biases"}
 """By setting, module and extra, which have the same name."""
@@ -18,3 +29,59 @@ def require_tracker(name: str) -> None:
             f"{name}: is true, but {TRACKERS[name]} is not installed: "
             f"pip install 'neural-orchestra[{name}]', or set it to false"
         )
+
+
+FOLDER = "tensorboard"
+
+
+class Scalars:
+    """Figures over a run: one of the curves that TensorBoard shows side by side.
+
+    They go into `folder/tensorboard/name`, which is made with the first of them. What an earlier
+    part of the run wrote there of `first` and later is no longer shown.
+    """
+
+    def __init__(self, folder: Path, name: str, first: int = 0) -> None:
+        require_tracker("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = functools.partial(SummaryWriter, str(folder / FOLDER / name), purge_step=first)
+        self._writer: SummaryWriter | None = None
+
+    def add(self, at: int, figures: Mapping[str, float]) -> None:
+        """The values of `figures`, by name, at step (or sample) `at`."""
+        if self._writer is None:
+            self._writer = self._make()
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, at)
+
+    def flush(self) -> None:
+        """Bring all of them to disk."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """No more follow."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def write_curve_events(folder: Path, points: Sequence[Point]) -> None:
+    """The figures of the snapshots over the samples, as the curve "snapshots".
+
+    Where each node has a model of its own those are the nodes' mean; "snapshots-worst-node" and
+    "snapshots-average-of-replicas" stand beside it.
+    """
+    snapshots = Scalars(folder, "snapshots")
+    worst_node = Scalars(folder, "snapshots-worst-node")
+    average = Scalars(folder, "snapshots-average-of-replicas")
+    for point in points:
+        snapshots.add(point.samples, point.metrics)
+        if point.average is not None:
+            worst_node.add(point.samples, point.worst_nodes())
+            average.add(point.samples, point.average)
+        if point.relative_distance is not None:
+            distance = {"distance of the replicas, relative": point.relative_distance}
+            snapshots.add(point.samples, distance)
+    for scalars in (snapshots, worst_node, average):
+        scalars.close()

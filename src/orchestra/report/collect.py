@@ -13,8 +13,15 @@ from typing import Any
 from orchestra.cluster import Cluster
 from orchestra.cluster.file import read_cluster
 from orchestra.errors import InputError
-from orchestra.records.layout import CLUSTER, TECHNIQUES, run_folder
-from orchestra.records.record import Links, RunRecord, read_links, read_summary
+from orchestra.records.record import (
+    CLUSTER,
+    TECHNIQUES,
+    Links,
+    RunRecord,
+    read_links,
+    read_summary,
+    run_folder,
+)
 from orchestra.records.report import Point
 from orchestra.settings.reading import yaml_value
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestra.errors import InputError
-from orchestra.records.layout import SUMMARY
-from orchestra.records.live import Live, RankNow, mean_rates, read_live, under_way
-from orchestra.records.record import RunRecord, read_links, read_summary
+from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
+from orchestra.records.record import SUMMARY, RunRecord, read_links, read_summary
 from orchestra.records.stragglers import Straggler
-from orchestra.records.tail import Line, Tail
 from orchestra.report.waits import waits_of_trace
 from orchestra.settings.base import from_plain
 from orchestra.settings.notation import Call, read

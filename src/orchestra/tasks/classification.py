@@ -17,8 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orchestra.records.layout import cache_folder
-from orchestra.records.record import write_atomically
+from orchestra.records.record import cache_folder, write_atomically
 from orchestra.tasks.task import tensor_task
 from orchestra.worker.batches import Batch
 

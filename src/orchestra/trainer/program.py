@@ -20,7 +20,7 @@ from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.exchange import start_together
 from orchestra.optimizers.state import restore
 from orchestra.records.report import LeaderReport, Point, RankReport
-from orchestra.records.tensorboard import Scalars, write_curve_events
+from orchestra.records.trackers import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Roles, Strategy
 from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task

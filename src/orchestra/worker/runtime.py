@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from orchestra.records.counters import Counters
+from orchestra.records.report import Counters
 from orchestra.transports.protocol import Transport
 
 T = TypeVar("T")

@@ -19,8 +19,15 @@ from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
 from orchestra.engines.run import record_of, write_environment
 from orchestra.errors import InputError
-from orchestra.records.layout import CLUSTER, EMULATION
-from orchestra.records.record import Link, Links, RunRecord, write_atomically, write_links
+from orchestra.records.record import (
+    CLUSTER,
+    EMULATION,
+    Link,
+    Links,
+    RunRecord,
+    write_atomically,
+    write_links,
+)
 from orchestra.records.report import RankReport
 from orchestra.strategies.base import roles_of
 from orchestra.strategies.single import Single

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 
 from orchestra.engines.events import Heartbeat
-from orchestra.records.counters import CounterSeries
+from orchestra.records.report import CounterSeries
 from orchestra.records.stragglers import Straggler, find
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run

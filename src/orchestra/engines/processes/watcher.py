@@ -20,7 +20,7 @@ from orchestra.engines.failure_detector import FailureDetector, Limits, describe
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.errors import InputError, RunFailed
-from orchestra.records.counters import Counters
+from orchestra.records.report import Counters
 from orchestra.settings.base import from_plain
 from orchestra.transports.handshake import TLS, WATCHER, Reception, address_of, listen
 from orchestra.worker.threads import shares_of_cores

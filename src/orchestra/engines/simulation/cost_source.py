@@ -9,7 +9,7 @@ from orchestra.cluster.calibration import Calibration, TaskCosts, read_calibrati
 from orchestra.cluster.units import FLOPS as UNIT
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Optimizer
-from orchestra.records.layout import cache_folder
+from orchestra.records.record import cache_folder
 from orchestra.trainer.settings import AUTO, NONE, Run
 
 FLOPS = 20e9

@@ -28,7 +28,7 @@ from orchestra.engines.simulation.kernel import Deadlock, Flow, Kernel
 from orchestra.engines.simulation.transport import SimulatedTransport
 from orchestra.engines.simulation.world import World
 from orchestra.errors import RunFailed
-from orchestra.records.counters import Counters
+from orchestra.records.report import Counters
 from orchestra.worker.runtime import Reporter, Runtime, SilentReporter, Work
 from orchestra.worker.threads import chosen_threads, usable_cores
 

@@ -21,8 +21,8 @@ from orchestra.engines.processes.slow_ranks import slow_ranks_of
 from orchestra.engines.run import record_of, write_environment
 from orchestra.engines.simulation.cost_source import CostSource, cost_source_of
 from orchestra.errors import InputError, RunFailed
-from orchestra.records.layout import CLUSTER
 from orchestra.records.record import (
+    CLUSTER,
     Link,
     Links,
     RunRecord,
