@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from orchestra.errors import InputError
 from orchestra.worker.batches import batch_samples, map_tensors, split_batch, tensors_of
-from orchestra.worker.layout import FlatModel, Gradients, Layout, buffer_places
+from orchestra.worker.gradients import Gradients
+from orchestra.worker.layout import FlatModel, Layout, buffer_places
 from orchestra.worker.snapshots import Snapshots
 
 ALIGNMENT = 64  # bytes

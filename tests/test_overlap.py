@@ -22,8 +22,7 @@ from orchestra.strategies.parameter_server import ParameterServer, ParameterServ
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import NONE, Run, Training
-from orchestra.worker.arriving import AwaitParameters
-from orchestra.worker.worker import Worker
+from orchestra.worker.worker import AwaitParameters, Worker
 
 IN_PARTS: dict[str, Any] = {"bucket_megabytes": 0.001}
 WHOLE: dict[str, Any] = {"overlap": False}

@@ -26,8 +26,8 @@ from orchestra.trainer.memory import kept_bytes, sizes_of
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
 from orchestra.trainer.settings import MEASURED
+from orchestra.worker.layout import Unit, UnitMemory
 from orchestra.worker.runtime import Runtime
-from orchestra.worker.units import Unit, UnitMemory
 
 LEVELS = ["gradients", "parameters"]
 ADAM = "Adam(lr=0.01)"
@@ -226,8 +226,8 @@ def kept(shard: Any, ranks: int, folder: Path) -> tuple[int, int]:
         return own + Held.most.get(threading.get_ident(), 0), formula.total()
 
     with (
-        mock.patch("orchestra.worker.units.UnitMemory", Held),
-        mock.patch("orchestra.worker.sharded.UnitMemory", Held),
+        mock.patch("orchestra.worker.gradients.UnitMemory", Held),
+        mock.patch("orchestra.worker.gathering.UnitMemory", Held),
     ):
         found = run_ranks(ranks, program)
     return max(size for size, _ in found), max(size for _, size in found)

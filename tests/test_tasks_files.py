@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.tasks import Task, TensorData, load_task
-from orchestra.tasks.image_files import FILES
+from orchestra.tasks.images import FILES
 from orchestra.tasks.settings import Cifar10, Mnist
 
 IMAGES, LABELS = FILES["training images"], FILES["training labels"]

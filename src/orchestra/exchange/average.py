@@ -14,7 +14,7 @@ from orchestra.errors import InputError
 from orchestra.schedules import ALL_REDUCE, Schedule, hierarchical
 from orchestra.transports.protocol import CollectiveCall, Task, Transport
 from orchestra.transports.tags import Tag
-from orchestra.worker.units import bucket_edges
+from orchestra.worker.layout import bucket_edges
 from orchestra.worker.worker import Worker
 
 

@@ -19,10 +19,9 @@ from orchestra.optimizers.state import OptimizerPart, install_moments
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.transports.tags import Tag
-from orchestra.worker.gathering import Gathering, through_layout
+from orchestra.worker.gathering import Gathering, ShardedWorker, through_layout
+from orchestra.worker.layout import Share, Unit, cut_into_units
 from orchestra.worker.runtime import Work
-from orchestra.worker.sharded import ShardedWorker
-from orchestra.worker.units import Share, Unit, cut_into_units
 from orchestra.worker.worker import Worker
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orchestra.optimizers.state import OptimizerPart
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
-    from orchestra.worker.units import Share
+    from orchestra.worker.layout import Share
     from orchestra.worker.worker import Worker
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from orchestra.parameter_server.state import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch
-    from orchestra.worker.units import Share
+    from orchestra.worker.layout import Share
     from orchestra.worker.worker import Worker
 
 S = TypeVar("S")

@@ -122,7 +122,7 @@ class Mnist(TaskSettings):
     see the task digits28. Loss: cross entropy; metric: accuracy.
     """
 
-    MODULE: ClassVar = "image_files"
+    MODULE: ClassVar = "images"
     folder: str = setting(REQUIRED, "where the four files are")
     _: KW_ONLY
     validation_samples: int = setting(
@@ -139,7 +139,7 @@ class Cifar10(TaskSettings):
     Loss: cross entropy; metric: accuracy.
     """
 
-    MODULE: ClassVar = "image_files"
+    MODULE: ClassVar = "images"
     folder: str = setting(REQUIRED, "where the six files are")
     _: KW_ONLY
     validation_samples: int = setting(
@@ -217,7 +217,7 @@ class Synthetic(TaskSettings):
     for a transformer).
     """
 
-    MODULE: ClassVar = "synthetic"
+    MODULE: ClassVar = "regression"
     parameters: int = setting(100_000_000, "elements of all tensors together", low=1, high=10**13)
     _: KW_ONLY
     tensors: int = setting(150, "that the parameters are in, of equal sizes", low=1, high=100_000)

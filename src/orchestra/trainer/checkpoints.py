@@ -267,6 +267,15 @@ def save_state(path: Path, module: nn.Module) -> None:
         save_file(state, path)
 
 
+def parameters_hash(module: nn.Module) -> str:
+    """SHA-256 over the names and values of the parameters, in the order of their names."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        sha.update(name.encode())
+        sha.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
 def pack(value: Any, put: Callable[[str, Tensor], str], place: str = "") -> Any:
     """`value`, of nested dicts and sequences, as JSON data: a key in place of each tensor.
 

@@ -14,11 +14,11 @@ from orchestra.exchange import CommonStep
 from orchestra.schedules.work_queue import Kind, WorkItem, WorkQueue
 from orchestra.strategies.base import CHANGED, Strategy, WorkSource
 from orchestra.trainer.balancing import Balancer
-from orchestra.trainer.curve import buffers_vector
 from orchestra.trainer.recorder import Recorder
 from orchestra.trainer.settings import Training
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import to_device
+from orchestra.worker.snapshots import buffers_vector
 from orchestra.worker.worker import Step, Worker
 
 

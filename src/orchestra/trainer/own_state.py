@@ -20,6 +20,7 @@ from orchestra.strategies.base import Roles, Strategy, WorkSource
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_model import Hook
 from orchestra.transports.tags import Tag
+from orchestra.worker.batches import map_tensors
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import QueueOf, Worker
 
@@ -296,7 +297,9 @@ class OwnRank:
     def _install(self, moments: Moments) -> None:
         parameters = self.worker.named_parameters()
         for name, state in moments.items():
-            self.optimizer.state[parameters[name]] = _copied(state)  # equal ones were one
+            self.optimizer.state[parameters[name]] = map_tensors(
+                state, Tensor.clone
+            )  # equal ones were one
 
     # Going on from a state
 
@@ -321,9 +324,8 @@ class OwnRank:
         self._set_options(groups)
         self._restoring = True
         try:
-            self.state = checkpoints.resume(
-                worker, self.strategy, own | {"strategy": _copied(own["strategy"])}
-            )
+            copied = map_tensors(own["strategy"], Tensor.clone)  # an optimizer goes on with them
+            self.state = checkpoints.resume(worker, self.strategy, own | {"strategy": copied})
         finally:
             self._restoring = False
         self._inherited = True
@@ -394,12 +396,3 @@ class OwnRank:
         else:
             joined = checkpoints.receive_state(worker.transport, first, {})
         self._install(joined)
-
-
-def _copied(value: Any) -> Any:
-    """Return `value` with copies of its tensors: an optimizer goes on with those that it loads."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value

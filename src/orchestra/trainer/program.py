@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,19 +25,18 @@ from orchestra.strategies.switch import phases
 from orchestra.tasks.task import Task, evaluate, load_task
 from orchestra.trainer import checkpoints, curve, setup
 from orchestra.trainer.balancing import Balancer
-from orchestra.trainer.building import in_files
 from orchestra.trainer.loop import Loop, Position, queue_of
-from orchestra.trainer.memory import kept_bytes, sizes_of
+from orchestra.trainer.memory import in_files, kept_bytes, sizes_of
 from orchestra.trainer.order import Order, Recording, Repeating, write_order
 from orchestra.trainer.recorder import Recorder, Totals
 from orchestra.trainer.settings import Run
 from orchestra.trainer.trace import Trace
 from orchestra.worker.batches import Batch, to_device
+from orchestra.worker.gathering import ShardedWorker
 from orchestra.worker.interception import intercepted
 from orchestra.worker.layout import FlatModel
 from orchestra.worker.runtime import Runtime
-from orchestra.worker.sharded import ShardedWorker
-from orchestra.worker.snapshots import Part
+from orchestra.worker.snapshots import Part, buffers_vector
 from orchestra.worker.worker import Worker
 
 
@@ -180,7 +178,7 @@ class Session(Loop):
             self.shared.parts += snapshots.parts
             snapshots.parts = []
         elif self.in_parts:
-            buffers = curve.buffers_vector(self.worker.buffers)
+            buffers = buffers_vector(self.worker.buffers)
             snapshots.parts += snapshots.conclude("parameters", self.worker.parameters)
             if buffers is not None:
                 snapshots.parts += snapshots.conclude("buffers", buffers)
@@ -207,7 +205,7 @@ class Session(Loop):
                 write_curve_events(self.folder, points)
         checkpoints.save_state(self.folder / "parameters.safetensors", module)
         final_loss = figures.pop("loss", self.totals.loss)
-        return LeaderReport(final_loss, figures, parameters_hash(module), points)
+        return LeaderReport(final_loss, figures, checkpoints.parameters_hash(module), points)
 
     def _whole(self, gathered: curve.Gathered) -> nn.Module:
         """Return the final model, on the leader."""
@@ -394,12 +392,3 @@ class Session(Loop):
             "shares": self.shares,
             **({"balance": self.balancer.state} if self.balancer else {}),
         }
-
-
-def parameters_hash(module: nn.Module) -> str:
-    """SHA-256 over the names and values of the parameters, in the order of their names."""
-    sha = hashlib.sha256()
-    for name, parameter in sorted(module.named_parameters()):
-        sha.update(name.encode())
-        sha.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()

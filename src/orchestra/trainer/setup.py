@@ -24,10 +24,10 @@ from orchestra.trainer.memory import Sizes, sizes_of
 from orchestra.trainer.settings import Run, Training
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import Batch, batch_samples, to_device
+from orchestra.worker.gathering import ShardedWorker
 from orchestra.worker.layout import Layout, buffer_places
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.shapes import ShapeWorker, SharedShapes
-from orchestra.worker.sharded import ShardedWorker
 from orchestra.worker.snapshots import Part, Place, Places, Snapshots
 from orchestra.worker.worker import Worker
 

@@ -1,21 +1,23 @@
-"""Parameters and gradients as flat vectors, which travel, and where each tensor lies in them."""
+"""The flat vector of a model's parameters: where each tensor lies in it, and its units.
+
+A unit is a run of parameters that are gathered, or whose gradients are summed, at once. Of each
+unit every worker owns one slice (ZeRO: Rajbhandari et al., SC 2020; FSDP: Zhao et al., VLDB 2023).
+The slices that a worker owns lie end to end in one vector, its shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from orchestra.errors import InputError
+from orchestra.parameter_server.placement import Piece, place
 
-if TYPE_CHECKING:
-    from orchestra.worker.units import Unit
-
-STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
 ALIGNMENT_BYTES = 64  # other alignments change the last bits of some kernels
 
 
@@ -124,176 +126,123 @@ def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     ]
 
 
-class Gradients:
-    """The gradient of every trainable parameter as a view of one flat vector.
+# Units
 
-    `storage` is [layout.size + 2 + ranks + tensors]: the gradient, then the tail that is summed
-    with it: how many ranks want to stop, the weighted loss, the loss of each rank in a place of
-    its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
-    `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
-    `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
 
-    `on_backward()` is called in every backward, before any slot counts as ready; `on_ready(first,
-    end)` in a step's last one, when these slots, from the first to before the end, have their
-    gradients.
+@dataclass(frozen=True)
+class Unit:
+    """The slots from `first_slot` to before `end_slot`: elements [first, end) of the flat vector.
+
+    `edges` are those of the workers' slices, counted from `first`. This worker owns elements
+    [own, own + size) of the flat vector, which consist of `pieces` and begin at `at` of its shard.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
-        by_name = dict(module.named_parameters())
-        self.layout = layout
-        self.parameters = [by_name[slot.name] for slot in layout.slots]
-        self._allocate(tail=LOSSES + ranks + len(layout.slots))
-        self.used = [False] * len(layout.slots)
-        self.measures_square = False
-        self.square = 0.0
-        self.last_backward = True  # of a step; those before it only accumulate
-        self._collected = [False] * len(layout.slots)
-        self._own_tail = np.zeros(len(self.tail))
-        self.on_ready: Callable[[int, int], None] | None = None
-        self.on_backward: Callable[[], None] | None = None
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
-            for index, parameter in enumerate(self.parameters)
-        ]
+    number: int
+    first: int
+    end: int
+    first_slot: int
+    end_slot: int
+    edges: tuple[int, ...]
+    own: int
+    size: int
+    pieces: tuple[Piece, ...]
+    at: int
 
-    def _allocate(self, tail: int) -> None:
-        self.storage = self.layout.allocate(extra=tail)
-        self.vector = self.storage[: self.layout.size]
-        self.tail = self.storage[self.layout.size :]
-        self.views = self.layout.views(self.storage)
+    @property
+    def owned(self) -> slice:
+        """This worker's elements, counted from `first`."""
+        return slice(self.own - self.first, self.own - self.first + self.size)
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            if self.on_backward is not None:
-                self.on_backward()
-            self.used[index] = True
-            if self.on_ready is not None and self.last_backward:
-                self.on_ready(index, index + 1)
+    @property
+    def shard(self) -> slice:
+        """The same elements in this worker's shard."""
+        return slice(self.at, self.at + self.size)
 
-        return mark
 
-    def bucket(self, unit: Unit) -> Tensor:
-        """The memory in which the gradients of `unit` are summed, flat."""
-        return self.storage[unit.first : unit.end]
+@dataclass(frozen=True)
+class Share:
+    """A worker's place among the `workers` that share a model: it owns slice `index` of a unit."""
 
-    def own(self, unit: Unit) -> Tensor:
-        """The elements of `unit` of which this worker owns the sum, flat."""
-        return self.vector[unit.own : unit.own + unit.size]
+    index: int
+    workers: int
 
-    def keep_own(self, unit: Unit) -> None:
-        """The sum of `unit` is there: what is not `own` is not needed any more."""
 
-    def close(self) -> None:
-        """Hear no more of the parameters' gradients."""
-        for hook in self._hooks:
-            hook.remove()
+def bucket_edges(layout: Layout, limit: int | None) -> list[tuple[int, int]]:
+    """Where runs of whole slots of about `limit` bytes begin, as (slot, element), and the end.
 
-    def clear(self) -> None:
-        """Begin a step: no gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.forget()
+    None: one run.
+    """
+    edges = [(0, 0)]
+    for index, slot in enumerate(layout.slots[1:], start=1):
+        if limit is None:
+            break
+        if (slot.offset - edges[-1][1]) * layout.dtype.itemsize >= limit:
+            edges.append((index, slot.offset))
+    return [*edges, (len(layout.slots), layout.size)]
 
-    def forget(self) -> None:
-        """Begin a step of a loop that clears gradients by itself."""
-        self.used = [False] * len(self.used)
-        self.await_collection()
 
-    def await_collection(self) -> None:
-        """Whatever was collected, more gradient is to come before the next exchange."""
-        self._collected = [False] * len(self.used)
-        self.square = 0.0
+def cut_into_units(
+    layout: Layout, limit: int | None, share: Share, *, divisible: bool
+) -> list[Unit]:
+    """Units of about `limit` bytes; if `divisible`, owners may have a part of a tensor.
 
-    def collect(self, index: int, scale: float) -> None:
-        """Bring slot `index`, times `scale`, from where autograd put it into the flat vector."""
-        if self._collected[index]:
-            raise InputError(
-                f"parameter {self.layout.slots[index].name!r} received its gradient twice in one "
-                "backward pass (reentrant checkpointing does that): set overlap to false"
+    They follow the layout, not the modules: what lies side by side is used one after the other.
+    """
+    units: list[Unit] = []
+    at = 0
+    edges = pairwise(bucket_edges(layout, limit))
+    for number, ((slot, first), (end_slot, end)) in enumerate(edges):
+        spans = [(s.offset - first, s.size) for s in layout.slots[slot:end_slot]]
+        slices = place(spans, end - first, share.workers, divisible=divisible)
+        mine = slices[share.index]
+        cuts = (*(part.first for part in slices), end - first)
+        size = mine.end - mine.first
+        units.append(
+            Unit(
+                number, first, end, slot, end_slot, cuts, first + mine.first, size, mine.pieces, at
             )
-        self._collected[index] = True
-        parameter, view = self.parameters[index], self.views[index]
-        if parameter.grad is None:  # or no longer: the user has cleared it since
-            view.zero_()
-            self.used[index] = False
-        elif parameter.grad.data_ptr() == view.data_ptr():
-            view.mul_(scale)
-        elif scale == 1.0:
-            view.copy_(parameter.grad)
-        else:
-            torch.mul(parameter.grad, scale, out=view)
-        parameter.grad = view
-        if self.measures_square and scale:
-            self.square += float(view.double().square().sum()) / scale**2
+        )
+        at += size
+    return units
 
-    def collect_rest(self, scale: float = 1.0) -> None:
-        """`collect` for every slot that was not yet collected in this step."""
-        if not any(self._collected) and self._collect_all(scale):
-            return
-        for index, collected in enumerate(self._collected):
-            if not collected:
-                self.collect(index, scale)
 
-    def _collect_all(self, scale: float) -> bool:
-        """`collect` for all slots at once; False: some have no gradient, or the square is wanted.
+def shard_size(units: Sequence[Unit]) -> int:
+    """The elements that this worker owns of all `units`."""
+    return units[-1].at + units[-1].size
 
-        The caches know little of this after a backward pass, so that few operations take less time.
+
+class UnitMemory:
+    """A flat vector in parts, one a unit, each of which has memory only while it is held.
+
+    As in FSDP, tensors stay the same objects, views of a part, when its memory comes and goes.
+    """
+
+    def __init__(self, layout: Layout, units: Sequence[Unit]) -> None:
+        self.parts: list[Tensor] = []
+        self.views: list[Tensor] = []
+        self._held = [False] * len(units)
+        for unit in units:
+            part = torch.empty(unit.end - unit.first, dtype=layout.dtype, device=layout.device)
+            for slot in layout.slots[unit.first_slot : unit.end_slot]:
+                start = slot.offset - unit.first
+                self.views.append(part[start : start + slot.size].view(slot.shape))
+            part.untyped_storage().resize_(0)
+            self.parts.append(part)
+
+    def hold(self, unit: Unit) -> Tensor:
+        """The part of `unit`, with memory: what it holds is arbitrary if there was none.
+
+        It is another tensor on that memory: once a transport has looked at one through NumPy, torch
+        does not give its memory back.
         """
-        own = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if len(own) < len(self.views) or self.measures_square:
-            return False
-        with torch.no_grad():
-            torch._foreach_copy_(self.views, own)  # some of which may be the views themselves
-            if scale != 1.0:
-                self.vector.mul_(scale)
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
-        self._collected = [True] * len(self.used)
-        return True
+        part = self.parts[unit.number]
+        if not self._held[unit.number]:
+            part.untyped_storage().resize_(part.nbytes)
+            self._held[unit.number] = True
+        return from_dlpack(part)
 
-    def take_users(self) -> bool:
-        """Bring what a user has put in place of complete gradients into the flat vector.
-
-        Return whether a user has replaced a `.grad`; changes in place need no copy.
-        """
-        changed = False
-        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            grad = parameter.grad
-            if grad is view or (grad is None and not self.used[index]):
-                continue
-            changed = True
-            self.used[index] = grad is not None
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-                parameter.grad = view
-        return changed
-
-    def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
-        """Write what travels with the gradient of `rank`."""
-        values = self._own_tail
-        values.fill(0.0)
-        values[STOP] = stop
-        if weight:
-            values[LOSS] = weight * loss
-            values[LOSSES + rank] = loss
-            values[-len(self.used) :] = self.used
-        self.tail.copy_(torch.from_numpy(values))
-
-    def publish(self) -> tuple[float, tuple[float, ...], bool]:
-        """After an exchange: what any rank used is used, and the rest has no gradient.
-
-        Returns the mean loss, the loss of each rank, and whether one wants to stop.
-        """
-        stop, loss, *losses = self.tail.tolist()
-        tensors = len(self.used)
-        self.used = [count > 0 for count in losses[-tensors:]]
-        if not all(self.used) or not all(self._collected):  # else all of it is in place
-            self.forget_unused()
-        return loss, tuple(losses[:-tensors]), stop > 0
-
-    def forget_unused(self) -> None:
-        """Parameters that are not used have no gradient."""
-        for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
-            parameter.grad = view if used else None
+    def free(self, unit: Unit) -> None:
+        """Give the memory of `unit` back; what it held is lost."""
+        if self._held[unit.number]:
+            self.parts[unit.number].untyped_storage().resize_(0)
+            self._held[unit.number] = False

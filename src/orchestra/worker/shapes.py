@@ -19,9 +19,9 @@ from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.worker.batches import Batch
 from orchestra.worker.gathering import Gathering
-from orchestra.worker.layout import LOSSES, Gradients, Layout, buffer_places
+from orchestra.worker.gradients import LOSSES, Gradients
+from orchestra.worker.layout import Layout, Unit, buffer_places
 from orchestra.worker.runtime import Runtime, Work
-from orchestra.worker.units import Unit
 from orchestra.worker.worker import Step, Worker
 
 

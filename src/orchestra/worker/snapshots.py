@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+Buffers = Sequence[tuple[str, Tensor]]
+"""Of a module, by name."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,11 @@ class Snapshots:
     `places` tells for parameters and for buffers what of that to copy, and where it belongs.
     """
 
-    def __init__(
-        self, due: Sequence[int], now: Callable[[], float], places: Places | None = None
-    ) -> None:
+    def __init__(self, due: Sequence[int], now: Callable[[], float]) -> None:
         self.due = tuple(due)
         self.parts: list[Part] = []
         self._now = now
-        self.places = places
+        self.places: Places | None = None
         self.started = 0.0
         self._behind = 0
         self._next: dict[tuple[str, int], int] = {}
@@ -110,3 +113,68 @@ class Snapshots:
                 self.parts[place] = replace(
                     part, seconds=seconds, values=values.detach().clone(), weight=weight
                 )
+
+
+# Means of parts, and buffers
+
+
+class Mean:
+    """The weighted mean of vectors that come one at a time, each covering some elements.
+
+    It is taken in float64. `square` is, for each element, sum_i w_i (x_i - mean)^2 (Welford's
+    update with weights), so that no vector has to be kept.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.total = torch.zeros(size, dtype=torch.float64)
+        self.weight = torch.zeros(size, dtype=torch.float64)
+        self.square = torch.zeros(size, dtype=torch.float64)
+
+    def add(self, part: Part) -> None:
+        """One more vector."""
+        total, weight = self.total[part.covered], self.weight[part.covered]
+        values = part.values.double().cpu()
+        before = torch.where(weight > 0, total / weight, values)
+        total += part.weight * values
+        weight += part.weight
+        self.square[part.covered] += part.weight * (values - before) * (values - total / weight)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a mean of every element."""
+        return bool((self.weight > 0).all())
+
+    @property
+    def mean(self) -> Tensor:
+        """Shape: [size]."""
+        return self.total / self.weight
+
+    @property
+    def distance(self) -> float:
+        """sqrt(sum_i p_i ||x_i - mean||^2), p_i being the share of vector i in the weight."""
+        return math.sqrt(max(0.0, float((self.square / self.weight).sum())))
+
+
+def buffers_vector(named: Buffers) -> Tensor | None:
+    """All buffers of a module end to end, in float64; None if it has none."""
+    buffers = [buffer.detach().double().reshape(-1) for _, buffer in named]
+    return torch.cat(buffers) if buffers else None
+
+
+def set_buffers(buffers: Buffers, parts: Sequence[Part]) -> None:
+    """Set floating buffers to the weighted mean of `parts`, others to those of the first part."""
+    own = buffers_vector(buffers)
+    if not parts or own is None:
+        return
+    first, mean = own.cpu(), Mean(len(own))
+    for part in reversed(parts):
+        first[part.covered] = part.values
+    for part in parts:
+        mean.add(part)
+    means = torch.where(mean.weight > 0, mean.mean, first)
+    offset = 0
+    for _, buffer in buffers:
+        source = means if buffer.is_floating_point() else first
+        with torch.no_grad():
+            buffer.copy_(source[offset : offset + buffer.numel()].view(buffer.shape))
+        offset += buffer.numel()

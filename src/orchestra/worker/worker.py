@@ -6,20 +6,21 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra.collectives import Group
 from orchestra.optimizers.spec import OptimizerSpec, set_rates
 from orchestra.optimizers.state import Moments, install_moments
 from orchestra.schedules.work_queue import WorkQueue
-from orchestra.worker.arriving import Arriving, AwaitParameters
-from orchestra.worker.batches import Batch, split_batch
-from orchestra.worker.layout import FlatModel, Gradients
+from orchestra.worker.batches import Batch, split_batch, tensors_of
+from orchestra.worker.gradients import Gradients, ShardedGradients
+from orchestra.worker.layout import FlatModel, Unit
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.snapshots import Snapshots
-from orchestra.worker.units import ShardedGradients, Unit
 
 
 @dataclass
@@ -292,3 +293,41 @@ class Worker(FlatModel):
         """Clip the gradient on this rank to the global norm that was asked for, if any."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.clip_norm)
+
+
+# A forward pass that begins with the layers whose parameters are there
+
+
+class Arriving(Protocol):
+    """Values of the parameters that are on their way."""
+
+    def await_for(self, slot: int) -> None:
+        """Return when those of the parameter `slot` of the layout, and of all after it, are there.
+
+        That is the order in which a forward pass needs them.
+        """
+        ...
+
+
+class AwaitParameters(TorchDispatchMode):
+    """While it is active, an operation on one of `parameters` first waits for its values.
+
+    It sees every operation of torch, whichever module a parameter belongs to: hooks on modules
+    would miss one that is used by another module, as attention uses its projections.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], arriving: Arriving) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slots = {id(parameter): slot for slot, parameter in enumerate(parameters)}
+        self._arriving = arriving
+        self._needed = len(parameters)  # those from here on are there
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in tensors_of(args):
+            slot = self._slots.get(id(tensor), self._needed)
+            if slot < self._needed:
+                self._arriving.await_for(slot)
+                self._needed = slot
+        return func(*args, **(kwargs or {}))

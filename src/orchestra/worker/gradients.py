@@ -1,0 +1,232 @@
+"""The gradients of a model in one flat vector, which travels: whole, or unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orchestra.errors import InputError
+from orchestra.worker.layout import Layout, Unit, UnitMemory, shard_size
+
+STOP, LOSS, LOSSES = 0, 1, 2  # places in the tail; the flag of each tensor stands at its end
+
+
+class Gradients:
+    """The gradient of every trainable parameter as a view of one flat vector.
+
+    `storage` is [layout.size + 2 + ranks + tensors]: the gradient, then the tail that is summed
+    with it: how many ranks want to stop, the weighted loss, the loss of each rank in a place of
+    its own, and for each tensor how many ranks used it. A tensor that no rank used keeps
+    `grad = None`, as on a single machine, so that weight decay and momentum leave it alone.
+    `square` is |g|^2 of this rank's own gradient of the step, where `measures_square` is set.
+
+    `on_backward()` is called in every backward, before any slot counts as ready; `on_ready(first,
+    end)` in a step's last one, when these slots, from the first to before the end, have their
+    gradients.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, ranks: int) -> None:
+        by_name = dict(module.named_parameters())
+        self.layout = layout
+        self.parameters = [by_name[slot.name] for slot in layout.slots]
+        self._allocate(tail=LOSSES + ranks + len(layout.slots))
+        self.used = [False] * len(layout.slots)
+        self.measures_square = False
+        self.square = 0.0
+        self.last_backward = True  # of a step; those before it only accumulate
+        self._collected = [False] * len(layout.slots)
+        self._own_tail = np.zeros(len(self.tail))
+        self.on_ready: Callable[[int, int], None] | None = None
+        self.on_backward: Callable[[], None] | None = None
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def _allocate(self, tail: int) -> None:
+        self.storage = self.layout.allocate(extra=tail)
+        self.vector = self.storage[: self.layout.size]
+        self.tail = self.storage[self.layout.size :]
+        self.views = self.layout.views(self.storage)
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            if self.on_backward is not None:
+                self.on_backward()
+            self.used[index] = True
+            if self.on_ready is not None and self.last_backward:
+                self.on_ready(index, index + 1)
+
+        return mark
+
+    def bucket(self, unit: Unit) -> Tensor:
+        """The memory in which the gradients of `unit` are summed, flat."""
+        return self.storage[unit.first : unit.end]
+
+    def own(self, unit: Unit) -> Tensor:
+        """The elements of `unit` of which this worker owns the sum, flat."""
+        return self.vector[unit.own : unit.own + unit.size]
+
+    def keep_own(self, unit: Unit) -> None:
+        """The sum of `unit` is there: what is not `own` is not needed any more."""
+
+    def close(self) -> None:
+        """Hear no more of the parameters' gradients."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def clear(self) -> None:
+        """Begin a step: no gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a step of a loop that clears gradients by itself."""
+        self.used = [False] * len(self.used)
+        self.await_collection()
+
+    def await_collection(self) -> None:
+        """Whatever was collected, more gradient is to come before the next exchange."""
+        self._collected = [False] * len(self.used)
+        self.square = 0.0
+
+    def collect(self, index: int, scale: float) -> None:
+        """Bring slot `index`, times `scale`, from where autograd put it into the flat vector."""
+        if self._collected[index]:
+            raise InputError(
+                f"parameter {self.layout.slots[index].name!r} received its gradient twice in one "
+                "backward pass (reentrant checkpointing does that): set overlap to false"
+            )
+        self._collected[index] = True
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:  # or no longer: the user has cleared it since
+            view.zero_()
+            self.used[index] = False
+        elif parameter.grad.data_ptr() == view.data_ptr():
+            view.mul_(scale)
+        elif scale == 1.0:
+            view.copy_(parameter.grad)
+        else:
+            torch.mul(parameter.grad, scale, out=view)
+        parameter.grad = view
+        if self.measures_square and scale:
+            self.square += float(view.double().square().sum()) / scale**2
+
+    def collect_rest(self, scale: float = 1.0) -> None:
+        """`collect` for every slot that was not yet collected in this step."""
+        if not any(self._collected) and self._collect_all(scale):
+            return
+        for index, collected in enumerate(self._collected):
+            if not collected:
+                self.collect(index, scale)
+
+    def _collect_all(self, scale: float) -> bool:
+        """`collect` for all slots at once; False: some have no gradient, or the square is wanted.
+
+        The caches know little of this after a backward pass, so that few operations take less time.
+        """
+        own = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if len(own) < len(self.views) or self.measures_square:
+            return False
+        with torch.no_grad():
+            torch._foreach_copy_(self.views, own)  # some of which may be the views themselves
+            if scale != 1.0:
+                self.vector.mul_(scale)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+        self._collected = [True] * len(self.used)
+        return True
+
+    def take_users(self) -> bool:
+        """Bring what a user has put in place of complete gradients into the flat vector.
+
+        Return whether a user has replaced a `.grad`; changes in place need no copy.
+        """
+        changed = False
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = parameter.grad
+            if grad is view or (grad is None and not self.used[index]):
+                continue
+            changed = True
+            self.used[index] = grad is not None
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                parameter.grad = view
+        return changed
+
+    def fill_tail(self, rank: int, weight: float, loss: float, stop: bool) -> None:
+        """Write what travels with the gradient of `rank`."""
+        values = self._own_tail
+        values.fill(0.0)
+        values[STOP] = stop
+        if weight:
+            values[LOSS] = weight * loss
+            values[LOSSES + rank] = loss
+            values[-len(self.used) :] = self.used
+        self.tail.copy_(torch.from_numpy(values))
+
+    def publish(self) -> tuple[float, tuple[float, ...], bool]:
+        """After an exchange: what any rank used is used, and the rest has no gradient.
+
+        Returns the mean loss, the loss of each rank, and whether one wants to stop.
+        """
+        stop, loss, *losses = self.tail.tolist()
+        tensors = len(self.used)
+        self.used = [count > 0 for count in losses[-tensors:]]
+        if not all(self.used) or not all(self._collected):  # else all of it is in place
+            self.forget_unused()
+        return loss, tuple(losses[:-tensors]), stop > 0
+
+    def forget_unused(self) -> None:
+        """Parameters that are not used have no gradient."""
+        for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
+            parameter.grad = view if used else None
+
+
+class ShardedGradients(Gradients):
+    """Gradients that are whole only until the workers have summed them, unit by unit.
+
+    `vector` has the sums of the elements that this worker owns: shape [shard_size(units)].
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, ranks: int, units: Sequence[Unit]
+    ) -> None:
+        self._units = units
+        self._unit_of = [unit for unit in units for _ in range(unit.first_slot, unit.end_slot)]
+        super().__init__(module, layout, ranks)
+
+    def _allocate(self, tail: int) -> None:
+        layout = self.layout
+        self._memory = UnitMemory(layout, self._units)
+        self.views = self._memory.views
+        self.vector = torch.zeros(shard_size(self._units), dtype=layout.dtype, device=layout.device)
+        self.tail = torch.zeros(tail, dtype=layout.dtype, device=layout.device)
+
+    def bucket(self, unit: Unit) -> Tensor:
+        return self._memory.hold(unit)
+
+    def own(self, unit: Unit) -> Tensor:
+        return self.vector[unit.shard]
+
+    def keep_own(self, unit: Unit) -> None:
+        self.own(unit).copy_(self._memory.parts[unit.number][unit.owned])
+        for parameter in self.parameters[unit.first_slot : unit.end_slot]:
+            parameter.grad = None
+        self._memory.free(unit)
+
+    def collect(self, index: int, scale: float) -> None:
+        self._memory.hold(self._unit_of[index])
+        super().collect(index, scale)
+
+    def _collect_all(self, scale: float) -> bool:
+        return False  # one after the other, as memory comes
+
+    def forget_unused(self) -> None:
+        """None has a gradient but in `vector`."""
