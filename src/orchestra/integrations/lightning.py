@@ -28,7 +28,7 @@ from orchestra.engines.processes.environment import detect, rank
 from orchestra.errors import InputError
 from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.strategies.base import Strategy, roles_of
-from orchestra.trainer.own_batches import Batches
+from orchestra.trainer.own_loop.batches import Batches
 
 try:
     import lightning.pytorch as lightning

@@ -18,7 +18,7 @@ from orchestra.engines.processes import distribute as own_loops
 from orchestra.engines.processes.environment import detect, rank, world_size
 from orchestra.errors import InputError
 from orchestra.strategies.base import Strategy
-from orchestra.trainer.own_batches import Batches
+from orchestra.trainer.own_loop.batches import Batches
 
 try:
     from accelerate import skip_first_batches

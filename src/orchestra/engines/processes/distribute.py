@@ -28,8 +28,8 @@ from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFail
 from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer.own_batches import Batches
 from orchestra.trainer.own_loop import OwnLoop, may_serve
+from orchestra.trainer.own_loop.batches import Batches
 from orchestra.transports.handshake import address_of, listen
 from orchestra.transports.native import Native
 from orchestra.transports.sockets import connect_mesh

@@ -18,7 +18,7 @@ from orchestra.optimizers.spec import OptimizerSpec, get_options, set_options
 from orchestra.optimizers.state import Moments, capture, export_moments, join_moments, restore
 from orchestra.strategies.base import Roles, Strategy, WorkSource
 from orchestra.trainer import checkpoints
-from orchestra.trainer.own_model import Hook
+from orchestra.trainer.own_loop.model import Hook
 from orchestra.transports.tags import Tag
 from orchestra.worker.batches import map_tensors
 from orchestra.worker.runtime import Runtime

@@ -19,9 +19,9 @@ from orchestra.errors import InputError
 from orchestra.optimizers.spec import get_rates, set_rates
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.switch import phases
-from orchestra.trainer.own_batches import Batches
-from orchestra.trainer.own_epochs import ENDED
-from orchestra.trainer.own_model import FORWARD, STATE_DICT, Audit, Hook, check_model
+from orchestra.trainer.own_loop.batches import Batches
+from orchestra.trainer.own_loop.epochs import ENDED
+from orchestra.trainer.own_loop.model import FORWARD, STATE_DICT, Audit, Hook, check_model
 from orchestra.worker.runtime import Runtime, Work
 from orchestra.worker.worker import Step
 

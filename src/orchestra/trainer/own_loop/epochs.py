@@ -15,8 +15,8 @@ from orchestra.data.random_state import random_state, restore_random_state, undi
 from orchestra.errors import InputError
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import Strategy, WorkSource
-from orchestra.trainer.own_model import BackwardPasses
-from orchestra.trainer.own_state import Command, OwnRank
+from orchestra.trainer.own_loop.model import BackwardPasses
+from orchestra.trainer.own_loop.rank import Command, OwnRank
 from orchestra.worker.runtime import Runtime
 
 MID_EPOCH = -(1 << 20)

@@ -8,8 +8,8 @@ from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import get_options
-from orchestra.trainer.own_epochs import SAVING, Epochs
-from orchestra.trainer.own_model import check_fits, parameters_in
+from orchestra.trainer.own_loop.epochs import SAVING, Epochs
+from orchestra.trainer.own_loop.model import check_fits, parameters_in
 from orchestra.worker.batches import digest
 
 
