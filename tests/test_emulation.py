@@ -39,7 +39,7 @@ from orchestra.engines.processes import launch
 from orchestra.errors import RunFailed
 from orchestra.records.record import RunRecord, read_links
 from orchestra.strategies.all_reduce import AllReduce
-from orchestra.transports.host_rendezvous import host_key
+from orchestra.transports.shared_memory import host_key
 from orchestra.worker.runtime import Runtime
 
 TASK = "digits_in_one_thread()"

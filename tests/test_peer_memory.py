@@ -17,9 +17,14 @@ from tests.test_host_memory import COUNTED, sockets_of
 
 from orchestra.engines.processes import launch
 from orchestra.errors import PeerLost, RunAborted, RunFailed
-from orchestra.transports import framing, peer_memory
-from orchestra.transports.kept_memory import KEPT_BYTES, LEAST_BYTES, KeptMemory
-from orchestra.transports.peer_memory import OfferedMemory, PeerMemory
+from orchestra.transports import framing, large_messages
+from orchestra.transports.large_messages import (
+    KEPT_BYTES,
+    LEAST_BYTES,
+    KeptMemory,
+    OfferedMemory,
+    PeerMemory,
+)
 from orchestra.worker.runtime import Runtime
 
 LARGE = 8 << 20
@@ -50,7 +55,7 @@ def test_where_the_kernel_refuses_messages_go_over_sockets(monkeypatch: pytest.M
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    monkeypatch.setattr(peer_memory, "_read", refuse)
+    monkeypatch.setattr(large_messages, "_read", refuse)
     with mesh(2, memory=False) as (zero, one):
         for transport in (zero, one):
             transport.share_memory(range(2))

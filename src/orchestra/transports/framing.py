@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from orchestra.transports.peer_memory import OfferedMemory, PeerMemory
+from orchestra.transports.large_messages import OfferedMemory, PeerMemory
 
 if TYPE_CHECKING:
     from orchestra.transports.matching import Incoming, Mailbox, Send

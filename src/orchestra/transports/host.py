@@ -25,7 +25,6 @@ from orchestra.errors import InputError
 from orchestra.schedules.sums import Pieces, Stage
 from orchestra.transports.collective import execute_in_stages, stage_traffic
 from orchestra.transports.framing import byte_view, pack_header
-from orchestra.transports.host_rendezvous import HostRendezvous, make_memory, pass_on
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
 from orchestra.transports.protocol import CollectiveCall, Transport
@@ -33,7 +32,10 @@ from orchestra.transports.shared_memory import (
     CHUNK_BYTES,
     SMALL_BYTES,
     SharedMemory,
+    connect_host,
+    make_memory,
     memory_bytes,
+    pass_on,
     share,
 )
 
@@ -184,7 +186,7 @@ class _Finding:
             if memory is not None:
                 os.close(memory)
             return None
-        rendezvous = HostRendezvous(
+        peers = connect_host(
             place,
             len(self._ranks),
             self._tell,
@@ -192,7 +194,7 @@ class _Finding:
             CONNECT_SECONDS,
             lambda: self._engine.check(self._ranks),
         )
-        return rendezvous.connect(), memory
+        return peers, memory
 
     @contextlib.contextmanager
     def naming_the_lost(self) -> Iterator[None]:

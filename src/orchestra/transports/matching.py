@@ -16,7 +16,7 @@ from torch import Tensor
 
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import Header, byte_view
-from orchestra.transports.kept_memory import KeptMemory
+from orchestra.transports.large_messages import KeptMemory
 from orchestra.transports.protocol import Traffic
 from orchestra.transports.shared_memory import SharedMemory
 

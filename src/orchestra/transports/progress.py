@@ -23,8 +23,8 @@ import torch
 
 from orchestra.errors import PeerLost
 from orchestra.transports.framing import FAREWELL, Signal, Stream, StreamEnded, pack_signal
+from orchestra.transports.large_messages import let_siblings_read
 from orchestra.transports.matching import LEFT, Flow, Mailbox, Operation, Receive, Send
-from orchestra.transports.peer_memory import let_siblings_read
 from orchestra.transports.shared_memory import SharedMemory
 
 BUFFERED_BYTES = 1 << 17
@@ -229,8 +229,6 @@ class ProgressEngine:
                 self._advance(None)
             for stream in self._streams.values():
                 stream.close()
-            for memory in self.memories:
-                memory.close()
             self.release()
             self._held.notify_all()
 
@@ -261,6 +259,8 @@ class ProgressEngine:
         self._released = True
         for stream in self._streams.values():
             stream.connection.close()
+        for memory in self.memories:
+            memory.close()
         self._streams = {}
         self._selector.close()
         self._wake_in.close()

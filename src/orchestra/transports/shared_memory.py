@@ -1,4 +1,4 @@
-"""Collectives between the ranks of one host, through memory that all of them map.
+"""Memory that the ranks of one host map, the barriers in it, and how these ranks find each other.
 
 The memory is a memfd, which has no name: nothing is left behind, whatever happens to a rank. One
 Unix socket joins each pair of ranks. A byte on it says that a rank has come to a barrier, which
@@ -8,43 +8,43 @@ needs no spinning, and its end says that a rank is gone.
 from __future__ import annotations
 
 import contextlib
+import hmac
+import json
 import mmap
 import os
+import secrets
 import socket
 import struct
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.host_rendezvous import pass_on
 
 CHUNK_BYTES = 2 << 20
 """Of a rank's part of the memory: few enough for the caches, enough to hide the barriers."""
 SMALL_BYTES = 64 << 10
 """Up to here each rank adds up everything by itself, which takes one barrier in place of two."""
 
+POLL_SECONDS = 0.2
+"""Between two looks at whether a rank that has still to connect is gone."""
+
 C = TypeVar("C")
 
-Operation = Callable[..., object]
-"""operation(one, other, out=out): combines two tensors into `out`, which may be one of them."""
-
-Window = Callable[..., Tensor]
-"""Of a rank, the number of a row and its elements: the piece that is shown now."""
-
-_ALIGNMENT = 64
 _ARRIVED = b"\0"
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<i{_TOKEN_BYTES}s")
 
 
 class SharedMemory:
     """One rank's end of the memory and of the sockets.
 
-    Every collective is called by all ranks, in the same order, with tensors of the same size. It
-    blocks, and raises `PeerLost`, with its rank, if another one is gone.
+    Whoever makes it closes it, in forked processes as well. All ranks call barriers, and what is
+    built on them, in the same order. Each raises `PeerLost`, with its rank, if another one is gone.
 
     Args:
         rank: this rank.
@@ -77,7 +77,6 @@ class SharedMemory:
         self._large = everything[:large].view(2, self.size + 1, CHUNK_BYTES)
         self._small = everything[large:].view(2, self.size, SMALL_BYTES)
         self._turn = 0
-        _memories.add(self)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -115,36 +114,6 @@ class SharedMemory:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def all_reduce(
-        self, vector: Tensor, combine: Operation = torch.add, root: int | None = None
-    ) -> None:
-        """Replace a contiguous `vector` by the combination of all ranks' in the order of ranks.
-
-        For the torch.distributed backend; collectives by a schedule are carried out in `host.py`.
-
-        With `root` only that rank is given the result, and the others keep their vectors.
-        """
-        flat = vector.view(-1)
-        if flat.nbytes <= SMALL_BYTES:
-            self._all_reduce_small(flat, combine, root)
-            return
-
-        def form(chunk: Tensor, parts: Tensor, result: Tensor) -> None:
-            first, end = (each * len(chunk) // self.size for each in (self.rank, self.rank + 1))
-            _combine(combine, parts[:, first:end], result[first:end])
-
-        def take(chunk: Tensor, result: Tensor) -> None:
-            if root in (None, self.rank):
-                chunk.copy_(result[: len(chunk)])
-
-        self.pipeline(
-            flat.dtype,
-            flat.split(CHUNK_BYTES // flat.element_size()),
-            lambda chunk, part: part[: len(chunk)].copy_(chunk),
-            form,
-            take,
-        )
-
     def pipeline(
         self,
         dtype: torch.dtype,
@@ -164,7 +133,7 @@ class SharedMemory:
         """
         before: list[tuple[C, Tensor]] = []
         for chunk in chunks:
-            parts, result = self._places(dtype)
+            parts, result = self.places(dtype)
             show(chunk, parts[self.rank])
             self.barrier()
             for each in before:
@@ -175,68 +144,7 @@ class SharedMemory:
         for each in before:
             take(*each)
 
-    def _all_reduce_small(self, flat: Tensor, combine: Operation, root: int | None) -> None:
-        here = self.small(flat.dtype)[:, : len(flat)]
-        here[self.rank].copy_(flat)
-        self.barrier()
-        if root in (None, self.rank):
-            _combine(combine, here, flat)
-
-    def exchange(self, rows: Sequence[Tensor], length: int) -> Iterator[tuple[int, Window]]:
-        """Show `rows` to all, a piece of each at a time.
-
-        Args:
-            rows: contiguous vectors of one dtype, the same number on every rank; a rank may have
-                fewer elements than others, or none.
-            length: of the longest vector of any rank.
-
-        Yields:
-            The offset of the piece, and a function that gives the piece (elements from that offset
-            on) of a row of any rank. It is valid until the next one is asked for.
-        """
-        room = CHUNK_BYTES // rows[0].element_size()
-        width = room // len(rows) // _ALIGNMENT * _ALIGNMENT
-        for offset in range(0, length, width):
-            parts, _ = self._places(rows[0].dtype)
-            for number, row in enumerate(rows):
-                piece = row[offset : offset + width]
-                parts[self.rank, number * width : number * width + len(piece)].copy_(piece)
-            self.barrier()
-
-            def window(
-                source: int, number: int, elements: int, at: int = offset, parts: Tensor = parts
-            ) -> Tensor:
-                begin = number * width
-                return parts[source, begin : begin + max(0, min(width, elements - at))]
-
-            yield offset, window
-
-    def copy_rows(
-        self, rows: Sequence[Tensor], wanted: Sequence[tuple[int, int, Tensor]], length: int
-    ) -> None:
-        """Copy rows of other ranks: broadcast, gather, scatter and all-to-all in one.
-
-        Args:
-            rows: what this rank shows, the same number of rows on every rank, some of them empty.
-            wanted: the rank, the number of its row, and the tensor that it is copied to.
-            length: the most bytes of any row of any rank.
-        """
-        targets = [(source, number, _bytes(target)) for source, number, target in wanted]
-        for offset, window in self.exchange([_bytes(row) for row in rows], length):
-            for source, number, target in targets:
-                piece = window(source, number, len(target))
-                target[offset : offset + len(piece)].copy_(piece)
-
-    def reduce_scatter(
-        self, rows: Sequence[Tensor], into: Tensor, combine: Operation = torch.add
-    ) -> None:
-        """Combine row `rank` of all ranks into the contiguous vector `into`, in their order."""
-        flat = into.view(-1)
-        for offset, window in self.exchange([row.reshape(-1) for row in rows], len(flat)):
-            pieces = [window(source, self.rank, len(flat)) for source in range(self.size)]
-            _combine(combine, pieces, flat[offset : offset + len(pieces[0])])
-
-    def _places(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def places(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The parts of all ranks, shape [ranks, elements], and a place for results, in turn.
 
         The others may still read what they were shown last, and take the last results.
@@ -256,14 +164,96 @@ class SharedMemory:
             connection.close()
 
 
-def _combine(combine: Operation, vectors: Sequence[Tensor] | Tensor, out: Tensor) -> None:
-    """Combine the vectors in their order."""
-    if len(vectors) == 1:
-        out.copy_(vectors[0])
-        return
-    combine(vectors[0], vectors[1], out=out)
-    for vector in vectors[2:]:
-        combine(out, vector, out=out)
+def host_key() -> str:
+    """What tells hosts, and containers that cannot reach each other's sockets, apart.
+
+    It is empty where no memory can be shared.
+    """
+    if not hasattr(os, "memfd_create"):
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return f"{boot.strip()} {Path('/proc/self/ns/net').readlink()}"
+
+
+def connect_host(
+    rank: int,
+    size: int,
+    publish: Callable[[bytes], object],
+    lookup: Callable[[int], bytes],
+    timeout: float,
+    check: Callable[[], object] = lambda: None,
+) -> dict[int, socket.socket]:
+    """Connect the ranks of one host by a Unix socket for each pair; every rank calls it.
+
+    Args:
+        publish: shows bytes to all other ranks.
+        lookup: what another rank has shown, waiting for it.
+        timeout: seconds for a connection.
+        check: called while it waits; may raise.
+
+    Raises:
+        ValueError: a rank is on another host.
+        TimeoutError: a rank has not come in time.
+    """
+    token, host = secrets.token_bytes(_TOKEN_BYTES), host_key()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")  # an abstract address that the kernel chooses: no file to remove
+        listener.listen(size)
+        publish(json.dumps([host, token.hex(), listener.getsockname().hex()]).encode())
+        shown = {peer: json.loads(lookup(peer)) for peer in range(size) if peer != rank}
+        for peer, (other, _, _) in shown.items():
+            if other != host:
+                raise ValueError(
+                    f"rank {peer} is on another host than rank {rank}, and shared memory "
+                    "joins the ranks of one host: use the backend gloo between hosts"
+                )
+        peers = {}
+        for peer in range(rank):
+            _, peer_token, address = shown[peer]
+            connection = peers[peer] = socket.socket(socket.AF_UNIX)
+            connection.settimeout(timeout)
+            connection.connect(bytes.fromhex(address))
+            connection.sendall(_HELLO.pack(rank, bytes.fromhex(peer_token)))
+        while len(peers) < size - 1:
+            connection = _accepted(listener, timeout, check)
+            hello = connection.recv(_HELLO.size)  # it comes in one piece, as it was sent
+            if len(hello) < _HELLO.size:
+                raise ConnectionError("a rank closed its connection while the ranks connected")
+            peer, proof = _HELLO.unpack(hello)
+            if hmac.compare_digest(proof, token):
+                peers[peer] = connection
+    return peers
+
+
+def _accepted(
+    listener: socket.socket, timeout: float, check: Callable[[], object]
+) -> socket.socket:
+    deadline = time.monotonic() + timeout
+    listener.settimeout(POLL_SECONDS)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            check()
+            if time.monotonic() > deadline:
+                raise
+        else:
+            connection.settimeout(timeout)
+            return connection
+
+
+def make_memory(length: int) -> int:
+    """Make memory of `length` bytes: its file descriptor.
+
+    Raises OSError where the limits of the process (on the size of files, for one) do not allow it.
+    """
+    memory = os.memfd_create("orchestra", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, length)
+    except OSError:
+        os.close(memory)
+        raise
+    return memory
 
 
 def memory_bytes(size: int) -> int:
@@ -271,20 +261,16 @@ def memory_bytes(size: int) -> int:
     return 2 * ((size + 1) * CHUNK_BYTES + size * SMALL_BYTES)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-_memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-
-
-def _close_after_fork() -> None:
-    """A data loader's worker would keep the sockets of its dead rank open."""
-    for memory in list(_memories):
-        memory.close()
-
-
-os.register_at_fork(after_in_child=_close_after_fork)
+def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:
+    """Rank 0 gives the others its `memory`: the file descriptor of each."""
+    if memory is not None:
+        for connection in peers.values():
+            socket.send_fds(connection, [b"\0"], [memory])
+        return memory
+    _, descriptors, _, _ = socket.recv_fds(peers[0], 1, 1)
+    if not descriptors:
+        raise ConnectionError("a rank closed its connection while the ranks connected")
+    return descriptors[0]
 
 
 def share(
@@ -294,7 +280,7 @@ def share(
     timeout: float | None,
     names: Sequence[int] | None = None,
 ) -> SharedMemory:
-    """Share memory over the sockets that `HostRendezvous.connect` gave; see `SharedMemory`.
+    """Share memory over the sockets that `connect_host` gave; see `SharedMemory`.
 
     Args:
         memory: on rank 0, `memory_bytes(size)` of it.

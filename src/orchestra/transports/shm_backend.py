@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,10 +18,28 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.futures import Future
 
-from orchestra.transports.host_rendezvous import HostRendezvous, make_memory, second_connections
-from orchestra.transports.shared_memory import Operation, memory_bytes, share
-from orchestra.transports.unix_messages import UnixMessages
+from orchestra.errors import PeerLost
+from orchestra.transports.progress import ProgressEngine
+from orchestra.transports.protocol import Handle, Task, Transport
+from orchestra.transports.shared_memory import (
+    CHUNK_BYTES,
+    SMALL_BYTES,
+    connect_host,
+    make_memory,
+    memory_bytes,
+    share,
+)
+from orchestra.transports.sockets import SocketTransport
 
+Operation = Callable[..., object]
+"""operation(one, other, out=out): combines two tensors into `out`, which may be one of them."""
+
+Window = Callable[..., Tensor]
+"""Of a rank, the number of a row and its elements: the piece that is shown now."""
+
+_ALIGNMENT = 64
+_NEVER = -1
+"""A tag that no message has."""
 _COMBINE: dict[Any, Operation] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,  # and divided at the end
@@ -32,7 +52,7 @@ _COMBINE: dict[Any, Operation] = {
 }
 
 
-def _combine(operation: Any) -> Operation:
+def _combination(operation: Any) -> Operation:
     if operation not in _COMBINE:
         raise ValueError(
             f"the backend shm cannot reduce by {operation}: use gloo or another operation"
@@ -48,43 +68,43 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
 
     A collective runs in the thread that calls it, also with `async_op=True`: its work is complete
     when the call returns. So what the callback of a hook calls comes in the same order on all
-    ranks, and there is nothing to gain from a thread where all cores compute. Sends and receives
-    have threads, so that a rank may begin both before it waits for either.
+    ranks, and there is nothing to gain from a thread where all cores compute. Messages go over Unix
+    sockets, and a thread moves them meanwhile, from the first one on.
 
-    Collectives raise `PeerLost` where a rank is gone, which it names, on all that are left.
+    All raise `PeerLost` where a rank is gone, which it names, on all that are left.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
-        rendezvous = HostRendezvous(
-            rank,
-            size,
-            lambda shown: store.set(str(rank), shown),
-            lambda peer: store.get(str(peer)),
-            seconds,
-        )
-        peers = rendezvous.connect()
-        self._messages = UnixMessages(second_connections(rank, peers))
+
+        def connect(purpose: str) -> dict[int, socket.socket]:
+            return connect_host(
+                rank,
+                size,
+                lambda shown: store.set(f"{purpose} {rank}", shown),
+                lambda peer: store.get(f"{purpose} {peer}"),
+                seconds,
+            )
+
+        engine = ProgressEngine(rank, connect("messages"))
+        self._messages = SocketTransport(engine)
+        self._mover: Task[None] | None = None
+        self._seconds = seconds
         memory = make_memory(memory_bytes(size)) if rank == 0 else None
-        self._memory = share(rank, peers, memory, seconds)
+        self._memory = share(rank, connect("memory"), memory, seconds)
+        engine.memories.append(self._memory)  # which it closes
 
     def getBackendName(self) -> str:
         return "shm"
+
+    # Collectives
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         return self._run(partial(self._all_reduce, tensors, opts.reduceOp.op), tensors)
 
     allreduce_coalesced = allreduce
-
-    def _all_reduce(
-        self, tensors: Sequence[Tensor], operation: Any, root: int | None = None
-    ) -> None:
-        for tensor in tensors:
-            self._memory.all_reduce(tensor, _combine(operation), root)
-            if operation == dist.ReduceOp.AVG:
-                tensor.div_(self.size())
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         run = partial(self._all_reduce, tensors, opts.reduceOp.op, opts.rootRank)
@@ -137,8 +157,8 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
 
     def _all_to_all(self, rows: list[Tensor], wanted: list[tuple[int, int, Tensor]]) -> None:
         longest = torch.tensor([max(row.nbytes for row in rows)])
-        self._memory.all_reduce(longest, _combine(dist.ReduceOp.MAX))
-        self._memory.copy_rows(rows, wanted, int(longest))
+        self._add_up(longest, torch.maximum)
+        self._copy_rows(rows, wanted, int(longest))
 
     def _copy(
         self,
@@ -147,7 +167,7 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         length: int,
         result: Any,
     ) -> Work:
-        return self._run(partial(self._memory.copy_rows, rows, wanted, length), result)
+        return self._run(partial(self._copy_rows, rows, wanted, length), result)
 
     def reduce_scatter(self, into: list[Tensor], rows: list[list[Tensor]], opts: Any) -> Work:
         run = partial(self._reduce_scatter, rows[0], into[0], opts.reduceOp.op)
@@ -159,54 +179,170 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def _reduce_scatter(self, rows: Sequence[Tensor], into: Tensor, operation: Any) -> None:
-        self._memory.reduce_scatter(rows, into, _combine(operation))
-        if operation == dist.ReduceOp.AVG:
-            into.div_(self.size())
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        return _work_of(self._messages.send(tensors[0], to, tag))
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        return _work_of(self._messages.receive(tensors[0], source, tag))
-
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        return _Received(self._messages.receive(tensors[0], None, tag))
-
-    def shutdown(self) -> None:
-        """Disconnect; the others are not waited for."""
-        self._messages.close()
-        self._memory.close()
-
     def _run(self, collective: Callable[[], object], result: Any) -> Work:
         with torch.no_grad():
             collective()
         done: Future[Any] = Future()
         done.set_result(result)
-        return _work_of(done)
+        work: Work = _create_work_from_future(done)
+        return work
+
+    # Messages
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        return self._moving(self._messages.send(_bytes(tensors[0]), to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int | None, tag: int) -> Work:
+        return self._moving(self._messages.receive(source, tag, _bytes(tensors[0])))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        return self.recv(tensors, None, tag)
+
+    def _moving(self, handle: Handle) -> Work:
+        if self._mover is None:
+            self._mover = self._messages.spawn(_move)
+        return _Message(handle)
+
+    def shutdown(self) -> None:
+        """Disconnect, once what was sent has gone; the others are not waited for."""
+        self._messages.close(self._seconds)
+        if self._mover is not None:
+            self._mover.wait()
+
+    # In the memory
+
+    def _all_reduce(
+        self, tensors: Sequence[Tensor], operation: Any, root: int | None = None
+    ) -> None:
+        for tensor in tensors:
+            self._add_up(tensor.view(-1), _combination(operation), root)
+            if operation == dist.ReduceOp.AVG:
+                tensor.div_(self.size())
+
+    def _add_up(self, flat: Tensor, combine: Operation, root: int | None = None) -> None:
+        """Replace the vector `flat` by the combination of all ranks' in the order of ranks.
+
+        With `root` only that rank is given the result, and the others keep their vectors.
+        """
+        memory = self._memory
+        if flat.nbytes <= SMALL_BYTES:
+            here = memory.small(flat.dtype)[:, : len(flat)]
+            here[memory.rank].copy_(flat)
+            memory.barrier()
+            if root in (None, memory.rank):
+                _combine(combine, here, flat)
+            return
+
+        def form(chunk: Tensor, parts: Tensor, result: Tensor) -> None:
+            rank, size = memory.rank, memory.size
+            first, end = (each * len(chunk) // size for each in (rank, rank + 1))
+            _combine(combine, parts[:, first:end], result[first:end])
+
+        def take(chunk: Tensor, result: Tensor) -> None:
+            if root in (None, memory.rank):
+                chunk.copy_(result[: len(chunk)])
+
+        memory.pipeline(
+            flat.dtype,
+            flat.split(CHUNK_BYTES // flat.element_size()),
+            lambda chunk, part: part[: len(chunk)].copy_(chunk),
+            form,
+            take,
+        )
+
+    def _reduce_scatter(self, rows: Sequence[Tensor], into: Tensor, operation: Any) -> None:
+        """Combine row `rank` of all ranks into `into`, in their order."""
+        combine, flat = _combination(operation), into.view(-1)
+        for offset, window in self._exchange([row.reshape(-1) for row in rows], len(flat)):
+            pieces = [window(source, self.rank(), len(flat)) for source in range(self.size())]
+            _combine(combine, pieces, flat[offset : offset + len(pieces[0])])
+        if operation == dist.ReduceOp.AVG:
+            into.div_(self.size())
+
+    def _copy_rows(
+        self, rows: Sequence[Tensor], wanted: Sequence[tuple[int, int, Tensor]], length: int
+    ) -> None:
+        """Copy rows of other ranks: broadcast, gather, scatter and all-to-all in one.
+
+        Args:
+            rows: what this rank shows, the same number of rows on every rank, some of them empty.
+            wanted: the rank, the number of its row, and the tensor that it is copied to.
+            length: the most bytes of any row of any rank.
+        """
+        targets = [(source, number, _bytes(target)) for source, number, target in wanted]
+        for offset, window in self._exchange([_bytes(row) for row in rows], length):
+            for source, number, target in targets:
+                piece = window(source, number, len(target))
+                target[offset : offset + len(piece)].copy_(piece)
+
+    def _exchange(self, rows: Sequence[Tensor], length: int) -> Iterator[tuple[int, Window]]:
+        """Show `rows` to all, a piece of each at a time.
+
+        Args:
+            rows: contiguous vectors of one dtype, the same number on every rank; a rank may have
+                fewer elements than others, or none.
+            length: of the longest vector of any rank.
+
+        Yields:
+            The offset of the piece, and a function that gives the piece (elements from that offset
+            on) of a row of any rank. It is valid until the next one is asked for.
+        """
+        room = CHUNK_BYTES // rows[0].element_size()
+        width = room // len(rows) // _ALIGNMENT * _ALIGNMENT
+        for offset in range(0, length, width):
+            parts, _ = self._memory.places(rows[0].dtype)
+            for number, row in enumerate(rows):
+                piece = row[offset : offset + width]
+                parts[self.rank(), number * width : number * width + len(piece)].copy_(piece)
+            self._memory.barrier()
+
+            def window(
+                source: int, number: int, elements: int, at: int = offset, parts: Tensor = parts
+            ) -> Tensor:
+                begin = number * width
+                return parts[source, begin : begin + max(0, min(width, elements - at))]
+
+            yield offset, window
 
 
-def _work_of(done: Future[Any]) -> Work:
-    work: Work = _create_work_from_future(done)
-    return work
+def _combine(combine: Operation, vectors: Sequence[Tensor] | Tensor, out: Tensor) -> None:
+    """Combine the vectors in their order."""
+    if len(vectors) == 1:
+        out.copy_(vectors[0])
+        return
+    combine(vectors[0], vectors[1], out=out)
+    for vector in vectors[2:]:
+        combine(out, vector, out=out)
 
 
-class _Received(Work):
-    """A receive from any rank, which knows afterwards who sent."""
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
-    def __init__(self, done: Future[Any]) -> None:
+
+def _move(transport: Transport) -> None:
+    """Move the messages of all flows until the transport is closed."""
+    with contextlib.suppress(AssertionError):  # it is closed
+        while True:
+            with contextlib.suppress(PeerLost):  # which the work that it concerns raises
+                transport.receive(None, _NEVER).wait()
+
+
+class _Message(Work):
+    """A send or a receive."""
+
+    def __init__(self, handle: Handle) -> None:
         super().__init__()
-        self._done = done
+        self._handle = handle
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._done.wait()
+        self._handle.wait()
         return True
 
     def is_completed(self) -> bool:
-        return self._done.done()
+        return self._handle.done()
 
     def _source_rank(self) -> int:
-        return int(self._done.value())
+        return self._handle.source
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroupSHM:

@@ -37,8 +37,8 @@ from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.transports.handshake import TLS, address_of, from_environment, listen
-from orchestra.transports.host_rendezvous import host_key
 from orchestra.transports.native import Native
+from orchestra.transports.shared_memory import host_key
 from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
 from orchestra.worker.runtime import Runtime, Work
