@@ -30,9 +30,8 @@ from orchestra.cluster import (
 )
 from orchestra.cluster import Delay as DelayFault
 from orchestra.engines.emulation.check import connected
-from orchestra.engines.emulation.faults import Schedule, changes_of
 from orchestra.engines.emulation.network import Network
-from orchestra.engines.emulation.nodes import EmulatedCluster
+from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule
 from orchestra.engines.emulation.quota import Quotas
 from orchestra.engines.emulation.training import train_run
 from orchestra.engines.processes import launch
@@ -273,7 +272,7 @@ def test_faults_change_quotas_and_cables() -> None:
         LinkCut("c", at=3.0, until=7.0),
     ]
     with EmulatedCluster(small_cluster(faults=faults), 3) as there:
-        changes = changes_of(there)
+        changes = there.changes()
 
         def state() -> tuple[float, bool, bool]:
             slow, b = there.network.ends["b up"], there.network.ends["b down"]
@@ -343,7 +342,7 @@ def test_delays_are_those_of_the_cluster() -> None:
 
 
 def test_an_error_in_a_change_is_told() -> None:
-    from orchestra.engines.emulation.faults import Change
+    from orchestra.engines.emulation.nodes import Change
 
     def fail() -> None:
         raise OSError("no such cable")

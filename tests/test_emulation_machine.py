@@ -26,8 +26,8 @@ from orchestra.cluster import (
 from orchestra.engines.emulation import nodes as emulation_nodes
 from orchestra.engines.emulation import quota
 from orchestra.engines.emulation.check import check_cluster
-from orchestra.engines.emulation.compose import compose_text, shaping_script
-from orchestra.engines.emulation.namespaces import Namespace
+from orchestra.engines.emulation.commands import compose_text, shaping_script
+from orchestra.engines.emulation.network import Namespace
 from orchestra.engines.emulation.nodes import EmulatedCluster, require_room
 from orchestra.engines.emulation.quota import PREFIX, Quotas, hierarchy, sweep
 from orchestra.errors import InputError

@@ -12,7 +12,7 @@ from tests.test_best_node import LINK, made
 
 from orchestra.cluster import ExponentialTail, Node, load_cluster
 from orchestra.cluster.file import cluster_text
-from orchestra.engines.machines import beside_single, by_node, on_machines
+from orchestra.engines.run import beside_single, by_node, on_machines
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import answer

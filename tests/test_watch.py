@@ -21,8 +21,7 @@ from tests.waiting import wait_until
 from orchestra.cli import watch
 from orchestra.cli.main import main
 from orchestra.engines.events import Heartbeat
-from orchestra.engines.live import LiveFile
-from orchestra.engines.processes.slow_ranks import SlowRanks
+from orchestra.engines.live import LiveFile, SlowRanks
 from orchestra.errors import RunFailed
 from orchestra.experiments.experiment import alone, runs
 from orchestra.experiments.run import claim, held, make_run

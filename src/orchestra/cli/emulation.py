@@ -126,7 +126,7 @@ def _run(arguments: Sequence[str]) -> int:
     if not command:
         raise InputError("give a command behind --: orchestra emulation run CLUSTER -- python ...")
     cluster = _load(options.cluster)
-    from orchestra.engines.emulation.command import run_command
+    from orchestra.engines.emulation.commands import run_command
 
     run_command(cluster, _ranks(options.ranks, cluster), command)
     return 0
@@ -168,7 +168,7 @@ def _compose(arguments: Sequence[str]) -> int:
     options = parser.read(own)
     cluster = _load(options.cluster)
     ranks = _ranks(options.ranks, cluster)
-    from orchestra.engines.emulation.compose import compose_text
+    from orchestra.engines.emulation.commands import compose_text
 
     training = ["orchestra", "train", "--task", "digits", "--strategy", "AllReduce"]
     training += ["--ranks", str(ranks), "--out", "/runs/compose"]

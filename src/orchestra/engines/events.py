@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -153,6 +154,8 @@ Instruction = Abort | Disconnect | Kill | Stop | Notice
 
 # Texts --------------------------------------------------------------------------------------
 
+STOPPED = "is stopped (by SIGSTOP or its terminal)"
+
 
 def describe(error: BaseException) -> Failure:
     """`error` for the watcher, with the loss or the end of the run that it may be due to."""
@@ -180,6 +183,16 @@ def failed_text(name: str, failure: Failure, verb: str = "failed") -> str:
     """One line that says who failed and how; the traceback follows it."""
     text = f"{name} {verb}: {failure.headline}"
     return f"{text}\n{failure.traceback.rstrip()}" if failure.traceback else text
+
+
+def exit_text(status: int) -> str:
+    """How a process ended that had not delivered a result, after "rank 2 ..."."""
+    if status >= 0:
+        return f"exited with status {status} without a result"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
 
 
 def stuck(

@@ -19,7 +19,6 @@ The rules:
 from __future__ import annotations
 
 import enum
-import signal
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -202,7 +201,7 @@ class FailureDetector:
                     self._dead(member, "is gone: its control connection closed")
             case events.Exited(status=status):
                 member.gone = True
-                self._dead(member, describe_exit(status))
+                self._dead(member, events.exit_text(status))
 
     def _beat(self, member: Member, beat: events.Heartbeat) -> None:
         back = member.state is State.STOPPED
@@ -286,7 +285,7 @@ class FailureDetector:
 
     def _is_stopped(self, member: Member) -> None:
         if not member.beat.expendable:
-            self._lose(member, "is stopped (by SIGSTOP or its terminal)")
+            self._lose(member, events.STOPPED)
             return
         # Once it runs again its silence counts from here, not from its last beat; it stays a
         # suspect, so that it is asked for again.
@@ -395,13 +394,3 @@ class FailureDetector:
     def _decided(self) -> list[Instruction]:
         decided, self._instructions = self._instructions, []
         return decided
-
-
-def describe_exit(status: int) -> str:
-    """How a process ended that had not delivered a result, after "rank 2 ..."."""
-    if status >= 0:
-        return f"exited with status {status} without a result"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"

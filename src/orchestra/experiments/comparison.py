@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.engines.events import Event, Interrupted, Notice
-from orchestra.engines.machines import beside_single
 from orchestra.engines.processes import training
 from orchestra.engines.processes.display import Progress
-from orchestra.engines.run import failed_record, train_run
+from orchestra.engines.run import beside_single, failed_record, train_run
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.experiment import (
     Experiment,

@@ -7,18 +7,25 @@
 Each end of a cable (a veth pair) shapes what it sends, by a token bucket filter (tbf). Where all
 traffic of a switch shares a bandwidth, whatever enters by one of its ports first passes an
 interface (ifb) that is shaped as "switch shared".
+
+A namespace that `ip netns add` makes has a name in the file system and stays after a crash. These
+are held by open descriptors of the launcher, and by the processes inside. When both are gone the
+kernel removes them, and with them every interface, bridge and queueing discipline, whatever it was
+that ended the processes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestra.cluster import Channel, Cluster, Node, Switch
-from orchestra.engines.emulation.namespaces import Namespace
+from orchestra.engines.processes.place import leave_namespace, set_namespace
 from orchestra.errors import RunFailed
 
 NODE_END = "eth0"
@@ -38,7 +45,68 @@ _QUEUE_SECONDS, _LEAST_QUEUE = 2e-3, 128_000  # as in a switch: what comes beyon
 _DELAYED_FRAMES = 1 << 20  # that netem holds
 _CUBIC = "congctl cubic"  # which most systems have; the default of a virtual machine may differ
 _CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_OWN_NAMESPACE = "/proc/thread-self/ns/net"
 _MOST_RATE = 4e9  # bytes/s: tbf counts in 32 bits of 64 ns, and no cable here is faster
+
+
+class Namespace:
+    """A network namespace, until `close`."""
+
+    def __init__(self) -> None:
+        before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
+        try:
+            leave_namespace()
+            try:
+                self.descriptor = os.open(_OWN_NAMESPACE, os.O_RDONLY)
+            finally:
+                set_namespace(before)
+        finally:
+            os.close(before)
+
+    @property
+    def path(self) -> str:
+        """By which other processes of this machine open it."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Sockets and processes that this thread makes inside belong to the namespace."""
+        before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
+        try:
+            set_namespace(self.descriptor)
+            try:
+                yield
+            finally:
+                set_namespace(before)
+        finally:
+            os.close(before)
+
+    def ip(self, lines: Sequence[str]) -> None:
+        """Carry out commands of ip(8), such as "link set lo up". Raises `RunFailed`."""
+        self._batch("ip", lines)
+
+    def tc(self, lines: Sequence[str]) -> None:
+        """Carry out commands of tc(8). Raises `RunFailed`."""
+        self._batch("tc", lines)
+
+    def output(self, *command: str) -> str:
+        """What a command prints inside."""
+        with self.inside():
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def _batch(self, program: str, lines: Sequence[str]) -> None:
+        with self.inside():
+            done = subprocess.run(
+                [program, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True,
+                text=True, check=False,
+            )  # fmt: skip
+        if done.returncode != 0:
+            reason = "; ".join(done.stderr.strip().splitlines())
+            raise RunFailed(f"the emulated network: {program}: {reason}")
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.descriptor)
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,42 @@
-"""An emulated cluster: its network and its quotas, and where each rank is on it."""
+"""An emulated cluster: its network and quotas, where each rank is on it, and what goes wrong."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+import signal
 import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from orchestra.cluster import Cluster, Node
+from orchestra.cluster.faults import Changes
 from orchestra.cluster.faults import Delay as DelayFault
-from orchestra.engines.emulation.namespaces import Namespace
-from orchestra.engines.emulation.network import NODE_END, Network
+from orchestra.engines.emulation.network import NODE_END, Namespace, Network
 from orchestra.engines.emulation.quota import Quotas, hierarchy
+from orchestra.engines.events import Event, Heartbeat, Notice
 from orchestra.engines.processes.place import Delay, Place
 from orchestra.errors import InputError
 from orchestra.worker.threads import chosen_threads, usable_cores
 
-PORT = 29500
-"""For torch.distributed, on the first rank's node, where nothing else listens."""
+TRAINING = ("training", "serving")
+"""The phases of a rank while the stopwatch runs."""
 INSTEAD = "or predict the same with --engine simulation"
+
+
+@dataclass(frozen=True)
+class Change:
+    """`act` is called `at` seconds after the beginning."""
+
+    at: float
+    act: Callable[[], None]
 
 
 class EmulatedCluster:
@@ -88,6 +102,33 @@ class EmulatedCluster:
             seen[node.name] += 1
         return found
 
+    def changes(self) -> list[Change]:
+        """What is changed from outside, rising; ranks see to delays of messages themselves."""
+        found = []
+        for node in {node.name: node for node in self.nodes}.values():
+            for at, factor in _beginning_as_described(self.cluster.speed_changes(node)):
+                act = partial(self.quotas.limit, node.name, share_of(node) * factor)
+                found.append(Change(at, act))
+        for name, end in self.network.ends.items():
+            owner, _, kind = name.rpartition(" ")
+            was_cut = False
+            for at, factor in _beginning_as_described(self.cluster.bandwidth_changes(end.channel)):
+                is_cut = factor == 0.0
+                if is_cut != was_cut and kind == "down":  # one pull for both directions
+                    found.append(Change(at, partial(self.network.cut, owner, cut=is_cut)))
+                if not is_cut:
+                    found.append(Change(at, partial(self.network.shape, name, factor)))
+                was_cut = is_cut
+        for rank, node in enumerate(self.nodes):
+            send = partial(self.quotas.signal, node.name, rank)
+            for begin, end_of_pause in self.cluster.pauses(rank, self.ranks):
+                found.append(Change(begin, partial(send, signal.SIGSTOP)))
+                found.append(Change(end_of_pause, partial(send, signal.SIGCONT)))
+            death = self.cluster.death(rank, self.ranks)
+            if death is not None:
+                found.append(Change(death, partial(send, signal.SIGKILL)))
+        return sorted(found, key=lambda change: change.at)
+
     def _latency(self, source: Node, target: Node) -> float:
         if self.network.netem or source.name == target.name:
             return 0.0
@@ -109,6 +150,51 @@ class EmulatedCluster:
 
     def _means(self, name: str, rank: int) -> bool:
         return name in (f"rank {rank}", self.nodes[rank].name)
+
+
+def _beginning_as_described(changes: Changes) -> Changes:
+    """Without a first one that changes nothing."""
+    return changes[1:] if changes[0] == (0.0, 1.0) else changes
+
+
+class Schedule:
+    """Carries out `changes` in a thread, once all `ranks` have begun to train, until `close`."""
+
+    def __init__(self, changes: Sequence[Change], ranks: int) -> None:
+        self._changes = changes
+        self._awaited = set(range(ranks))
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._carry_out, name="faults", daemon=True)
+        self._error: BaseException | None = None
+
+    def on_event(self, event: Event | Notice) -> None:
+        """Take in what a watcher hears."""
+        if isinstance(event, Heartbeat) and event.phase in TRAINING and self._awaited:
+            self._awaited.discard(event.rank)
+            if not self._awaited:
+                self.begin()
+
+    def begin(self) -> None:
+        """Times count from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Change nothing more. Raises what a change raised, if anything."""
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _carry_out(self) -> None:
+        began = time.monotonic()
+        try:
+            for change in self._changes:
+                if self._closed.wait(max(0.0, began + change.at - time.monotonic())):
+                    return
+                change.act()
+        except BaseException as error:
+            self._error = error
 
 
 def share_of(node: Node) -> float:
@@ -134,19 +220,6 @@ def require_emulation() -> None:
             f"with --privileged, {INSTEAD}"
         ) from None
     hierarchy()
-
-
-def torchrun_variables(rank: int, ranks: int, master: str, interface: str) -> dict[str, str]:
-    """What torchrun says of `rank`, and which interface leads to the others."""
-    return {
-        **{f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL", "TP")},
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": master,
-        "MASTER_PORT": str(PORT),
-    }
 
 
 def require_plain(cluster: Cluster, nodes: Sequence[Node]) -> None:

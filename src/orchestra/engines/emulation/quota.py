@@ -17,7 +17,6 @@ import os
 import secrets
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,21 +25,21 @@ from orchestra.errors import InputError, RunFailed
 PREFIX = "orchestra-"
 _PERIOD = 10_000  # microseconds: a slow node is slow within a step
 _LEAST_QUOTA, _MOST_PERIOD = 1_000, 1_000_000  # of the kernel
-_PATIENCE = 10.0  # seconds for killed processes to go
 
-_GUARD = """
-trap '' INT TERM HUP
-cat > /dev/null
-for attempt in $(seq 100); do
+_REMOVE = """
+for attempt in $(seq 500); do
     for members in "$0"/*/*/cgroup.procs; do
-        [ -e "$members" ] && while read -r process; do kill -9 "$process"; done < "$members"
+        [ -e "$members" ] && while read -r process; do
+            kill -9 "$process" && echo "$process"
+        done < "$members"
     done
-    rmdir "$0"/*/* "$0"/* "$0" 2> /dev/null
+    rmdir "$0"/*/* "$0"/* "$0"
     [ -d "$0" ] || exit 0
     sleep 0.02
 done
 exit 1
 """
+_GUARD = f"trap '' INT TERM HUP; cat > /dev/null; {_REMOVE}"
 
 
 class Quotas:
@@ -86,7 +85,9 @@ class Quotas:
 
     def signal(self, node: str, rank: int, number: signal.Signals) -> None:
         """Send a signal to all processes of `rank`."""
-        _signal(self.members(node, rank), number)
+        for process in self.members(node, rank).read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), number)
 
     def throttled(self, node: str) -> tuple[int, float]:
         """How often the quota has held up the processes of `node`, and for how many seconds."""
@@ -167,29 +168,12 @@ def remove(folder: Path) -> int:
 
     Raises `RunFailed` for one that does not end.
     """
-    ended: set[int] = set()
-    deadline = time.monotonic() + _PATIENCE
-    while folder.exists():
-        for members in folder.glob("*/*/cgroup.procs"):
-            ended |= _signal(members, signal.SIGKILL)
-        for group in (*folder.glob("*/*/"), *folder.glob("*/"), folder):
-            with contextlib.suppress(OSError):
-                group.rmdir()
-        if folder.exists():
-            if time.monotonic() > deadline:
-                raise RunFailed(f"{folder} cannot be removed: processes in it do not end")
-            time.sleep(0.01)
-    return len(ended)
-
-
-def _signal(members: Path, number: signal.Signals) -> set[int]:
-    found = set()
-    with contextlib.suppress(OSError):
-        found = {int(process) for process in members.read_text().split()}
-    for process in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)
-    return found
+    done = subprocess.run(
+        ["sh", "-c", _REMOVE, str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RunFailed(f"{folder} cannot be removed: processes in it do not end")
+    return len(set(done.stdout.split()))
 
 
 def _claimed(root: Path) -> tuple[Path, int]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
-from orchestra.engines.emulation.faults import TRAINING, Schedule, changes_of
 from orchestra.engines.emulation.network import LinkCounters
-from orchestra.engines.emulation.nodes import EmulatedCluster, not_emulated
+from orchestra.engines.emulation.nodes import TRAINING, EmulatedCluster, Schedule, not_emulated
 from orchestra.engines.events import Event, Heartbeat, Notice
 from orchestra.engines.processes import training as processes
 from orchestra.engines.processes.display import Display, Progress
@@ -58,7 +57,7 @@ def train_run(
     with EmulatedCluster(cluster, ranks, run.training.threads) as emulated:
         write_environment(folder)
         write_atomically(folder / CLUSTER, cluster_text(cluster))
-        schedule, traffic = Schedule(changes_of(emulated), ranks), Traffic(emulated, ranks)
+        schedule, traffic = Schedule(emulated.changes(), ranks), Traffic(emulated, ranks)
         notices = not_emulated(emulated, native=run.strategy.native)
         with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
             for text in notices if progress is None else ():  # else it would say so with each run

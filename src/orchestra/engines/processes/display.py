@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from orchestra.engines.events import Event, Heartbeat, Interrupted, Joined, Notice
-from orchestra.engines.live import LiveFile
-from orchestra.engines.processes.slow_ranks import slow_ranks_of
+from orchestra.engines.live import LiveFile, slow_ranks_of
 from orchestra.strategies.base import Roles
 from orchestra.trainer.settings import Run
 

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from orchestra.engines import events
-from orchestra.engines.failure_detector import FailureDetector, Limits, describe_exit
+from orchestra.engines.failure_detector import FailureDetector, Limits
 from orchestra.engines.processes.control import BadFrame, Frames, Message, pack
 from orchestra.engines.processes.system import exit_status, is_stopped, machine
 from orchestra.errors import InputError, RunFailed
@@ -166,7 +166,7 @@ class Watcher:
     def server_lost(self, error: Exception) -> str:
         """Why the run failed where the fork server did not start a rank, but gave `error`."""
         status = None if self._server is None else exit_status(self._server, within=1.0)
-        how = f"does not answer: {error}" if status is None else describe_exit(status)
+        how = f"does not answer: {error}" if status is None else events.exit_text(status)
         return self.detector.cause or f"{SERVER} {how}"
 
     def fail(self, rank: int, error: Exception) -> None:
@@ -263,7 +263,7 @@ class Watcher:
             return
         if status is None and now - self._server_runs_at < self.detector.limits.silence:
             return
-        how = "is stopped (by SIGSTOP or its terminal)" if status is None else describe_exit(status)
+        how = events.STOPPED if status is None else events.exit_text(status)
         self._observe(events.ForkServerLost(f"{SERVER} {how}"))
         if status is None:
             os.kill(self._server, signal.SIGKILL)  # which wakes a launcher that waits for it
