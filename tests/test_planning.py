@@ -21,9 +21,16 @@ from orchestra.experiments.file import load
 from orchestra.planning.answer import real_run
 from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Places, candidates, samples, scaled_rate
-from orchestra.planning.judging import bottleneck, cannot_win, chosen, halved, reached, value_at
-from orchestra.planning.search import Budget, Search
-from orchestra.planning.standing import Length
+from orchestra.planning.search import Budget, Search, short
+from orchestra.planning.standing import (
+    Length,
+    bottleneck,
+    cannot_win,
+    chosen,
+    halved,
+    reached,
+    value_at,
+)
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.settings.reading import Entry
@@ -140,6 +147,22 @@ def test_strategies_of_the_file_are_candidates(tmp_path: Path) -> None:
     assert found["mine on 4 nodes"].run.training.ranks == 4
 
 
+def test_a_strategy_of_the_file_keeps_its_settings_under_a_label_of_the_list(
+    tmp_path: Path,
+) -> None:
+    own = {"ring": "LocalSGD(5)", "tree": 'AllReduce("tree")'}
+    found = found_on("lan_1gbit(nodes=4)", tmp_path, strategies=own)
+    assert repr(found["ring of the file on 4 nodes"].run.strategy) == "LocalSGD(5)"
+    assert "tree of the file on 4 nodes" not in found
+
+
+def test_what_cannot_be_timed_from_shapes_is_timed_with_values(tmp_path: Path) -> None:
+    own = {"switch": "Switch(AllReduce(), LocalSGD(8), when=LossStable())"}
+    found = found_on("lan_1gbit(nodes=2)", tmp_path, strategies=own)
+    assert short(found["ring on 2 nodes"].run).training.tensors == "shapes"
+    assert short(found["switch on 2 nodes"].run).training.tensors == "real"
+
+
 def test_one_machine_has_ranks_in_place_of_nodes(tmp_path: Path) -> None:
     found = found_on("one_host(cores=4)", tmp_path)
     assert found["ring on 4 ranks"].run.training.ranks == 4
@@ -190,10 +213,11 @@ def played(tmp_path: Path, factors: dict[str, float]) -> Played:
 
 def test_the_search_finds_the_first_and_says_why_others_are_out(tmp_path: Path) -> None:
     search = played(tmp_path, {"one process": 1.0, "gossip on 2 nodes": 1.8})
-    best = search.best()
-    assert best is not None
+    found = search.best()
+    assert found is not None
+    best, seconds = found
     assert best.name == "gossip on 2 nodes"
-    assert search.time(best) == pytest.approx(50.0)
+    assert seconds == pytest.approx(50.0)
     assert set(search.times(best)) == {0, 1}
     reasons = {name: entry.dropped or "" for name, entry in search.entries.items()}
     assert reasons["ring on 2 nodes"].startswith("learns the same as one process")
@@ -219,7 +243,7 @@ def test_ctrl_c_leaves_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert search.stopped
     best = search.best()
     assert best is not None
-    assert best.candidate.exact
+    assert best[0].candidate.exact
 
 
 # The command line
@@ -257,8 +281,8 @@ def test_a_plan_ends_with_a_command_that_trains(
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "task: digits\nbatch_size: 64\nsteps: 8\ncalibration: none\noptimizer: SGD(lr=0.05)\n"
-        "target: {metric: loss, at_most: 2.4}\nseeds: [3]\n"
+        "task: digits\nranks: 1\nbatch_size: 64\nsteps: 8\ncalibration: none\n"
+        "optimizer: SGD(lr=0.05)\ntarget: {metric: loss, at_most: 2.4}\nseeds: [3]\n"
     )
     monkeypatch.setattr("orchestra.planning.candidates.EVERYWHERE", {"ring": "AllReduce()"})
     monkeypatch.setattr("orchestra.planning.candidates.BATCHES", (1.0,))

@@ -19,11 +19,10 @@ from flask.testing import FlaskClient
 from tests.simulated import simulated_here
 
 from orchestra.cli.main import main
-from orchestra.studio import jobs
-from orchestra.studio.jobs import Job, Simulator
-from orchestra.studio.menu import ENTRIES, MENU, Entry
-from orchestra.studio.server import make_app
-from orchestra.studio.situation import Question, Situation
+from orchestra.studio import server
+from orchestra.studio.menu import ENTRIES, MENU, Entry, Situation
+from orchestra.studio.server import Job, Simulator, make_app
+from orchestra.studio.simulate import run_of
 
 LOCKSTEP = ("ring", "halving", "tree", "sharded", "server", "servers", "local", "gossip")
 
@@ -59,7 +58,7 @@ def test_a_step_takes_what_it_does_in_an_ordinary_simulation(
     long = ENTRIES[key].steps
     seconds = []
     for steps in (long, 2 * long):
-        run = Question(situation, ENTRIES[key].notation_for(4), steps).run()
+        run = run_of(situation, ENTRIES[key].notation_for(4), steps)
         cluster = f"lan_1gbit(nodes={run.training.ranks}, latency='20 us', jitter=None)"
         run = replace(run, training=replace(run.training, cluster=cluster))
         workers = simulated_here(run, tmp_path / str(steps)).results[:4]
@@ -156,7 +155,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         carried_out.append(job)
         return {"step": 1.0}
 
-    monkeypatch.setattr(jobs, "carry_out", carry_out)
+    monkeypatch.setattr(server, "carry_out", carry_out)
     return carried_out
 
 

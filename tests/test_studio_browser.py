@@ -16,8 +16,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tests.browsers import start_chrome
 from werkzeug.serving import make_server
 
-from orchestra.studio.jobs import Simulator
-from orchestra.studio.server import make_app
+from orchestra.studio.server import Simulator, make_app
 
 pytestmark = pytest.mark.browser
 

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from orchestra.errors import RunFailed
 from orchestra.experiments import tracking
 from orchestra.experiments.experiment import Experiment, alone, only_run
 from orchestra.experiments.run import make_run
-from orchestra.experiments.trackers import About, Figures, Tracker
+from orchestra.experiments.tracking import About, Figures, Tracker
 from orchestra.trainer.settings import Run
 
 
@@ -36,11 +36,8 @@ class Noted(Tracker):
         self.ended: tuple[str, Figures] | None = None
         self.made.append(self)
 
-    def log(self, step: int, figures: Figures) -> None:
-        self.logged.append((step, figures))
-
-    def flush(self) -> None:
-        pass
+    def log(self, rows: Sequence[tuple[int, Figures]]) -> None:
+        self.logged += rows
 
     def finish(self, status: str, figures: Figures) -> None:
         self.ended = status, figures
@@ -52,7 +49,7 @@ class Noted(Tracker):
 class Broken(Noted):
     """Takes a run, and then nothing more."""
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, rows: Sequence[tuple[int, Figures]]) -> None:
         raise ConnectionError("no\nroute")
 
 

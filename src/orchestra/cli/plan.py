@@ -128,10 +128,10 @@ def print_plan(plan: Plan) -> None:
         console.print(f"and {len(plan.rows) - SHOWN} more candidates in plan.json")
     console.print(plan.headline, style="bold")
     if plan.knee is not None:
-        most = max(plan.scaling)
-        console.print(f"Scaling curve of {plan.scaled}: its knee is at {plan.knee} of {most}.")
-    for text in plan.left_out:
-        console.print(f"left out: {text}", style="yellow")
+        where = f"{plan.knee} of {max(plan.scaling)} {plan.places}"
+        console.print(f"{plan.scaled}: the knee of its scaling curve is at {where}.")
+    for text in plan.notes:
+        console.print(f"note: {text}", style="yellow")
     for each in plan.verified:
         measured = "not reached" if each.measured is None else f"{significant(each.measured)} s"
         text = each.failure or f"{measured} on {each.engine}"
@@ -147,14 +147,15 @@ def print_plan(plan: Plan) -> None:
 def _table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     rows = plan.rows[:SHOWN]
-    metric = "best" if plan.target is None else plan.target.metric
+    metric = "best" if plan.target is None else f"best {plan.target.metric}"
     columns = ["candidate", "nodes", "batch", "samples/s", "s to target", metric]
     priced = next((row.currency for row in rows if row.cost is not None), None)
     columns += [*([priced] if priced else []), "bottleneck"]
     for name in columns:
         left = name in ("candidate", "bottleneck")
         justify: Literal["left", "right"] = "left" if left else "right"
-        width = max(16 if name == "candidate" else 0, *map(len, name.split()))
+        widest = {"candidate": 16, "bottleneck": len("computing 100 %")}.get(name, 0)
+        width = max(widest, *map(len, name.split()))
         table.add_column(name, justify=justify, min_width=width, overflow="fold")
     for row in rows:
         cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]

@@ -44,15 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         from werkzeug.serving import make_server
 
-        from orchestra.studio.server import make_app
+        from orchestra.studio.server import Simulator, begin_process, make_app
     except ModuleNotFoundError as error:
         if error.name not in ("flask", "werkzeug"):
             raise
         raise InputError(
             "orchestra studio needs Flask: pip install 'neural-orchestra[studio]'"
         ) from None
-    from orchestra.studio.jobs import Simulator, begin_process
-
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line for each request
     listening = _listen(options.port)
     size = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)

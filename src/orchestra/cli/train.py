@@ -18,7 +18,7 @@ from orchestra.engines.processes.training import take_part
 from orchestra.errors import InputError, RunEnded, RunFailed
 from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import load
-from orchestra.experiments.run import PARENT, fresh_folder, idle_nodes, make_run, write_failure
+from orchestra.experiments.run import folder_for, idle_nodes, make_run, write_failure
 from orchestra.records.record import RunRecord
 from orchestra.report.fairness import costs_text
 from orchestra.report.numbers import fixed, places_of
@@ -74,7 +74,7 @@ def _run(options: Namespace, launched: Launched | None) -> int:
     check_task(run.task)
     if launched is not None and launched.rank > 0:
         return _follow(run, options.out, launched, experiment.name)
-    folder = options.out or fresh_folder(PARENT, f"{experiment.name}-{run.name}")
+    folder = folder_for(options.out, f"{experiment.name}-{run.name}")
 
     def tell_resumed(completed: RunRecord | None) -> None:
         if completed is None:

@@ -18,7 +18,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, only_run
 from orchestra.experiments.file import load
-from orchestra.experiments.run import PARENT, RESOLVED, SUMMARY, fresh_folder, make_run
+from orchestra.experiments.run import RESOLVED, SUMMARY, folder_for, make_run
 from orchestra.optimizers.settings import SCHEDULES, Optimizer
 from orchestra.records.record import RunRecord, read_summary
 from orchestra.settings import Settings, write
@@ -78,7 +78,7 @@ def train(
     }
     experiment = _experiment(None, given)
     run = only_run(experiment, "ranks")
-    folder = Path(out) if out is not None else fresh_folder(PARENT, f"{experiment.name}-{run.name}")
+    folder = folder_for(out, f"{experiment.name}-{run.name}")
     return make_run(run, experiment, folder, partial(train_run, quiet=quiet))
 
 
@@ -142,8 +142,7 @@ def compare(
         experiment = _experiment(Path(task), given)
     else:
         experiment = _experiment(None, {"task": task, **given})
-    folder = None if out is None else Path(out)
-    return carry_out(experiment, folder, retry=retry, report=report, baseline=baseline, quiet=quiet)
+    return carry_out(experiment, out, retry=retry, report=report, baseline=baseline, quiet=quiet)
 
 
 @dataclass(frozen=True)
@@ -200,10 +199,7 @@ def replay(
     settings = only_run(load(source / RESOLVED), str(source / RESOLVED))
     if not settings.training.record_order:
         raise InputError(f"{source}: this run was not recorded; make one with --record-order")
-    folder = Path(out) if out is not None else fresh_folder(PARENT, f"{source.name}-replay")
-    if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder}: holds files; choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_for(out, f"{source.name}-replay", empty=True)
     from orchestra.engines.simulation.halting import STATES
     from orchestra.engines.simulation.replay import replay_run
     from orchestra.trainer.checkpoints import read_rank

@@ -29,11 +29,10 @@ from orchestra.experiments.experiment import (
     with_one_process,
 )
 from orchestra.experiments.run import (
-    PARENT,
     claim,
     clear_others,
     finished,
-    fresh_folder,
+    folder_for,
     held,
     idle_nodes,
     make_run,
@@ -82,7 +81,7 @@ class Comparison:
 
 def carry_out(
     experiment: Experiment,
-    folder: Path | None = None,
+    out: str | Path | None = None,
     *,
     retry: bool = False,
     report: bool = True,
@@ -90,10 +89,10 @@ def carry_out(
     search_seconds: float = SEARCH_SECONDS,
     quiet: bool = False,
 ) -> Comparison:
-    """Make the runs of `experiment` that are still missing in `folder`, and the report.
+    """Make the runs of `experiment` that are still missing in the folder `out`, and the report.
 
     Args:
-        folder: of the comparison; a new one in `runs` by default.
+        out: the folder of the comparison; a new one in `runs` by default.
         retry: make the failed runs again, too.
         report: write report.html.
         baseline: the label that the report's differences refer to; the report's choice if None.
@@ -102,13 +101,13 @@ def carry_out(
         quiet: no progress, no notices.
 
     Raises:
-        InputError: nothing can be run, or `folder` belongs to a different experiment or is in use.
+        InputError: nothing can be run; the folder is a different experiment's, or in use.
     """
     experiment = with_one_process(experiment)
     if baseline is not None and baseline not in experiment.strategies:
         hint = nearest(baseline, experiment.strategies)
         raise InputError(f"baseline: there is no strategy {baseline!r}; {hint}")
-    folder = folder or fresh_folder(PARENT, experiment.name)
+    folder = folder_for(out, experiment.name)
     with held(folder, experiment):
         execution = _Execution(
             experiment, folder, retry=retry, search_seconds=search_seconds, quiet=quiet

@@ -90,19 +90,40 @@ def write_failure(
     return record
 
 
+def folder_for(out: str | Path | None, name: str, *, empty: bool = False) -> Path:
+    """`out`, which with `empty` must not hold anything yet; where it is None, a new folder in
+    `runs`.
+
+    Raises:
+        InputError: it cannot be used.
+    """
+    if out is None:
+        return fresh_folder(PARENT, name)
+    folder = Path(out)
+    if not empty:
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = any(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"{out}: cannot be used: {error.strerror}") from None
+    if taken:
+        raise InputError(f"{out}: holds files; choose another --out")
+    return folder
+
+
 def fresh_folder(parent: Path, name: str) -> Path:
     """A new folder `name`-1, `name`-2, ... in `parent`, the first that does not exist."""
     for number in count(1):
         folder = parent / f"{name}-{number}"
         try:
             folder.mkdir(parents=True)
+            break
         except FileExistsError:
             if not parent.is_dir():
                 raise InputError(f"{parent}: is not a folder; choose another --out") from None
         except OSError as error:
             raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
-        else:
-            break
     return folder
 
 

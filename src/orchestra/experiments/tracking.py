@@ -1,39 +1,200 @@
 """What the ranks of a run write down goes to MLflow and Weights & Biases while they train.
 
 A thread of the launcher follows the files of the ranks. So no rank waits for a tracker, a tracker
-that fails does not end the run, and every engine can be tracked.
+that fails does not end the run, and every engine can be tracked. The libraries are imported where
+they are asked for only.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from orchestra.errors import InputError
-from orchestra.experiments.experiment import Experiment
-from orchestra.experiments.trackers import About, Figures, MLflowTracker, Tracker, WandbTracker
+from orchestra.experiments.experiment import Experiment, alone, on_ranks
+from orchestra.experiments.file import to_yaml
 from orchestra.records.live import Line, Tail
 from orchestra.records.record import RunRecord, write_atomically
 from orchestra.records.trackers import TRACKERS
 from orchestra.report.watching import PARTS, RankTrack
+from orchestra.settings.notation import Call, read
+from orchestra.settings.reading import yaml_value
 from orchestra.trainer.settings import Run
 
 TRACKING = "tracking.json"
 """In the folder of a run: its id in each tracker, and what was logged so far."""
-
 LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 120.0
 """At the end of a run, for a tracker that is slow or cannot be reached."""
 MAX_RANKS = 32
 """With charts of their own."""
-KINDS = {"mlflow": MLflowTracker, "wandb": WandbTracker}
+MAX_METRICS = 1000  # of one call of MLflow
+MAX_TEXT = 500  # of a parameter, for any store of MLflow
+STEP = "train/global_step"
+
+Figures = Mapping[str, float]
+
+
+class About:
+    """What a tracker is told of a run: its name, settings, tags and folder."""
+
+    def __init__(self, run: Run, experiment: Experiment, folder: Path) -> None:
+        self.experiment = experiment.name
+        self.name = f"{on_ranks(run)}, seed {run.seed}"
+        self.folder = folder
+        self.trial = run.judged_on == "validation"
+        self.settings = _settings_of(run, experiment)
+        self.tags = [type(run.strategy).__name__, run.training.engine]
+        if self.trial:
+            self.tags.append("tuning")
+
+
+def _settings_of(run: Run, experiment: Experiment) -> dict[str, Any]:
+    """The settings of `run` by name, as its file has them; those of the optimizer by dotted names,
+    too."""
+    settings = yaml_value(to_yaml(alone(experiment, run)))
+    assert isinstance(settings, dict)
+    del settings["name"], settings["seeds"], settings["devices"], settings["tune"]
+    (strategy,) = settings.pop("strategies").values()
+    settings |= {"label": run.name, "strategy": strategy, "seed": run.seed}
+    for key in ("optimizer", "task", "schedule"):
+        call = read(settings[key], where=key)
+        settings |= {
+            f"{key}.{name}": str(value) if isinstance(value, Call) else value
+            for name, value in call.keywords.items()
+        }
+    return settings
+
+
+class Tracker(Protocol):
+    """A run in an experiment tracker.
+
+    Attributes:
+        id: of the run there, by which it goes on when it is resumed.
+    """
+
+    id: str
+
+    def log(self, rows: Sequence[tuple[int, Figures]]) -> None:
+        """The figures of steps; steps of one figure need not come in their order."""
+
+    def finish(self, status: str, figures: Figures) -> None:
+        """The run has ended as "completed", "stopped" or "failed", with these figures."""
+
+
+class MLflowTracker:
+    """A run of MLflow; goes on with the run `known`, if given."""
+
+    def __init__(self, about: About, known: str | None) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        self._client = client = MlflowClient()
+        self._folder = about.folder
+        try:
+            if known is not None:
+                self.id = known
+                client.update_run(known, status="RUNNING")
+                return
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", about.experiment)
+            there = client.get_experiment_by_name(name)
+            experiment = there.experiment_id if there else client.create_experiment(name)
+            tags = {
+                "mlflow.source.name": "orchestra",
+                "mlflow.source.type": "LOCAL",
+                "orchestra.strategy": about.tags[0],
+                "orchestra.engine": about.tags[1],
+                "orchestra.folder": str(about.folder.absolute()),
+                **({"orchestra.tuning": "true"} if about.trial else {}),
+            }
+            run_name = os.environ.get("MLFLOW_RUN_NAME", about.name)
+            self.id = client.create_run(experiment, tags=tags, run_name=run_name).info.run_id
+            texts = {key: str(value)[:MAX_TEXT] for key, value in about.settings.items()}
+            client.log_batch(self.id, params=[Param(key, text) for key, text in texts.items()])
+        except MlflowException as error:
+            raise _refused("mlflow", error) from None
+
+    def log(self, rows: Sequence[tuple[int, Figures]]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(datetime.now().timestamp() * 1000)
+        metrics = [
+            Metric(name, value, now, step)
+            for step, figures in rows
+            for name, value in figures.items()
+        ]
+        for first in range(0, len(metrics), MAX_METRICS):
+            self._client.log_batch(self.id, metrics=metrics[first : first + MAX_METRICS])
+
+    def finish(self, status: str, figures: Figures) -> None:
+        self.log([(0, figures)])
+        for name in ("experiment.yaml", "summary.json"):
+            if (self._folder / name).exists():
+                self._client.log_artifact(self.id, str(self._folder / name))
+        states = {"completed": "FINISHED", "stopped": "KILLED"}
+        self._client.set_terminated(self.id, states.get(status, "FAILED"))
+
+
+class WandbTracker:
+    """A run of Weights & Biases; goes on with the run `known`, if given."""
+
+    def __init__(self, about: About, known: str | None) -> None:
+        import wandb
+        from wandb.errors import Error
+
+        def unless_set(variable: str, value: str) -> str | None:
+            return None if os.environ.get(variable) else value
+
+        try:
+            # It would take over what goes to the terminal, and with it the progress.
+            console = None if os.environ.get("WANDB_CONSOLE") else wandb.Settings(console="off")
+            self._run = wandb.init(
+                id=known,
+                resume="allow" if known else None,
+                project=unless_set("WANDB_PROJECT", "orchestra"),
+                name=unless_set("WANDB_NAME", about.name),
+                group=unless_set("WANDB_RUN_GROUP", about.experiment),
+                tags=about.tags,
+                config=None if known else about.settings,
+                dir=unless_set("WANDB_DIR", str(about.folder)),
+                settings=console,
+            )
+            self.id = self._run.id
+            self._run.define_metric(STEP)
+            self._run.define_metric("*", step_metric=STEP, step_sync=True)
+        except Error as error:
+            raise _refused("wandb", error) from None
+
+    def log(self, rows: Sequence[tuple[int, Figures]]) -> None:
+        for step, figures in rows:
+            self._run.log({**figures, STEP: step})
+
+    def finish(self, status: str, figures: Figures) -> None:
+        self._run.summary.update({**figures, "status": status})
+        self._run.finish(exit_code=0 if status == "completed" else 1)
+
+
+def _refused(name: str, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())
+    where = {"mlflow": "MLFLOW_TRACKING_URI", "wandb": "WANDB_MODE=offline"}[name]
+    return InputError(
+        f"{name}: {TRACKERS[name]} does not take the run: {reason}; set {where}, or {name}=false"
+    )
+
+
+KINDS: dict[str, Callable[[About, str | None], Tracker]] = {
+    "mlflow": MLflowTracker, "wandb": WandbTracker,
+}  # fmt: skip
 
 
 class Tracking:
@@ -48,9 +209,9 @@ class Tracking:
         self._samples = int(known.get("samples", -1))
         self._trackers: dict[str, Tracker] = {}
         try:
-            for name in KINDS:
+            for name, kind in KINDS.items():
                 if getattr(run.training, name):
-                    self._trackers[name] = KINDS[name](about, known.get(name))
+                    self._trackers[name] = kind(about, known.get(name))
         except InputError:
             self._end("failed", {})
             raise
@@ -73,13 +234,10 @@ class Tracking:
             return
         self._consumed += [(line["consumed"], line["step"]) for line in news[first]]
         lines = [line for line in news[first] if line["step"] > self._step]
-        if not lines:
-            return
-        for line in lines:
-            self._log(line["step"], _of_step(line))
-        self._step = lines[-1]["step"]
-        self._log(self._step, self._of_now())
-        self._flush()
+        if lines:
+            self._step = lines[-1]["step"]
+            rows = [(line["step"], _of_step(line)) for line in lines]
+            self._log([*rows, (self._step, self._of_now())])
 
     def finish(self, status: str) -> None:
         """The run has ended as "completed", "stopped" or "failed"."""
@@ -90,12 +248,13 @@ class Tracking:
             _tell(f"{names} did not take all figures within {PATIENCE_SECONDS:g} s: given up")
             return
         self.look()
+        rows = []
         for line in Tail(self._folder / "curve.jsonl").read():
             if line["samples"] > self._samples:
                 self._samples = line["samples"]
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
-                self._log(self._step_at(line["samples"]), metrics)
-        self._flush()
+                rows.append((self._step_at(line["samples"]), metrics))
+        self._log(rows)
         self._end(status, {} if self.record is None else _of_record(self.record))
 
     def _end(self, status: str, final: Figures) -> None:
@@ -135,20 +294,11 @@ class Tracking:
         place = bisect_left(self._consumed, (samples, 0))
         return self._consumed[min(place, len(self._consumed) - 1)][1] if self._consumed else 0
 
-    def _log(self, step: int, figures: dict[str, Any]) -> None:
-        finite = {
-            name: float(value)
-            for name, value in figures.items()
-            if value is not None and math.isfinite(value)
-        }
+    def _log(self, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        finite = [(step, _finite(figures)) for step, figures in rows]
         for name in list(self._trackers):
             with self._telling(name):
-                self._trackers[name].log(step, finite)
-
-    def _flush(self) -> None:
-        for name in list(self._trackers):
-            with self._telling(name):
-                self._trackers[name].flush()
+                self._trackers[name].log(finite)
         self._keep()
 
     def _keep(self) -> None:
@@ -225,6 +375,10 @@ def _of_record(record: RunRecord) -> Figures:
         "time_to_target_seconds": record.time_to_target_seconds,
         "switched_at_step": record.switched_at_step,
     }
+    return _finite(figures)
+
+
+def _finite(figures: Mapping[str, Any]) -> Figures:
     return {
         name: float(value)
         for name, value in figures.items()

@@ -10,12 +10,12 @@ docs/integrations-lightning.md says what happens to what a fit does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from orchestra.engines.processes.distribute import (
@@ -59,7 +59,6 @@ class OrchestraStrategy(ParallelStrategy):
         strategy: an object such as `AllReduce("ring")`, or its notation as text.
         seed: of the order of the samples; by default that of `lightning.seed_everything`, or 0.
         bucket_megabytes: as in `orchestra.distribute`, like all that follow.
-        overlap: exchange gradients while the backward pass goes on.
         patience: seconds without an exchange or a training step until a worker counts as hung. An
             evaluation, saving, and what is done between epochs may take longer.
         host: the local address that the other ranks are to use.
@@ -253,15 +252,9 @@ class OrchestraStrategy(ParallelStrategy):
         if self._orchestra.reads_loss and self._batches is not None:
             self._batches.report(closure_loss.item() * self._trainer.accumulate_grad_batches)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: lightning.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """After the last one of an epoch every worker's model holds the agreed parameters."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(*args, **kwargs)
         if self._trainer.is_last_batch:
             self._settle()
         if self._evaluating != self._workers:
@@ -273,9 +266,7 @@ class OrchestraStrategy(ParallelStrategy):
         self._evaluating = self._workers
         self._trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
         if self._serves:
-            if self._epoch is not None:
-                self._epoch.close()
-                self._epoch = None
+            self._leave_epoch()
             self._distributed.serve_to_the_end()
             self._trainer.should_stop = True  # the workers have come to another fit
 
@@ -293,15 +284,19 @@ class OrchestraStrategy(ParallelStrategy):
         if not over and not self._trainer.is_last_batch:
             self._distributed.agree()
             return
-        self._epoch.close()
+        self._leave_epoch()
         self._distributed.end_epoch()
-        self._epoch = None
         self._reporter.phase("paused")
+
+    def _leave_epoch(self) -> None:
+        if self._epoch is not None:
+            self._epoch.close()
+        self._epoch = None
 
     def on_train_end(self) -> None:
         if self._epoch is not None:
             self._epoch.close()
-            self._settle()
+        self._settle()
         self._epoch = None
         self._reporter.phase("paused")
 
@@ -330,21 +325,17 @@ class OrchestraStrategy(ParallelStrategy):
         self._state = self._batches.state_dict()
         return super().optimizer_state(optimizer) if self.is_global_zero else {}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """With Orchestra's state, unless only weights are saved."""
         if self._state is not None and "optimizer_states" in checkpoint:
             checkpoint[STATE] = self._state
         self._state = None
         self._reporter.phase("paused")
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
         self.on_validation_end()
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
         self._to_load = checkpoint.pop(STATE, None)
         return checkpoint
 

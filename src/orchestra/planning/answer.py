@@ -12,11 +12,16 @@ from typing import Any
 
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
-from orchestra.planning.judging import best_value, better, bottleneck, chosen
-from orchestra.planning.search import NO_TIME, Search
-from orchestra.planning.standing import Entry
+from orchestra.planning.standing import (
+    NO_TIME,
+    Entry,
+    Standing,
+    best_value,
+    bottleneck,
+    chosen,
+    penalty,
+)
 from orchestra.records.record import write_atomically
-from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
 from orchestra.settings.base import to_plain
 from orchestra.strategies.single import Single
@@ -103,7 +108,7 @@ class Plan:
         knee: the number of these beyond which more gain less than they cost.
         curves: of the candidates that were simulated furthest, with the first seed: seconds of the
             cluster and the target's metric at each snapshot.
-        left_out: what there was no time for.
+        notes: what there was no time for, and doubts about the costs.
         costs: where the durations of the simulation come from.
         folder, report: where everything lies, and the page.
         stopped: the user ended the search.
@@ -119,20 +124,23 @@ class Plan:
     scaling: Mapping[int, float]
     knee: int | None
     curves: Mapping[str, Sequence[tuple[float, float]]]
-    left_out: Sequence[str]
+    notes: Sequence[str]
     costs: str
     folder: Path
     report: Path | None = None
     stopped: bool = False
     verified: Sequence[Verified] = ()
 
+    @property
+    def places(self) -> str:
+        """What `scaling` counts."""
+        return "nodes" if any(len(row.nodes) > 1 for row in self.rows) else "ranks"
 
-def row_of(search: Search, entry: Entry) -> Row:
+
+def row_of(search: Standing, entry: Entry) -> Row:
     """What is known of a candidate."""
     candidate, training = entry.candidate, entry.candidate.run.training
     time, target = search.time(entry), search.target
-    source = search.source(entry)
-    points = next(iter(source.curves.values()), ())
     rate = training.optimizer.arguments.get("lr")
     roles = candidate.run.strategy.roles(training.ranks)
     return Row(
@@ -144,10 +152,10 @@ def row_of(search: Search, entry: Entry) -> Row:
         rate=float(rate) if isinstance(rate, int | float) else None,
         speed=entry.speed,
         seconds=time,
-        uncertainty=None if time is None else search.uncertainty(entry),
+        uncertainty=search.uncertainty(entry) if time else None,
         seeds=len(search.times(entry)),
         after=search.elapsed(entry) or None if time is None else None,
-        best=None if target is None or entry.speed is None else best_value(points, target),
+        best=best_value(search.curve(entry), target) if target and entry.speed else None,
         cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
         currency=entry.currency,
         bottleneck=bottleneck(entry.seconds),
@@ -164,7 +172,7 @@ def ranked(rows: Sequence[Row], target: Target | None) -> list[Row]:
         if row.seconds is not None:
             return 0, row.seconds
         if row.best is not None and target is not None:
-            return 1, -row.best if better(target, 1.0, 0.0) else row.best
+            return 1, penalty(target, row.best)
         return 2, -(row.speed or 0.0)
 
     return sorted(rows, key=key)
@@ -182,10 +190,9 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> str:
     """The answer in one sentence."""
     if not any(row.speed for row in rows):
-        reasons = [row.dropped for row in rows if row.dropped not in (None, NO_TIME)]
-        if not reasons:
+        reason = next((row.dropped for row in rows if row.dropped not in (None, NO_TIME)), None)
+        if reason is None:
             return "There was no time to simulate anything; give more minutes."
-        reason = reasons[0]
         return f"None of the candidates can run here; the first: {reason}."
     if target is None:
         return "There was no time to find a target; give one with --target, or more minutes."
@@ -198,21 +205,19 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
             f"None of them reaches {text} in the samples and time given; the closest is "
             f"{closest.name} with {target.metric} {closest.best:.4g}."
         )
-    single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
-    seconds = _seconds(best)
+    reaches = f"reaches {text} in {_seconds(best)}"
     if best.strategy == "Single()":
         rival = next((r for r in rows if r.seconds is not None and len(r.nodes) > 1), None)
         beside = (
             "" if rival is None else f"; the best of several is {rival.name}, {_seconds(rival)}"
         )
-        return (
-            f"One machine wins: {best.name} on {best.nodes[0]} reaches {text} in {seconds}{beside}."
-        )
+        return f"One machine wins: {best.name} on {best.nodes[0]} {reaches}{beside}."
+    single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     gain = ""
     if single is not None and single.seconds is not None:
         times = single.seconds / best.seconds
         gain = f", {times:.2f} times as fast as {single.name} ({_seconds(single)})"
-    return f"Train under {best.name}: it reaches {text} in {seconds}{gain}."
+    return f"Train under {best.name}: it {reaches}{gain}."
 
 
 def _seconds(row: Row) -> str:
@@ -277,10 +282,15 @@ def write_plan(plan: Plan, experiment: Experiment, entry: Entry | None) -> None:
         own = real_run(experiment, entry.candidate.run)
         write_atomically(plan.folder / RECOMMENDED, to_yaml(own))
     document: dict[str, Any] = to_plain(plan, finite=True)
-    document = {"schema": SCHEMA, "experiment": experiment.name, **document}
-    document["folder"] = str(plan.folder)
-    document["report"] = None if plan.report is None else str(plan.report)
+    paths = {
+        "folder": str(plan.folder),
+        "report": None if plan.report is None else str(plan.report),
+    }
+    document = {"schema": SCHEMA, "experiment": experiment.name, **document, **paths}
     write_atomically(plan.folder / RECORD, json.dumps(document, indent=1) + "\n")
+
+
+# Curves
 
 
 def to_scale(rows: Sequence[Row]) -> Row | None:
@@ -292,22 +302,24 @@ def to_scale(rows: Sequence[Row]) -> Row | None:
     return min(several, key=lambda row: row.seconds or math.inf, default=None)
 
 
-def scaling_of(search: Search, entry: Entry) -> dict[int, float]:
+def scaling_of(search: Standing, entry: Entry) -> dict[int, float]:
     """Samples/s of the strategy of `entry` by number of nodes, or of ranks on a single one; one
     process for 1."""
     chosen = entry.candidate
     found: dict[int, float] = {}
     for other in search.entries.values():
-        each = other.candidate
+        each, training = other.candidate, other.candidate.run.training
         if other.speed is None or each.batch != chosen.batch:
             continue
-        single = isinstance(each.run.strategy, Single)
-        alike = each.run.strategy == chosen.run.strategy
-        if single or (alike and each.run.training.shares == chosen.run.training.shares):
-            places = 1 if single else max(len(each.nodes), 1)
-            if not single and places == 1:
-                places = each.run.training.ranks
-            found[places] = max(found.get(places, 0.0), other.speed)
+        if isinstance(each.run.strategy, Single):
+            places = 1
+        elif (each.run.strategy, training.shares) == (
+            chosen.run.strategy, chosen.run.training.shares,
+        ):  # fmt: skip
+            places = len(each.nodes) if len(each.nodes) > 1 else training.ranks
+        else:
+            continue
+        found[places] = max(found.get(places, 0.0), other.speed)
     return dict(sorted(found.items()))
 
 
@@ -315,28 +327,21 @@ CURVES = 8
 """Candidates whose curves are in the answer."""
 
 
-def curves_of(search: Search, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+def curves_of(search: Standing, rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
     """The curves of the first of `rows`, one for those that learn alike."""
     found: dict[str, list[tuple[float, float]]] = {}
     seen = set()
-    for row in rows:
-        entry = search.entries[row.name]
-        source = search.source(entry)
-        points = next(iter(source.curves.values()), ())
-        if search.target is None or source.name in seen or not points or not entry.speed:
+    for row in rows if search.target is not None else ():
+        assert search.target is not None
+        entry, metric = search.entries[row.name], search.target.metric
+        points, learns_as = search.curve(entry), entry.candidate.learns_as
+        if learns_as in seen or not points or not entry.speed or len(found) == CURVES:
             continue
-        seen.add(source.name)
-        exact, metric = entry.candidate.exact, search.target.metric
+        seen.add(learns_as)
+        exact = entry.candidate.exact
         found[row.name] = [
             (point.samples / entry.speed if exact else point.seconds, point.metrics[metric])
             for point in points
             if metric in point.metrics
         ]
-        if len(found) == CURVES:
-            break
     return found
-
-
-def knee_of(scaling: Mapping[int, float]) -> int | None:
-    """The knee of samples/s over nodes; None where more may pay still, or nothing is known."""
-    return knee(scaling) if len(scaling) > 1 else None

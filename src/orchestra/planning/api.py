@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.engines.processes.system import now
+from orchestra.engines.run import train_run
 from orchestra.engines.simulation.cost_source import cost_source_of
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.experiments.api import notation_of
-from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.file import load
-from orchestra.experiments.run import PARENT, fresh_folder
+from orchestra.experiments.run import folder_for
 from orchestra.planning.answer import (
     RECOMMENDED,
     Plan,
+    Row,
+    Verified,
     command,
     curves_of,
     headline,
-    knee_of,
     ranked,
     recommended,
     row_of,
@@ -31,13 +33,14 @@ from orchestra.planning.answer import (
 )
 from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_counts
 from orchestra.planning.search import Budget, Search
-from orchestra.planning.standing import Length
-from orchestra.planning.verify import verify as carried_out_for_real
+from orchestra.planning.standing import Length, reached
 from orchestra.records.record import write_atomically
+from orchestra.report.collect import RunData
+from orchestra.report.figures.results import knee
 from orchestra.settings import Settings
 from orchestra.settings.reading import Entry, read_document
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import AUTO, Run
+from orchestra.trainer.settings import AUTO, Engine, Run
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Task
@@ -48,6 +51,8 @@ CALIBRATION_PART, LEAST_CALIBRATION = 0.2, 30.0
 LAST_PART = 0.08
 """Of the budget, kept for what follows the search."""
 FEWEST_SNAPSHOTS, MOST_SNAPSHOTS = 10, 40
+VERIFIED = 3
+"""Candidates that are carried out for real, where that is asked for."""
 Tell = Callable[[str, float], None]
 
 
@@ -96,8 +101,7 @@ def plan(
     from orchestra.engines.processes.display import Lines
 
     tell: Tell = (lambda what, part: None) if quiet else Lines()
-    folder = None if out is None else Path(out)
-    return carry_out(experiment, str(cluster), folder, minutes, tell, verified=verify)
+    return carry_out(experiment, str(cluster), out, minutes, tell, verified=verify)
 
 
 def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Entry]) -> Experiment:
@@ -105,23 +109,21 @@ def planned(path: Path | None, overrides: Sequence[str], given: Mapping[str, Ent
     document: Mapping[str, Entry] = {}
     if path is not None:
         document = read_document(path, needs="task", example="task: digits")
-    given = dict(given)
-    if "strategies" not in document and "strategies" not in given:
-        given["strategies"] = Entry({"one process": "Single()"}, "plan")
-    if "ranks" not in document and "ranks" not in given:
-        given["ranks"] = Entry(1, "plan")  # batch_size then is that of a step of all workers
     if path is None and "task" not in given:
         raise InputError("give an experiment file or --task; see orchestra plan --help")
-    if "seeds" not in document and "seeds" not in given:
-        given["seeds"] = Entry([0, 1, 2], "plan")
-    given["tune"] = Entry(None, "plan")  # it chooses settings itself
-    return load(path, overrides, given)
+    defaults: dict[str, object] = {"strategies": {ONE_PROCESS: "Single()"}, "seeds": [0, 1, 2]}
+    if path is None:
+        defaults["ranks"] = 1  # batch_size then is that of a step of all workers
+    defaults = {key: value for key, value in defaults.items() if key not in document}
+    own = {key: Entry(value, "plan") for key, value in defaults.items()}
+    without_tuning = {"tune": Entry(None, "plan")}  # a plan chooses settings itself
+    return load(path, overrides, {**own, **given, **without_tuning})
 
 
 def carry_out(
     experiment: Experiment,
     cluster_text: str,
-    out: Path | None,
+    out: str | Path | None,
     minutes: float,
     tell: Tell,
     *,
@@ -137,11 +139,11 @@ def carry_out(
     """
     began = now()
     if not 0 < minutes <= 100_000:
-        raise InputError(f"minutes: {minutes:g} is not above 0; give 3, or 0.5")
+        raise InputError(f"minutes: {minutes:g} is not above 0, or above 100000; give 3, or 0.5")
     cluster = load_cluster(cluster_text, where="cluster", folder=Path())
     tell("loading the task", 0.0)
     length = length_of(experiment)
-    folder = fresh_folder(PARENT, f"plan-{experiment.name}") if out is None else new_folder(out)
+    folder = folder_for(out, f"plan-{experiment.name}", empty=True)
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
     places = Places(cluster, folder / "clusters")
@@ -150,20 +152,13 @@ def carry_out(
         budget, tell, seeds=experiment.seeds,
     )  # fmt: skip
     search.run()
-    search.left_out[:0] = notes
-    rows = ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
-    if (scaled := to_scale(rows)) is not None:
+    search.notes[:0] = notes
+    if (scaled := to_scale(rows_of(search))) is not None:
         others = on_other_counts(search.entries[scaled.name].candidate, experiment, places)
         search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
     found = answered(search, cluster, costs, folder)
     if verified and not found.stopped:
-        known = {name: entry.candidate for name, entry in search.entries.items()}
-        try:
-            found = replace(
-                found, verified=carried_out_for_real(found, known, cluster, length.snapshots, tell)
-            )
-        except KeyboardInterrupt:
-            found = replace(found, stopped=True)
+        found = verify(found, search, cluster, tell)
     if report:
         from orchestra.planning.page import write_page
 
@@ -173,16 +168,15 @@ def carry_out(
     return found
 
 
-def answered(
-    search: Search,
-    cluster: Cluster,
-    costs: str,
-    folder: Path,
-) -> Plan:
+def rows_of(search: Search) -> list[Row]:
+    """What is known of each candidate, the best one first."""
+    return ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
+
+
+def answered(search: Search, cluster: Cluster, costs: str, folder: Path) -> Plan:
     """The answer with what was found so far."""
-    rows = ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
-    best = recommended(rows)
-    scaled = to_scale(rows)
+    rows = rows_of(search)
+    best, scaled = recommended(rows), to_scale(rows)
     scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
     several = len(cluster.nodes) > 1
     return Plan(
@@ -193,25 +187,47 @@ def answered(
         command=None if best is None else command(best, folder / RECOMMENDED, several),
         scaled=None if scaled is None else scaled.name,
         scaling=scaling,
-        knee=knee_of(scaling),
+        knee=knee(scaling),
         curves=curves_of(search, rows),
-        left_out=tuple(search.left_out),
+        notes=tuple(search.notes),
         costs=costs,
         folder=folder,
         stopped=search.stopped,
     )
 
 
-def new_folder(out: Path) -> Path:
-    """`out`, which must not hold anything yet."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        taken = any(out.iterdir())
-    except OSError as error:
-        raise InputError(f"{out}: cannot be used: {error.strerror}") from None
-    if taken:
-        raise InputError(f"{out}: holds files; choose another --out")
-    return out
+def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
+    """`plan` with its first candidates trained for real, one after the other.
+
+    Nodes of a `cluster` are emulated on this machine, which may refuse that; a cluster of one node
+    is taken to be this machine.
+    """
+    engine: Engine = "emulation" if len(cluster.nodes) > 1 else "processes"
+    rows = [row for row in plan.rows if row.seconds is not None][:VERIFIED]
+    found: list[Verified] = []
+    for number, row in enumerate(rows):
+        tell(f"verifying {row.name}", number / len(rows))
+        run = search.entries[row.name].candidate.run
+        training = replace(run.training, engine=engine, snapshots=search.length.snapshots)
+        if engine == "processes":
+            training = replace(training, cluster="one_host", calibration="auto")
+        folder = plan.folder / "verified" / str(number + 1)
+        measured, failure = None, None
+        assert plan.target is not None
+        assert row.seconds is not None
+        try:
+            record = train_run(replace(run, training=training), folder, quiet=True)
+            if record.status == "stopped":
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            return replace(plan, verified=found, stopped=True)
+        except (InputError, RunFailed) as error:
+            failure = str(error).splitlines()[0]
+        else:
+            at = reached(RunData(record).curve, plan.target)
+            measured = None if at is None else at.seconds
+        found.append(Verified(row.name, row.seconds, measured, engine, failure))
+    return replace(plan, verified=found)
 
 
 def length_of(experiment: Experiment) -> Length:
@@ -262,7 +278,7 @@ def calibrated(
         return experiment, source.text, list(source.doubts)
     seconds = CALIBRATION_PART * (budget.until - budget.began)
     if seconds < LEAST_CALIBRATION:
-        return experiment, source.text, ["a calibration: the time is too short for it"]
+        return experiment, source.text, ["no calibration: the time is too short for one"]
     from orchestra.bench.calibrate import Workload, calibrate
 
     whole = training.ranks * training.batch_size
@@ -273,7 +289,7 @@ def calibrated(
             [work], 0.2, lambda what, part: tell(f"calibrating: {what}", part * 0.2), seconds
         )
     except RunFailed as failure:
-        return experiment, source.text, [f"a calibration: {str(failure).splitlines()[0]}"]
+        return experiment, source.text, [f"no calibration: {str(failure).splitlines()[0]}"]
     doubts = measured.quality_of(measured.tasks[0]).doubts
     path = folder / "calibration.json"
     write_atomically(path, (measured.marked() if doubts else measured).to_json())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.file import cluster_text
 from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.errors import InputError
-from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import write_atomically
 from orchestra.settings import parse
@@ -94,14 +94,10 @@ class Candidate:
     def exact(self) -> bool:
         """Whether it learns what one process with the same batch does, but for rounding."""
         strategy = self.run.strategy
-        if isinstance(strategy, Single):
-            return True
-        if isinstance(strategy, AllReduce):
-            return strategy.compression is None and not strategy.backup
-        if isinstance(strategy, ParameterServer):
-            plain = strategy.compression is None and not strategy.backup
-            return plain and strategy.consistency == "synchronous"
-        return False
+        if isinstance(strategy, AllReduce | ParameterServer):
+            together = isinstance(strategy, AllReduce) or strategy.consistency == "synchronous"
+            return together and strategy.compression is None and not strategy.backup
+        return isinstance(strategy, Single)
 
     @property
     def learns_as(self) -> str:
@@ -113,11 +109,10 @@ class Candidate:
     @property
     def update_samples(self) -> float:
         """The least samples that any of its updates is made of."""
-        run = self.run
-        compressed = isinstance(run.strategy, AllReduce)
-        if self.exact or compressed:
+        if self.exact or isinstance(self.run.strategy, AllReduce):
             return float(samples(self))
-        return samples(self) / max(1, len(run.strategy.roles(run.training.ranks).workers))
+        workers = self.run.strategy.roles(self.run.training.ranks).workers
+        return samples(self) / max(1, len(workers))
 
 
 def samples(candidate: Candidate) -> int:
@@ -169,12 +164,15 @@ class Places:
         else:
             chosen = self.fastest[:count]
             names = [node.name for node in chosen for _ in range(max(node.devices, 1))]
-        path = self.folder / f"{count}.yaml"
+        return tuple(names), self.written(str(count), tuple(names))
+
+    def written(self, name: str, placement: Literal["spread"] | tuple[str, ...]) -> str:
+        """The path of a file of the cluster with this placement, which is written if it is new."""
+        path = self.folder / f"{name}.yaml"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            placed = replace(self.cluster, placement=tuple(names))
-            write_atomically(path, cluster_text(placed))
-        return tuple(names), str(path.absolute())
+            write_atomically(path, cluster_text(replace(self.cluster, placement=placement)))
+        return str(path.absolute())
 
 
 def candidates(experiment: Experiment, places: Places) -> list[Candidate]:
@@ -187,10 +185,13 @@ def candidates(experiment: Experiment, places: Places) -> list[Candidate]:
     counts = places.counts
     if not counts:
         return found
-    own = {label: each for label, each in experiment.strategies.items() if label not in EVERYWHERE}
-    own = {label: each for label, each in own.items() if not isinstance(each, Single)}
+    own = {
+        f"{label} of the file" if label in (*EVERYWHERE, ONE_PROCESS) else label: each
+        for label, each in experiment.strategies.items()
+        if not isinstance(each, Single)
+    }
     strategies = {**{name: strategy(text) for name, text in EVERYWHERE.items()}, **own}
-    known = {repr(candidate.run.strategy) for candidate in found}
+    known = set()
     for name, each in strategies.items():
         if repr(each) in known:
             continue
@@ -198,10 +199,9 @@ def candidates(experiment: Experiment, places: Places) -> list[Candidate]:
         for count in counts if name in ON_FEWER else counts[-1:]:
             for batch in BATCHES if name in WITH_BATCHES and count == counts[-1] else (1.0,):
                 found.extend(_one(experiment, places, name, each, count, batch))
-    if places.mixed:
-        for count in counts:
-            ring = strategies["ring"]
-            found.extend(_one(experiment, places, "ring", ring, count, 1.0, shares=MEASURED))
+    for count in counts if places.mixed else ():
+        ring = strategies["ring"]
+        found.extend(_one(experiment, places, "ring", ring, count, 1.0, shares=MEASURED))
     return by_interest(found)
 
 
@@ -212,7 +212,7 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
     places = {}
     for candidate in sorted(found, key=lambda each: (each.batch != 1, -each.run.training.ranks)):
         seen[candidate.label] = seen.get(candidate.label, 0) + 1
-        places[candidate.name] = (candidate.label != "one process", seen[candidate.label])
+        places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])
     return sorted(found, key=lambda each: places[each.name])
 
 
@@ -220,14 +220,15 @@ def on_other_counts(
     candidate: Candidate, experiment: Experiment, places: Places
 ) -> list[Candidate]:
     """The strategy of `candidate`, with its batch, on each number of nodes."""
-    run = candidate.run
-    found: list[Candidate] = []
-    for count in places.counts if candidate.label != "one process" else ():
-        shares = run.training.shares
-        found.extend(
-            _one(experiment, places, candidate.label, run.strategy, count, candidate.batch, shares)
-        )
-    return found
+    if candidate.label == ONE_PROCESS:
+        return []
+    label, each, batch = candidate.label, candidate.run.strategy, candidate.batch
+    shares = candidate.run.training.shares
+    return [
+        other
+        for count in places.counts
+        for other in _one(experiment, places, label, each, count, batch, shares)
+    ]
 
 
 def strategy(text: str) -> Strategy[Any]:
@@ -276,30 +277,18 @@ def _at_rate(training: Training, factor: float) -> Training:
 
 def _alone(experiment: Experiment, places: Places) -> Iterator[Candidate]:
     """One process on the fastest node, with each batch."""
-    node = places.fastest[0].name
-    path = places.on(1)[1] if len(places.cluster.nodes) == 1 else _whole(places)
-    for batch in BATCHES:
-        training = _training(experiment, 1, batch, path)
-        name = "one process" + _batch_text(batch)
+    node, optimizer = places.fastest[0].name, experiment.training.optimizer
+    several = len(places.cluster.nodes) > 1  # `Single` chooses the node where it is fastest
+    path = places.written("all", "spread") if several else places.on(1)[1]
+    tried = [(batch, False) for batch in BATCHES] + [(batch, True) for batch in KEPT]
+    for batch, kept in tried:
+        training, rate = _training(experiment, 1, batch, path), 1.0
+        if kept:
+            training = training.with_setting("optimizer", optimizer)
+            rate = 1 / scaled_rate(optimizer, batch)
+        name = ONE_PROCESS + _batch_text(batch) + ", rate kept" * kept
         run = Run(name, experiment.task, Single(), experiment.seeds[0], training)
-        yield Candidate(name, run, (node,), "one process", batch)
-    for batch in KEPT:
-        training = _training(experiment, 1, batch, path)
-        optimizer = experiment.training.optimizer
-        training = training.with_setting("optimizer", optimizer)
-        name = f"one process{_batch_text(batch)}, rate kept"
-        run = Run(name, experiment.task, Single(), experiment.seeds[0], training)
-        rate = 1 / scaled_rate(optimizer, batch)
-        yield Candidate(name, run, (node,), "one process", batch, rate)
-
-
-def _whole(places: Places) -> str:
-    """Write the cluster as it is; `Single` chooses the node where it is fastest."""
-    path = places.folder / "all.yaml"
-    places.folder.mkdir(parents=True, exist_ok=True)
-    free = replace(places.cluster, placement="spread")
-    write_atomically(path, cluster_text(free))
-    return str(path.absolute())
+        yield Candidate(name, run, (node,), ONE_PROCESS, batch, rate)
 
 
 def _one(
@@ -315,13 +304,13 @@ def _one(
     try:
         if each.refusal(len(names)) is not None:
             return
+        several = len(places.cluster.nodes) > 1
+        on = f" on {count} {'nodes' if several else 'ranks'}"
+        name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
         training = _training(experiment, len(names), batch, path, shares)
+        run = Run(name, experiment.task, each, experiment.seeds[0], training)
     except InputError:
         return
-    several = len(places.cluster.nodes) > 1
-    on = f" on {count} {'nodes' if several else 'ranks'}"
-    name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
-    run = Run(name, experiment.task, each, experiment.seeds[0], training)
     yield Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)
 
 
@@ -346,6 +335,7 @@ def _training(
         shares=shares,
         accumulation=1,
         engine="simulation",
+        tensors="real",
         cluster=cluster,
         checkpoint_every=None,
         trace_steps=0,

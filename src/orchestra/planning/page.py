@@ -9,6 +9,7 @@ import altair as alt
 
 from orchestra.errors import InputError
 from orchestra.planning.answer import Plan, Row, target_text, time_text
+from orchestra.planning.standing import bound
 from orchestra.records.record import write_atomically
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, Figure, Look, figure, layer, tips
@@ -29,19 +30,16 @@ def write_page(plan: Plan, title: str) -> Path:
         raise InputError(f"{plan.folder}: cannot be used: {error.strerror}") from None
     for each in figures:
         frame.save(each, plan.folder / "figures")
-    text = (
-        templates()
-        .get_template("plan.html")
-        .render(
-            title=title,
-            plan=plan,
-            target=None if plan.target is None else target_text(plan.target),
-            currency=next((row.currency for row in plan.rows if row.cost is not None), None),
-            times={row.name: time_text(row) for row in plan.rows},
-            figures=figures,
-            specs={each.name: frame.for_page(each.spec) for each in figures},
-            library=library(),
-        )
+    template = templates().get_template("plan.html")
+    text = template.render(
+        title=title,
+        plan=plan,
+        target=None if plan.target is None else target_text(plan.target),
+        currency=next((row.currency for row in plan.rows if row.cost is not None), None),
+        times={row.name: time_text(row) for row in plan.rows},
+        figures=figures,
+        specs={each.name: frame.for_page(each.spec) for each in figures},
+        library=library(),
     )
     write_atomically(plan.folder / PAGE, text)
     return plan.folder / PAGE
@@ -103,18 +101,19 @@ def _scaling(plan: Plan) -> Figure:
     values = [
         {"strategy": name, "nodes": nodes, "value": speed} for nodes, speed in plan.scaling.items()
     ]
-    x = alt.X("nodes:Q", title="nodes", axis=alt.Axis(tickMinStep=1, grid=False))
+    x = alt.X("nodes:Q", title=plan.places, axis=alt.Axis(tickMinStep=1, grid=False))
     y = alt.Y("value:Q", title="samples/s", scale=alt.Scale(zero=True))
     look = Look(_styles([name]), legend=False)
-    tooltip = tips("nodes:Q", ("value:Q", "samples/s", ",.4~g"))
+    tooltip = tips(("nodes:Q", plan.places, "d"), ("value:Q", "samples/s", ",.4~g"))
     knees = [value for value in values if value["nodes"] == plan.knee]
     layers = [
         layer(values, "line", x, y, look.colour),
         layer(values, "point", x, y, look.colour, tooltip, filled=True, size=55, opacity=1),
         layer(knees, "point", x, y, look.colour, size=190, filled=False, strokeWidth=2, opacity=1),
     ]
-    ring = " The ring is the knee, where speed squared over nodes is largest." if knees else ""
-    caption = f"{name}: samples/s on the fastest nodes, one process for 1.{ring}"
+    ring = f" The ring is the knee, where speed squared over {plan.places} is largest."
+    on = "the fastest nodes" if plan.places == "nodes" else "one node"
+    caption = f"{name}: samples/s on {on}, one process for 1.{ring * bool(knees)}"
     return figure("scaling", "Scaling", caption, "scaling", layers)
 
 
@@ -129,12 +128,12 @@ def _curves(plan: Plan) -> Figure:
     ]
     look = Look(_styles(list(plan.curves)))
     x, y = frame.along("seconds"), frame.value_axis(metric)
-    bound = plan.target.at_least if plan.target.at_least is not None else plan.target.at_most
+    aim = [{"target": bound(plan.target)}]
     tooltip = tips("strategy:N", ("seconds:Q", "seconds", ".4~g"), ("value:Q", metric, ".4~g"))
     layers = [
         frame.zoomable(layer(values, "line", x, y, look.colour, look.dash, strokeWidth=2)),
         layer(values, "point", x, y, look.colour, look.shape, tooltip, filled=True, size=30),
-        layer([{"target": bound}], "rule", alt.Y("target:Q"), color=frame.FAINT, strokeDash=[3, 3]),
+        layer(aim, "rule", alt.Y("target:Q"), color=frame.FAINT, strokeDash=[3, 3]),
     ]
     caption = (
         f"The {metric} of the candidates that went furthest, with the first seed, over seconds of "

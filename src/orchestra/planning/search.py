@@ -11,39 +11,48 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from typing import cast
 
+from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import now
-from orchestra.engines.simulation.trials import Tried
-from orchestra.planning.candidates import Candidate, samples, with_rates
-from orchestra.planning.judging import (
-    best_value,
-    better,
-    cannot_win,
-    halved,
+from orchestra.engines.simulation.training import assigned
+from orchestra.engines.simulation.trials import Trial, Trials, Tried, try_all
+from orchestra.errors import InputError, RunFailed
+from orchestra.experiments.experiment import ONE_PROCESS
+from orchestra.planning.candidates import Candidate, with_rates
+from orchestra.planning.standing import (
+    CUT_OFF,
+    MISSED,
+    NO_TIME,
+    RUNGS,
+    Entry,
+    Length,
+    Standing,
     reached,
     value_at,
 )
-from orchestra.planning.simulating import Job, Simulator, processes, short
-from orchestra.planning.standing import MISSED, Entry, Length, Standing
 from orchestra.records.record import RunRecord
-from orchestra.report.numbers import count, significant, some
-from orchestra.strategies.single import Single
+from orchestra.report.numbers import count
+from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.trainer.settings import Run, Target
+from orchestra.worker.threads import usable_cores
 
 PARTS = (0.25, 0.5, 1.0)
 """Of all samples, after which the reference is asked whether it has reached the target."""
-RUNGS = (0.35, 0.65, 1.0)
-"""Parts of the best known time to target after which the race is halved."""
-FEWEST_RACING, FINALISTS = 4, 3
-"""Who goes on to the next rung in any case, and is trained with further seeds."""
+FINALISTS = 3
+"""Who is trained with further seeds."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
 """Of the budget, when the speeds have to be known, the reference be over, and late speeds known."""
-CONFIRMED_STEPS = 100
-NO_TIME = "left out: there was no time to find its speed"
-CUT_OFF = "left out: there was no time for the race"
+SPEED_STEPS, RANK_STEPS, FEWEST_STEPS, CONFIRMED_STEPS = 20, 4000, 8, 100
+"""Of a simulation for a speed: steps, those of all ranks together, the fewest, and those of the
+first ones."""
+PATIENCE = 3600.0
+MOST_PROCESSES = 8
 ANYWHERE = "one_host(cores=1)"
 """Where one process learns for all that learn the same."""
+
+Job = tuple[Entry, Run, Path, float]
+"""A run of a candidate, its folder, and the part of its samples after which it is stopped."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Search(Standing):
 
     Attributes:
         stopped: the user ended it.
-        left_out: what there was no time for.
+        notes: what there was no time for.
     """
 
     def __init__(
@@ -84,35 +93,31 @@ class Search(Standing):
     ) -> None:
         super().__init__(candidates, target, length, seeds)
         self.stopped = False
-        self.left_out: list[str] = []
+        self.notes: list[str] = []
         self._folder, self._budget, self._tell = folder, budget, tell
-        self._simulator = Simulator(self._tell_part)
         self._what = ""
 
     def run(self) -> None:
         """All stages, until the budget is used up or Ctrl-C."""
+        stages = (
+            self._speeds, self._reference, self._race, self._late_ones, self._confirm,
+            self._more_seeds,
+        )  # fmt: skip
         try:
-            for stage in (
-                self._speeds,
-                self._reference,
-                self._race,
-                self._late_ones,
-                self._confirm,
-                self._more_seeds,
-            ):
+            for stage in stages:
                 if not self.stopped:
                     stage()
         except KeyboardInterrupt:
             self.stopped = True
         if self.stopped:
-            self.left_out.append("the search was stopped before its end")
+            self.notes.append("the search was stopped before its end")
 
     # The stages
 
     def _speeds(self) -> None:
         """Samples/s of all candidates, from a few steps without values."""
         self._find_speeds(list(self.entries.values()), self._budget.part(SPEED_PART))
-        self._drop_slower_twins()
+        self.drop_slower_twins()
         self._add_rates()
 
     def _late_ones(self) -> None:
@@ -122,12 +127,16 @@ class Search(Standing):
             for entry in late:
                 entry.dropped = None
             self._find_speeds(late, self._budget.part(LATE_PART))
-            self._drop_slower_twins()
+            self.drop_slower_twins()
             if any(entry.dropped is None for entry in late):
                 self._race()
-        unknown = [entry.name for entry in late if entry.dropped == NO_TIME]
-        if unknown:
-            self.left_out.append(f"the speed of {len(unknown)} candidates: {some(unknown)}")
+        self._note_dropped(NO_TIME, "the speed", late)
+
+    def _note_dropped(self, reason: str, what: str, entries: Sequence[Entry]) -> None:
+        """Note for how many of `entries` there was no time."""
+        if names := [entry.name for entry in entries if entry.dropped == reason]:
+            example = f"of {names[0]}" if len(names) == 1 else f"of {len(names)} candidates"
+            self.notes.append(f"no time for {what} {example}")
 
     def add_speeds(self, candidates: Sequence[Candidate], until: float) -> None:
         """Find the speeds of further candidates, which are not raced, until a moment."""
@@ -144,11 +153,11 @@ class Search(Standing):
         self._what = f"speeds of {count('candidate', len(entries))}, from shapes"
         self._tell_part()
         with tempfile.TemporaryDirectory(prefix="orchestra-plan-") as place:
-            trials = [
+            jobs: list[Job] = [
                 (entry, short(entry.candidate.run, steps), Path(place) / str(number), 1.0)
                 for number, entry in enumerate(entries)
             ]
-            found = self._try(trials, until)
+            found = self._try(jobs, until)
         for entry, tried in found:
             self._take_speed(entry, tried)
 
@@ -162,59 +171,34 @@ class Search(Standing):
             entry.speed, entry.seconds = record.samples_per_second, dict(record.seconds)
             entry.cost_rate, entry.currency = _cost_rate(record), record.currency
 
-    def _drop_slower_twins(self) -> None:
-        """Of those that learn the same only the fastest stays."""
-        groups: dict[str, list[Entry]] = {}
-        for entry in self.entries.values():
-            if entry.speed is not None:
-                groups.setdefault(entry.candidate.learns_as, []).append(entry)
-        for group in groups.values():
-            first = max(group, key=lambda entry: entry.speed or 0.0)
-            for entry in group:
-                if entry is not first and entry.dropped is None:
-                    ratio = (first.speed or 0.0) / (entry.speed or math.inf)
-                    entry.dropped = (
-                        f"learns the same as {first.name} from each sample, which has "
-                        f"{significant(ratio)} times the samples/s"
-                    )
-
     def _add_rates(self) -> None:
         """The fastest exact candidate with the experiment's batch gets others' learning rates."""
-        for entry in self.alive:
-            each = entry.candidate
-            if not each.exact or each.batch != 1:
-                continue
-            single = next(
-                e for e in self.entries.values() if e.candidate.learns_as == each.learns_as
-                and isinstance(e.candidate.run.strategy, Single)
-            )  # fmt: skip
-            for base in dict.fromkeys((entry.name, single.name)):
-                known = self.entries[base]
-                for other in with_rates(known.candidate):
-                    fresh = replace(known, candidate=other, curves={}, rungs=[])
-                    if base != entry.name:
-                        fresh.dropped = "stands for what others learn"
-                    self.entries[other.name] = fresh
+        exact = (each for each in self.alive if each.candidate.exact and each.candidate.batch == 1)
+        if (entry := next(exact, None)) is None:
             return
+        single = self.source(entry)
+        for known in [entry] if entry is single else [entry, single]:
+            for other in with_rates(known.candidate):
+                fresh = replace(known, candidate=other, curves={}, rungs=[])
+                if known is not entry:
+                    fresh.dropped = "stands for what others learn"
+                self.entries[other.name] = fresh
 
     def _reference(self) -> None:
         """What one process learns with the experiment's batch, until it reaches the target."""
-        entry = next(
-            e for e in self.entries.values()
-            if isinstance(e.candidate.run.strategy, Single) and e.candidate.batch == 1
-            and e.candidate.rate == 1
-        )  # fmt: skip
+        entry = self.entries[ONE_PROCESS]
         if not self.alive:
             return
-        seeds = self.seeds[: max(1, min(processes(), len(self.seeds)))]
+        seeds = self.seeds[: processes()]
+        deadline = self._budget.part(REFERENCE_PART)
         for part in PARTS:
             self._what = f"what one process learns in {part:.0%} of the samples"
-            self._learn([(entry, seed, part) for seed in seeds], self._budget.part(REFERENCE_PART))
+            self._learn([(entry, seed, part) for seed in seeds], deadline)
             target = self._target_of(entry)
             if target and all(reached(entry.curves.get(seed, ()), target) for seed in seeds):
                 return
-            if self.stopped or now() > self._budget.part(REFERENCE_PART):
-                self.left_out.append("the reference did not come to its end in its part of time")
+            if self.stopped or now() > deadline:
+                self.notes.append("no time to train one process to the target")
                 return
 
     def _target_of(self, entry: Entry) -> Target | None:
@@ -230,14 +214,13 @@ class Search(Standing):
         """All that may still win, in rungs: after each, the better half goes on."""
         if self.target is None:
             return
-        self._drop_by_bound()
-        racing = self.alive
-        horizon = self._horizon()
+        self.drop_by_bound()
+        racing, horizon = self.alive, self.horizon()
         for number, part in enumerate(RUNGS, 1):
             racing = [entry for entry in racing if entry.dropped is None]
             if self.stopped or now() > self._budget.until or not racing:
                 break
-            self._what = f"rung {number} of {len(RUNGS)}: {len(racing)} candidates"
+            self._what = f"rung {number} of {len(RUNGS)}: {count('candidate', len(racing))}"
             wanted = []
             for entry in racing:
                 share = min(1.0, part * horizon * (entry.speed or 0.0) / self.length.samples)
@@ -245,115 +228,35 @@ class Search(Standing):
                 if source.done < share and not self.times(entry):
                     wanted.append((source, self.seeds[0], share))
             self._learn(wanted, self._budget.until)
-            self._judge(racing, number, part * horizon)
-            horizon = min(horizon, self._horizon())
+            self.judge(racing, number, part * horizon, late=now() > self._budget.until)
+            self._note_dropped(CUT_OFF, f"rung {number}", racing)
+            horizon = min(horizon, self.horizon())
 
-    def _horizon(self) -> float:
-        """Virtual seconds after which nobody can win any more; without a time to target those of
-        the fastest candidate for all samples."""
-        best = self.best()
-        time = None if best is None else self.time(best)
-        if time is not None:
-            return time * 1.02
-        seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
-        return max(seconds, default=0.0)
-
-    def _drop_by_bound(self) -> None:
-        best = self.best()
-        time = None if best is None else self.time(best)
-        if best is None or time is None:
-            return
-        needed = fmean(each.samples for each in self.times(best).values())
-        for entry in self.alive:
-            each = entry.candidate
-            if entry is best or not entry.speed or self.times(entry):
-                continue
-            least = cannot_win(
-                needed, samples(best.candidate), each.update_samples, entry.speed, time
-            )
-            if least is not None:
-                entry.dropped = (
-                    f"cannot win: {least:.3g} s at least, even if each of its updates were worth "
-                    f"one of {best.name} ({time:.3g} s)"
-                )
-
-    def _judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
-        """After a rung: drop who cannot win any more, then the worse half."""
-        best = self.best()
-        limit = None if best is None else self.time(best)
-        scores = {}
-        for entry in racing:
-            if entry.dropped is None:
-                scores[entry.name] = self._score(entry, seconds)
-                entry.dropped = self._reason(entry, number, limit)
-        missed = [name for name in scores if self.entries[name].dropped == CUT_OFF]
-        if missed:
-            self.left_out.append(f"rung {number} of {some(missed)}")
-        if number < len(RUNGS):
-            going = {name: it for name, it in scores.items() if self.entries[name].dropped is None}
-            _, out = halved(going, FEWEST_RACING)
-            for name in out:
-                entry = self.entries[name]
-                entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
-
-    def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
-        """Smaller is better: the time to the target, else the metric after so many seconds, which
-        is also written down."""
-        assert self.target is not None
-        time = self.time(entry)
-        points = self.source(entry).curves.get(self.seeds[0], ())
-        value = value_at(points, self.target.metric, seconds * (entry.speed or 0.0))
-        text = f"{self.target.metric} {_text(value)} after {seconds:.3g} s"
-        text = text if time is None else f"target after {time:.3g} s"
-        entry.rungs += [text] * (text not in entry.rungs)
-        if time is not None:
-            return time, 0.0
-        rising = better(self.target, 1.0, 0.0)
-        return math.inf, math.inf if value is None else -value if rising else value
-
-    def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
-        """Why `entry` is out after a rung; None if it may still win in time `limit`."""
-        assert self.target is not None
-        if self.time(entry) is not None:
-            return None
-        source = self.source(entry)
-        if now() > self._budget.until or not source.done:
-            return CUT_OFF
-        elapsed = self.elapsed(entry)
-        if limit is None or (number < len(RUNGS) and elapsed < limit):
-            return None
-        value = best_value(source.curves.get(self.seeds[0], ()), self.target)
-        return (
-            f"rung {number}: {self.target.metric} {_text(value)} after {elapsed:.3g} s, when the "
-            "first had reached the target"
-        )
+    def _finalists(self) -> list[Entry]:
+        return [entry for entry in self.ranking() if entry.dropped is None][:FINALISTS]
 
     def _confirm(self) -> None:
         """The speeds of the first ones again, over more steps: those of a few depend on chance."""
-        ranked = sorted((t, each.name) for each in self.alive if (t := self.time(each)) is not None)
-        first = [self.entries[name] for _, name in ranked[:FINALISTS]]
-        exact = [entry for entry in first if entry.candidate.exact]
+        exact = [entry for entry in self._finalists() if entry.candidate.exact]
         if exact and now() < self._budget.part(0.9):
             self._find_speeds(exact, self._budget.part(0.95), CONFIRMED_STEPS)
 
     def _more_seeds(self) -> None:
         """The first ones again with further seeds, as far as the time goes."""
-        ranked = sorted(
-            (time, entry.name) for entry in self.alive if (time := self.time(entry)) is not None
-        )
+        sources = [self.source(entry) for entry in self._finalists()]
         for seed in self.seeds[1:]:
-            wanted = []
-            for _, name in ranked[:FINALISTS]:
-                source = self.source(self.entries[name])
-                if seed not in source.curves:
-                    wanted.append((source, seed, min(1.0, source.done * MISSED)))
+            wanted = [
+                (source, seed, min(1.0, source.done * MISSED))
+                for source in sources
+                if seed not in source.curves
+            ]
             if not wanted or self.stopped:
                 continue
             longest = max(source.wall for source, *_ in wanted)
             if now() + longest * math.ceil(len(wanted) / processes()) > self._budget.until:
-                self.left_out.append(f"seed {seed} of the first ones: no time")
+                self.notes.append(f"no time for seed {seed}, nor for further ones")
                 break
-            self._what = f"seed {seed} of {len(wanted)} candidates"
+            self._what = f"seed {seed} of {count('candidate', len(wanted))}"
             self._learn(wanted, self._budget.until)
 
     # Simulations
@@ -374,7 +277,8 @@ class Search(Standing):
         for (entry, run, _, part), (_, tried) in zip(jobs.values(), found, strict=True):
             entry.wall += tried.seconds
             if tried.failure is not None:
-                self._failed(entry, tried.failure)
+                for alike in self.alike(entry):
+                    alike.dropped = alike.dropped or f"failed: {tried.failure}"
             elif tried.record is not None:
                 whole = tried.record.status == "completed"
                 if run.seed == self.seeds[0]:
@@ -383,17 +287,41 @@ class Search(Standing):
                 if tried.points:
                     entry.curves[run.seed] = tried.points
 
-    def _failed(self, source: Entry, failure: str) -> None:
-        """A run failed, and with it all that learn as it does."""
-        for entry in self.entries.values():
-            if entry.candidate.learns_as == source.candidate.learns_as and entry.dropped is None:
-                entry.dropped = f"failed: {failure}"
-
     def _try(self, jobs: Sequence[Job], deadline: float) -> list[tuple[Entry, Tried]]:
         """What became of each job; those for which there was no time have no record."""
-        found = self._simulator.carry_out(jobs, deadline)
-        self.stopped = self.stopped or self._simulator.stopped
-        return found
+        found: dict[int, Tried] = {}
+        trials: dict[int, Trial] = {}
+        for place, (_, run, folder, part) in enumerate(jobs):
+            try:
+                trials[place] = Trial(assigned(run, folder), part)
+            except InputError as error:
+                found[place] = Tried(failure=str(error))
+        places = list(trials)
+        if places and now() < deadline and not self.stopped:
+            for number, tried in self._launched(list(trials.values()), deadline):
+                found[places[number]] = tried
+        return [(entry, found.get(place, Tried())) for place, (entry, *_) in enumerate(jobs)]
+
+    def _launched(self, trials: Sequence[Trial], deadline: float) -> list[tuple[int, Tried]]:
+        """Carry out the trials, shared out among processes; alone, if one took all with it."""
+        ranks = min(processes(), len(trials))
+        threads = max(1, len(usable_cores()) // (2 * ranks))  # others are at work, too
+        work = Trials(trials, deadline, threads)
+        try:
+            launched = launch(
+                try_all, work, ranks, patience=PATIENCE, on_event=lambda _: self._tell_part()
+            )
+        except RunFailed as failure:
+            if len(trials) == 1:
+                return [(0, Tried(failure=str(failure).splitlines()[0]))]
+            return [
+                (place, tried)
+                for place, trial in enumerate(trials)
+                for _, tried in self._launched([trial], deadline)
+            ]
+        self.stopped = self.stopped or launched.stopped
+        lists = cast("tuple[list[tuple[int, Tried]] | None, ...]", launched.results)
+        return [each for own in lists if own is not None for each in own]
 
     def _tell_part(self) -> None:
         used = (now() - self._budget.began) / (self._budget.until - self._budget.began)
@@ -410,5 +338,20 @@ def _folder_name(name: str) -> str:
     return name.replace(os.sep, "-").replace("%", "percent")
 
 
-def _text(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.4g}"
+def processes() -> int:
+    """How many simulations go on at the same time, at most."""
+    return max(1, min(len(usable_cores()), MOST_PROCESSES))
+
+
+def short(run: Run, steps: int = 0) -> Run:
+    """A few steps of `run`, or so many, without values where its strategy does without them."""
+    training = run.training
+    steps = steps or max(FEWEST_STEPS, min(SPEED_STEPS, RANK_STEPS // training.ranks))
+    if isinstance(run.strategy, LocalSGD) and run.strategy.every is not None:
+        steps = 2 * run.strategy.every
+    training = replace(training, epochs=None, steps=steps, target=None, snapshots=0)
+    try:
+        without = replace(training, tensors="shapes", clip_norm=None)
+        return replace(run, training=without)
+    except InputError:  # a pipeline, or a switch that goes by losses
+        return replace(run, training=training)

@@ -1,19 +1,142 @@
-"""What a plan knows of its candidates: speeds, curves, and the times that follow from them."""
+"""What a plan knows of its candidates: speeds, curves, the times that follow, and who is out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, stdev
 
-from orchestra.planning.candidates import Candidate
-from orchestra.planning.judging import Reached, reached
+from orchestra.planning.candidates import Candidate, samples
 from orchestra.records.report import Point
+from orchestra.report.numbers import significant
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import Target
 
 MISSED = 1.5
 """A seed has missed the target after so many times the samples that others needed."""
+SPARED = 0.02
+"""Candidates whose times differ by less are taken to be equally fast; fewer nodes decide."""
+RUNGS = (0.35, 0.65, 1.0)
+"""Parts of the best known time to target after which the race is halved."""
+FEWEST_RACING = 4
+"""Who goes on to the next rung in any case."""
+NO_TIME = "left out: there was no time to find its speed"
+CUT_OFF = "left out: there was no time for the race"
+
+# Decisions on plain figures
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A target was reached after so many samples and seconds, each known to its spacing."""
+
+    samples: float
+    seconds: float
+    spacing: float
+
+
+def reached(points: Sequence[Point], target: Target) -> Reached | None:
+    """When the curve first crosses the target: a straight line between two snapshots.
+
+    None where no snapshot reaches it. `spacing` are the seconds between the two.
+    """
+    before: Point | None = None
+    for point in points:
+        value = point.metrics.get(target.metric)
+        if value is not None and target.reached(value):
+            if before is None:
+                return Reached(point.samples, point.seconds, point.seconds)
+            first = before.metrics[target.metric]
+            part = (bound(target) - first) / (value - first)
+            return Reached(
+                before.samples + part * (point.samples - before.samples),
+                before.seconds + part * (point.seconds - before.seconds),
+                point.seconds - before.seconds,
+            )
+        if value is not None:
+            before = point
+    return None
+
+
+def bound(target: Target) -> float:
+    """What the metric has to reach, from below or from above."""
+    value = target.at_least if target.at_least is not None else target.at_most
+    assert value is not None
+    return value
+
+
+def penalty(target: Target, value: float) -> float:
+    """Of a value of the target's metric: smaller is better."""
+    return -value if target.at_least is not None else value
+
+
+def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
+    """The metric after so many samples, on a straight line between the snapshots around; the last
+    one's beyond them, the first one's before them. None without any."""
+    known = [(point.samples, point.metrics[metric]) for point in points if metric in point.metrics]
+    if not known:
+        return None
+    if samples <= known[0][0]:
+        return known[0][1]
+    for (first, low), (second, high) in pairwise(known):
+        if samples <= second:
+            return low + (high - low) * (samples - first) / (second - first)
+    return known[-1][1]
+
+
+def best_value(points: Sequence[Point], target: Target) -> float | None:
+    """The best that the target's metric was at any snapshot."""
+    values = (p.metrics[target.metric] for p in points if target.metric in p.metrics)
+    return min(values, key=lambda value: penalty(target, value), default=None)
+
+
+def cannot_win(
+    samples: float, batch: float, update: float, speed: float, best: float
+) -> float | None:
+    """The seconds that a candidate needs at least, if these are not below the `best`; else None.
+
+    At best one of its updates, of `update` samples, is worth as much as one of a step of `batch`
+    samples, of which one process needs `samples` in all. At `speed` samples/s that takes
+    samples x update / batch / speed.
+    """
+    least = samples * min(1.0, update / batch) / speed
+    return least if least >= 0.999 * best else None
+
+
+def halved(scores: Mapping[str, tuple[float, float]], least: int) -> tuple[list[str], list[str]]:
+    """Who goes on to the next rung, and who does not: the better half, and at least `least`.
+
+    Args:
+        scores: of each name, smaller is better; of equal ones the first stays.
+    """
+    order = sorted(scores, key=lambda name: scores[name])
+    keep = max(least, (len(order) + 1) // 2)
+    return order[:keep], order[keep:]
+
+
+def chosen(times: Mapping[str, float], nodes: Mapping[str, int]) -> str:
+    """The name with the shortest time; of those within `SPARED` of it one with the fewest nodes."""
+    limit = min(times.values()) * (1 + SPARED)
+    near = [name for name in times if times[name] <= limit]
+    return min(near, key=lambda name: (nodes[name], times[name]))
+
+
+def bottleneck(seconds: Mapping[str, float]) -> str:
+    """What most of a worker's time goes into: "computing", "messages" or "waiting", with its part.
+
+    `seconds` are those of a record: compute, communicate and wait, of a worker in the mean.
+    """
+    words = {"compute": "computing", "communicate": "messages", "wait": "waiting"}
+    whole = sum(seconds.get(part, 0.0) for part in words)
+    if not whole:
+        return "not known"
+    most = max(words, key=lambda part: seconds.get(part, 0.0))
+    return f"{words[most]} {100 * seconds[most] / whole:.0f} %"
+
+
+# The candidates
 
 
 @dataclass
@@ -83,31 +206,27 @@ class Standing:
         """The entry whose runs say what `entry` learns: its own, or that of one process."""
         if not entry.candidate.exact:
             return entry
+        alike = self.alike(entry)
+        return next(each for each in alike if isinstance(each.candidate.run.strategy, Single))
+
+    def alike(self, entry: Entry) -> Iterable[Entry]:
+        """All that learn the same as `entry` from each sample, and itself."""
         key = entry.candidate.learns_as
-        return next(
-            other
-            for other in self.entries.values()
-            if other.candidate.learns_as == key and isinstance(other.candidate.run.strategy, Single)
-        )
+        return (each for each in self.entries.values() if each.candidate.learns_as == key)
 
     def times(self, entry: Entry) -> dict[int, Reached]:
         """By seed, when `entry` reached the target."""
         if self.target is None or entry.speed is None:
             return {}
-        source, found = self.source(entry), {}
-        for seed, points in source.curves.items():
+        found = {}
+        for seed, points in self.source(entry).curves.items():
             at = reached(points, self.target)
+            if at is not None and entry.candidate.exact:  # the samples of its source, at its speed
+                seconds = at.samples / entry.speed
+                at = Reached(at.samples, seconds, at.spacing * seconds / max(at.seconds, 1e-12))
             if at is not None:
-                found[seed] = self._at_speed(at, entry, source)
+                found[seed] = at
         return found
-
-    def _at_speed(self, at: Reached, entry: Entry, source: Entry) -> Reached:
-        """What `source` reached in the seconds of `entry`, which learns the same."""
-        if not entry.candidate.exact:
-            return at
-        assert entry.speed is not None
-        seconds = at.samples / entry.speed
-        return Reached(at.samples, seconds, at.spacing * seconds / max(at.seconds, 1e-12))
 
     def time(self, entry: Entry) -> float | None:
         """Seconds to the target, the mean over the seeds; None where one missed it, though it went
@@ -132,15 +251,110 @@ class Standing:
         spread = stdev(each.seconds for each in times) if len(times) > 1 else 0.0
         return max(spread, fmean(each.spacing for each in times) / 2)
 
-    def best(self) -> Entry | None:
-        """The first to reach the target of all."""
+    def ranking(self) -> list[Entry]:
+        """Those that reach the target, the soonest first; those that are out, too."""
         known = [(time, each) for each in self.entries.values() if (time := self.time(each))]
-        return min(known, key=lambda pair: pair[0])[1] if known else None
+        return [entry for _, entry in sorted(known, key=lambda pair: pair[0])]
+
+    def best(self) -> tuple[Entry, float] | None:
+        """The first to reach the target of all, and its seconds."""
+        ranking = self.ranking()
+        return (ranking[0], self.time(ranking[0]) or 0.0) if ranking else None
+
+    def curve(self, entry: Entry) -> Sequence[Point]:
+        """The snapshots that say what `entry` learns, with the first seed."""
+        return self.source(entry).curves.get(self.seeds[0], ())
 
     def elapsed(self, entry: Entry) -> float:
         """Virtual seconds of `entry` up to where its runs went."""
-        source = self.source(entry)
-        points = source.curves.get(self.seeds[0], ())
+        points = self.curve(entry)
         if not points or entry.speed is None:
             return 0.0
         return points[-1].samples / entry.speed if entry.candidate.exact else points[-1].seconds
+
+    def horizon(self) -> float:
+        """Virtual seconds after which nobody can win any more; without a time to target those of
+        the slowest candidate for all samples."""
+        if best := self.best():
+            return best[1] * 1.02
+        seconds = (self.length.samples / entry.speed for entry in self.alive if entry.speed)
+        return max(seconds, default=0.0)
+
+    # Who is out
+
+    def drop_slower_twins(self) -> None:
+        """Of those that learn the same only the fastest stays."""
+        for entry in self.alive:
+            first = max(self.alike(entry), key=lambda each: each.speed or 0.0)
+            if entry is not first and entry.speed and first.speed:
+                entry.dropped = (
+                    f"learns the same as {first.name} from each sample, which has "
+                    f"{significant(first.speed / entry.speed)} times the samples/s"
+                )
+
+    def drop_by_bound(self) -> None:
+        """Drop who cannot be the first, however much its updates are worth."""
+        if (found := self.best()) is None:
+            return
+        best, time = found
+        needed = fmean(each.samples for each in self.times(best).values())
+        batch = samples(best.candidate)
+        for entry in self.alive:
+            if entry is best or not entry.speed or self.times(entry):
+                continue
+            update = entry.candidate.update_samples
+            least = cannot_win(needed, batch, update, entry.speed, time)
+            if least is not None:
+                entry.dropped = (
+                    f"cannot win: {least:.3g} s at least, even if each of its updates were worth "
+                    f"one of {best.name} ({time:.3g} s)"
+                )
+
+    def judge(self, racing: Sequence[Entry], number: int, seconds: float, *, late: bool) -> None:
+        """After rung `number`, of so many seconds: drop who cannot win any more, then the worse
+        half; `late`: the time of the search is over."""
+        best = self.best()
+        limit = None if best is None else best[1]
+        scores = {}
+        for entry in racing:
+            if entry.dropped is None:
+                score = self._score(entry, seconds)
+                entry.dropped = self._reason(entry, number, limit, late=late)
+                if entry.dropped is None:
+                    scores[entry.name] = score
+        for name in halved(scores, FEWEST_RACING)[1] if number < len(RUNGS) else ():
+            entry = self.entries[name]
+            entry.dropped = f"rung {number}: {entry.rungs[-1]}, in the worse half"
+
+    def _score(self, entry: Entry, seconds: float) -> tuple[float, float]:
+        """Smaller is better: the time to the target, else the metric after so many seconds, which
+        is also written down."""
+        assert self.target is not None
+        time = self.time(entry)
+        value = value_at(self.curve(entry), self.target.metric, seconds * (entry.speed or 0.0))
+        text = f"{self.target.metric} {_text(value)} after {seconds:.3g} s"
+        text = text if time is None else f"target after {time:.3g} s"
+        entry.rungs += [text] * (text not in entry.rungs)
+        if time is not None:
+            return time, 0.0
+        return math.inf, math.inf if value is None else penalty(self.target, value)
+
+    def _reason(self, entry: Entry, number: int, limit: float | None, *, late: bool) -> str | None:
+        """Why `entry` is out after a rung; None if it may still win in time `limit`."""
+        assert self.target is not None
+        if self.time(entry) is not None:
+            return None
+        if late or not self.source(entry).done:
+            return CUT_OFF
+        elapsed = self.elapsed(entry)
+        if limit is None or (number < len(RUNGS) and elapsed < limit):
+            return None
+        value = best_value(self.curve(entry), self.target)
+        return (
+            f"rung {number}: {self.target.metric} {_text(value)} after {elapsed:.3g} s, when the "
+            "first had reached the target"
+        )
+
+
+def _text(value: float | None) -> str:
+    return "not known" if value is None else f"{value:.4g}"

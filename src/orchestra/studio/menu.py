@@ -1,13 +1,86 @@
-"""The strategies that the page compares, each told in two sentences. Without torch."""
+"""What the page offers: the controls of a situation, and the strategies. Without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
+from orchestra.cluster import Cluster
+from orchestra.cluster.nodes import Link, LogNormal, Node, Switch
+from orchestra.cluster.presets import LOOPBACK
 from orchestra.errors import InputError, nearest
+from orchestra.settings import Settings, setting
 
+BATCH = 32
+"""Samples of a worker's batch; only the scale of samples/s depends on it."""
+MOST_WORKERS = 64
 ROUND = 8
 """Steps between two exchanges of the strategies that exchange seldom."""
+
+
+@dataclass(frozen=True, repr=False)
+class Situation(Settings):
+    """A data-parallel training, as far as the time of its steps depends on it."""
+
+    megabytes: float = setting(100.0, "of parameters, in float32", low=0.1, high=1000)
+    workers: int = setting(8, "that compute gradients", low=2, high=MOST_WORKERS)
+    megabits: float = setting(
+        1000.0, "Mbit/s of each node's link, in each direction", low=1, high=100_000
+    )
+    latency_us: float = setting(
+        100.0, "microseconds from node to node, one way", low=1, high=100_000
+    )
+    compute_ms: float = setting(
+        100.0, "milliseconds of a gradient of one worker's batch", low=1, high=10_000
+    )
+    slow: float = setting(
+        1.0, "how many times as long the last worker takes to compute", low=1, high=10
+    )
+    variation: float = setting(
+        5.0, "percent by which each duration of compute varies", low=0, high=50
+    )
+
+    @staticmethod
+    def read(values: Mapping[str, str]) -> Situation:
+        """The situation that the texts of a query describe; what is left out has its default.
+
+        Raises:
+            InputError: a name that is not known, a text that is no number, or a number that is too
+                small or too large.
+        """
+        kinds = {each.name: int if each.name == "workers" else float for each in fields(Situation)}
+        found: dict[str, float] = {}
+        for name, text in values.items():
+            if name not in kinds:
+                raise InputError(f"unknown setting {name!r}; {nearest(name, kinds)}")
+            try:
+                found[name] = kinds[name](text)
+            except ValueError:
+                kind = "a whole number" if kinds[name] is int else "a number"
+                raise InputError(f"{name}: {text!r} is not {kind}") from None
+        return Situation(**found)  # type: ignore[arg-type]
+
+    def with_workers(self, workers: int) -> Situation:
+        """The same on another number of workers."""
+        return replace(self, workers=workers)
+
+    def cluster(self, nodes: int) -> Cluster:
+        """Equal nodes at one switch; that of the last worker computes more slowly."""
+        link = Link(self.megabits * 1e6 / 8, self.latency_us * 1e-6 / 2)
+        jitter = LogNormal(self.variation / 100) if self.variation else None
+        return Cluster(
+            "studio",
+            tuple(
+                Node(
+                    f"worker-{index}" if index < self.workers else f"server-{index}", 4,
+                    speed=1 / self.slow if index == self.workers - 1 else 1.0,
+                    jitter=jitter, switch="switch", up=link, down=link, loopback=LOOPBACK,
+                )
+                for index in range(nodes)
+            ),
+            (Switch("switch"),),
+            placement="spread",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,11 +115,11 @@ MENU = (
         "ring",
         "all-reduce, ring",
         'AllReduce("ring")',
-        "Each worker sends pieces of the gradient to its neighbour, first to add them up and then "
-        "to hand the sums round, so that everybody sends about twice the model, however many "
-        "workers there are.",
-        "It pays where bandwidth is what you lack and machines are alike; with many workers and a "
-        "small model its 2 (N - 1) rounds add up their latencies.",
+        "Each worker sends pieces of the gradient to its neighbour, first to add them up, then to "
+        "pass the sums on, so that each sends about twice the model, however many workers there "
+        "are.",
+        "It pays where bandwidth is scarce and machines are alike; with many workers and a small "
+        "model the latencies of its 2 (N - 1) rounds add up.",
     ),
     Entry(
         "halving",

@@ -1,22 +1,29 @@
-"""The page and its answers by HTTP, for this machine alone."""
+"""The page and its answers by HTTP, for this machine alone; simulations in processes beside."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
-from typing import Any
+from multiprocessing.pool import Pool
+from typing import Any, Literal
 
 from flask import Flask, Response, request
 
+from orchestra.engines.processes.system import die_with_parent
 from orchestra.errors import InputError
 from orchestra.report.study import COLOURS, DASHES
 from orchestra.settings.base import Limits
-from orchestra.studio.jobs import Job, Simulator
-from orchestra.studio.menu import MENU, entry_of
-from orchestra.studio.situation import BATCH, MOST_WORKERS, Situation
+from orchestra.studio.menu import BATCH, MENU, MOST_WORKERS, Entry, Situation, entry_of
 
+KEPT: dict[str, int] = {"step": 4000, "course": 40}
+"""Answers of each kind that are kept."""
+MOST_PAGES = 100
+"""Of which the newest questions are remembered."""
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """What a browser calls this machine. Any other name is that of a stranger's page, which has the
 browser believe that the name is this machine (DNS rebinding)."""
@@ -28,6 +35,95 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 )
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One simulation: how long a step takes, or what happens in it."""
+
+    kind: Literal["step", "course"]
+    situation: Situation
+    entry: Entry
+
+
+def carry_out(job: Job) -> dict[str, Any]:
+    """The answer, worked out in this process."""
+    from orchestra.studio.simulate import answer  # torch: in the processes of the pool only
+
+    return answer(job.kind, job.situation, job.entry)
+
+
+def begin_process() -> None:
+    """What a process of the pool does first: leave Ctrl-C to its parent, load torch."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    import torch
+
+    import orchestra.studio.simulate  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+class Simulator:
+    """Carries out jobs in a pool of `size` processes (or threads), and keeps their answers."""
+
+    def __init__(self, pool: Pool, size: int) -> None:
+        self._pool = pool
+        self._size = size
+        self._lock = threading.Lock()
+        self._kept: dict[str, dict[Job, dict[str, Any]]] = {kind: {} for kind in KEPT}
+        self._newest: dict[str, object] = {}
+
+    def answers(self, page: str, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
+        """Yield the jobs as they are done, those known already first; what is begun is in order.
+
+        Once the same `page` asks again, nothing more is begun for this call, and it ends.
+        """
+        token = object()
+        with self._lock:
+            _keep(self._newest, page, token, MOST_PAGES)
+            known = {job: self._kept[job.kind].get(job) for job in jobs}
+        yield from ((job, answer) for job, answer in known.items() if answer is not None)
+        left = [job for job, answer in known.items() if answer is None]
+        yield from self._worked_out(left, lambda: self._newest.get(page) is token)
+
+    def _worked_out(
+        self, jobs: Sequence[Job], wanted: Callable[[], bool]
+    ) -> Iterator[tuple[Job, dict[str, Any]]]:
+        done: queue.SimpleQueue[tuple[Job, dict[str, Any] | BaseException]] = queue.SimpleQueue()
+        waiting, under_way = iter(jobs), 0
+        while wanted():
+            while under_way < self._size and (job := next(waiting, None)) is not None:
+                self._begin(job, done)
+                under_way += 1
+            if not under_way:
+                return
+            job, answer = done.get()
+            under_way -= 1
+            if isinstance(answer, BaseException):
+                raise answer
+            yield job, answer
+
+    def _begin(self, job: Job, done: queue.SimpleQueue[Any]) -> None:
+        def keep(answer: dict[str, Any]) -> None:
+            with self._lock:
+                _keep(self._kept[job.kind], job, answer, KEPT[job.kind])
+            done.put((job, answer))
+
+        self._pool.apply_async(
+            carry_out, (job,), callback=keep, error_callback=lambda error: done.put((job, error))
+        )
+
+
+def _keep(kept: dict[Any, Any], key: object, value: object, most: int) -> None:
+    """Put `value` last into `kept`, which loses its first one if there are more than `most`."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]
+
+
+# The page
 
 
 def make_app(simulator: Simulator) -> Flask:

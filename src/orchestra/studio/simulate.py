@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 
+from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.errors import InputError, OrchestraError, RunFailed
+from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import Message, RankReport, Slice
-from orchestra.strategies.base import roles_of
-from orchestra.studio.menu import Entry
-from orchestra.studio.situation import BATCH, Question, Situation
+from orchestra.settings import parse
+from orchestra.strategies.base import Strategy, roles_of
+from orchestra.strategies.registry import STRATEGIES
+from orchestra.studio.menu import BATCH, Entry, Situation
 from orchestra.trainer.program import train
+from orchestra.trainer.settings import Run, Training
 from orchestra.trainer.trace import Trace
 from orchestra.worker.interception import intercepted
 from orchestra.worker.runtime import PassingReporter, Runtime, SilentReporter
 
 MOST_MESSAGES = 3000
 """That a page is given of one step."""
+TENSORS = 4
+"""Of the model, of equal sizes, each a bucket: what can overlap with the backward pass."""
 SMALL = 1000
 """Bytes; smaller messages, which say who wants what, are left out where there are larger ones."""
 
@@ -36,24 +42,6 @@ class Moment(NamedTuple):
     communicate: float
     wait: float
     background: float
-    bytes_sent: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A step in the mean over the workers, in seconds of virtual time.
-
-    `step` is how long all workers together take for as many batches as there are workers; of that,
-    a worker computes, exchanges and waits. While its main flow waits, its background flows may
-    exchange: as long as bytes of theirs move, that counts as exchanging. `bytes_sent` are those of
-    a worker.
-    """
-
-    step: float
-    samples_per_second: float
-    compute: float
-    communicate: float
-    wait: float
     bytes_sent: float
 
 
@@ -97,14 +85,61 @@ class Simulated:
         return ends[first * len(series) - 1], min(moments[-1].seconds for moments in series)
 
 
-def carry_out(question: Question) -> Simulated:
-    """Simulate it in this process.
+def answer(kind: str, situation: Situation, entry: Entry) -> dict[str, Any]:
+    """What is `measured` of a "step", or its `course`; or an `error` in a line."""
+    steps = entry.steps if kind == "step" else entry.skip + entry.round + 1
+    try:
+        run = run_of(situation, entry.notation_for(situation.workers), steps)
+        simulated = carry_out(run, situation, watched=kind == "course")
+    except OrchestraError as error:
+        return {"error": str(error)}
+    if kind == "step":
+        return measured(simulated, entry.skip)
+    return course(simulated, entry.skip, entry.round)
+
+
+def run_of(situation: Situation, notation: str, steps: int) -> Run:
+    """So many steps under the strategy: of shapes, with assumed costs.
+
+    Raises:
+        InputError: the strategy cannot have that many workers.
+    """
+    strategy = parse(notation, STRATEGIES, where="strategy")
+    assert isinstance(strategy, Strategy)
+    dedicated = getattr(strategy, "servers", 0)
+    if getattr(strategy, "placement", "dedicated") != "dedicated":
+        dedicated = 0
+    parameters = round(situation.megabytes * 1e6 / 4)
+    sample_flops = situation.compute_ms * 1e-3 * FLOPS / BATCH
+    samples = situation.workers * steps * BATCH
+    training = Training(
+        ranks=situation.workers + dedicated,
+        batch_size=BATCH,
+        equal="worker_batch",
+        epochs=1,
+        optimizer=Optimizer("SGD", {"lr": 0.1}),
+        engine="simulation",
+        tensors="shapes",
+        calibration="none",
+        threads=1,
+        snapshots=0,
+        trace_steps=0,
+        bucket_megabytes=situation.megabytes / TENSORS,
+    )
+    task = (
+        f"synthetic({parameters}, tensors={TENSORS}, samples={samples}, "
+        f"sample_flops={sample_flops!r})"
+    )
+    return Run("studio", task, strategy, training=training)
+
+
+def carry_out(run: Run, situation: Situation, *, watched: bool = False) -> Simulated:
+    """Simulate it in this process; with `watched` also who sends what, when.
 
     Raises:
         InputError: the strategy refuses that many workers.
         RunFailed: the simulation came to no end.
     """
-    run = question.run()
     ranks = len(roles_of(run.strategy, run.training.ranks).shares)
     watches: dict[int, _Watch] = {}
     traces: dict[int, Trace] = {}
@@ -112,14 +147,14 @@ def carry_out(question: Question) -> Simulated:
     def program(runtime: Runtime) -> RankReport:
         watch = watches[runtime.rank] = _Watch(runtime.reporter, runtime)
         runtime = replace(runtime, reporter=watch)
-        if question.watched:
+        if watched:
             trace = traces[runtime.rank] = Trace(runtime.transport.now, limit=1_000_000)
             trace.open_for_steps(1)
             runtime = intercepted(runtime, trace)
         return train(runtime, (run, Path()))
 
     outcome = simulate(
-        program, question.situation.cluster(ranks), ranks, assumed_costs(run), OVERHEAD,
+        program, situation.cluster(ranks), ranks, assumed_costs(run), OVERHEAD,
         SilentReporter(), threads=1, values=False,
     )  # fmt: skip
     if outcome.bad_input is not None:
@@ -133,8 +168,15 @@ def carry_out(question: Question) -> Simulated:
     )
 
 
-def measured(simulated: Simulated, first: int) -> Answer:
-    """The rates after the first `first` steps of each worker, by which all have got going."""
+def measured(simulated: Simulated, first: int) -> dict[str, float]:
+    """A step in the mean over the workers, in seconds of virtual time, after the first `first`
+    steps of each, by which all have got going.
+
+    `step` is how long all workers together take for as many batches as there are workers; of that,
+    a worker computes, exchanges and waits. While its main flow waits, its background flows may
+    exchange: as long as bytes of theirs move, that counts as exchanging. `bytes_sent` are those of
+    a worker.
+    """
     begin, end = simulated.window(first)
     passed, workers = end - begin, [moments for moments in simulated.moments if moments]
     done = sum(
@@ -143,12 +185,16 @@ def measured(simulated: Simulated, first: int) -> Answer:
     )
     samples, compute, communicate, wait, background, sent = done[1:].tolist()
     behind = min(wait, background)
-    communicate, wait = communicate + behind, wait - behind
     step = passed * len(workers) * BATCH / samples
     share = step / passed / len(workers)
-    return Answer(
-        step, samples / passed, compute * share, communicate * share, wait * share, sent * share
-    )
+    return {
+        "step": step,
+        "samples_per_second": samples / passed,
+        "compute": compute * share,
+        "communicate": (communicate + behind) * share,
+        "wait": (wait - behind) * share,
+        "bytes_sent": sent * share,
+    }
 
 
 def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
@@ -158,26 +204,6 @@ def _between(moments: Sequence[Moment], begin: float, end: float) -> Any:
         [numpy.interp(end, columns[0], column) - numpy.interp(begin, columns[0], column)
          for column in columns]
     )  # fmt: skip
-
-
-def answer(situation: Situation, entry: Entry) -> dict[str, Any]:
-    """The fields of `Answer`, or an `error` in a line."""
-    notation = entry.notation_for(situation.workers)
-    try:
-        simulated = carry_out(Question(situation, notation, entry.steps))
-        return asdict(measured(simulated, entry.skip))
-    except OrchestraError as error:
-        return {"error": str(error)}
-
-
-def watch(situation: Situation, entry: Entry) -> dict[str, Any]:
-    """The `course` of a step, or of a round of several; or an `error` in a line."""
-    notation, steps = entry.notation_for(situation.workers), entry.skip + entry.round + 1
-    try:
-        simulated = carry_out(Question(situation, notation, steps, watched=True))
-        return course(simulated, entry.skip, entry.round)
-    except OrchestraError as error:
-        return {"error": str(error)}
 
 
 # The course of one step

@@ -7,6 +7,7 @@ const LANES = 620;
 const LABEL = 62;
 const FRAME = 30; // milliseconds
 const KINDS = [["compute", "computing"], ["send", "sending"], ["receive", "receiving"], ["wait", "waiting"], ["native", "exchanging"]];
+const together = (words) => words.replaceAll("N - 1", "N\u00a0-\u00a01");
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class Player {
@@ -39,8 +40,8 @@ export class Player {
 
   show(course, entry, values) {
     const { places } = this;
-    places.does.textContent = entry.does;
-    places.pays.textContent = entry.pays;
+    places.does.textContent = together(entry.does);
+    places.pays.textContent = together(entry.pays);
     const what = entry.round > 1 ? `${entry.round} steps` : "One step";
     places.title.textContent = `${what}: ${entry.name}`;
     if (course.error) {
