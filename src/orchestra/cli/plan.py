@@ -154,14 +154,13 @@ def _table(plan: Plan) -> Table:
     for name in columns:
         left = name in ("candidate", "bottleneck")
         justify: Literal["left", "right"] = "left" if left else "right"
-        widest = {"candidate": 16, "bottleneck": len("computing 100 %")}.get(name, 0)
-        width = max(widest, *map(len, name.split()))
+        width = max(16 if name == "candidate" else 0, *map(len, name.split()))
         table.add_column(name, justify=justify, min_width=width, overflow="fold")
     for row in rows:
         cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]
         cells.append("-" if row.best is None else f"{row.best:.4g}")
         cells += [_figure(row.cost)] * (priced is not None)
-        table.add_row(*cells, row.bottleneck)
+        table.add_row(*cells, row.bottleneck.rstrip("0123456789 %"))
     return table
 
 

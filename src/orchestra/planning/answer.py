@@ -45,7 +45,7 @@ class Row:
         speed: samples/s.
         seconds: to the target, the mean over the seeds; None where that is not known.
         uncertainty: of the seconds.
-        seeds: how many runs the seconds are the mean of.
+        seeds: how many runs reached the target, of which the seconds are the mean.
         after: seconds up to which it was simulated without reaching the target.
         best: the best value of the target's metric that was seen.
         cost: to the target, in `currency`; None without prices.
@@ -142,6 +142,8 @@ def row_of(search: Standing, entry: Entry) -> Row:
     candidate, training = entry.candidate, entry.candidate.run.training
     time, target = search.time(entry), search.target
     rate = training.optimizer.arguments.get("lr")
+    missed = search.missed(entry) if search.times(entry) else []
+    reason = f"seed {missed[0]} did not reach the target" if missed else None
     roles = candidate.run.strategy.roles(training.ranks)
     return Row(
         name=entry.name,
@@ -159,7 +161,7 @@ def row_of(search: Standing, entry: Entry) -> Row:
         cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
         currency=entry.currency,
         bottleneck=bottleneck(entry.seconds),
-        dropped=entry.dropped,
+        dropped=entry.dropped or reason,
         rungs=list(entry.rungs),
     )
 
@@ -205,32 +207,28 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
             f"None of them reaches {text} in the samples and time given; the closest is "
             f"{closest.name} with {target.metric} {closest.best:.4g}."
         )
-    reaches = f"reaches {text} in {_seconds(best)}"
+    reaches = f"reaches {text} in {time_text(best)} s"
     if best.strategy == "Single()":
         rival = next((r for r in rows if r.seconds is not None and len(r.nodes) > 1), None)
         beside = (
-            "" if rival is None else f"; the best of several is {rival.name}, {_seconds(rival)}"
+            "" if rival is None else f"; the best of several is {rival.name}, {time_text(rival)} s"
         )
         return f"One machine wins: {best.name} on {best.nodes[0]} {reaches}{beside}."
     single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     gain = ""
     if single is not None and single.seconds is not None:
         times = single.seconds / best.seconds
-        gain = f", {times:.2f} times as fast as {single.name} ({_seconds(single)})"
+        gain = f", {times:.2f} times as fast as {single.name} ({time_text(single)} s)"
     return f"Train under {best.name}: it {reaches}{gain}."
-
-
-def _seconds(row: Row) -> str:
-    assert row.seconds is not None
-    known = f" ± {significant(row.uncertainty, 2)}" if row.uncertainty else ""
-    return f"{significant(row.seconds)}{known} s"
 
 
 def time_text(row: Row) -> str:
     """Seconds to the target with what they are known to, or how far it was simulated."""
     if row.seconds is not None:
         known = row.uncertainty
-        return significant(row.seconds) if not known else uncertain(row.seconds, known)
+        return uncertain(row.seconds, known) if known else significant(row.seconds)
+    if row.seeds:
+        return "missed by a seed"
     return "–" if row.after is None else f"> {significant(row.after)}"
 
 

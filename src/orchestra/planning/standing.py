@@ -229,18 +229,22 @@ class Standing:
         return found
 
     def time(self, entry: Entry) -> float | None:
-        """Seconds to the target, the mean over the seeds; None where one missed it, though it went
-        further than those that reached it."""
+        """Seconds to the target, the mean over the seeds; None where one missed it."""
         times = self.times(entry)
-        if not times:
+        if not times or self.missed(entry):
             return None
-        far = MISSED * max(each.samples for each in times.values())
-        missed = (
-            points[-1].samples >= min(far, self.length.samples)
+        return fmean(each.seconds for each in times.values())
+
+    def missed(self, entry: Entry) -> list[int]:
+        """The seeds that went further than those that reached the target, and did not."""
+        times = self.times(entry)
+        far = MISSED * max((each.samples for each in times.values()), default=math.inf)
+        return [
+            seed
             for seed, points in self.source(entry).curves.items()
             if seed not in times and points
-        )
-        return None if any(missed) else fmean(each.seconds for each in times.values())
+            and points[-1].samples >= min(far, self.length.samples)
+        ]  # fmt: skip
 
     def uncertainty(self, entry: Entry) -> float | None:
         """Of the time: the spread over the seeds, or half the spacing of the snapshots if that is
