@@ -15,7 +15,7 @@ from orchestra.engines.run import train_run
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord, write_curve
 from orchestra.records.report import Point
-from orchestra.report.collect import RunData
+from orchestra.report.rows import RunData
 from orchestra.trainer.settings import Run, target_times
 
 FROM_RECORD = ("final_loss", "metrics", "nodes", "judged_on", "tuned", "parameters_sha256")

@@ -11,10 +11,9 @@ from typing import Any
 from orchestra.records.record import RunRecord, run_folder, write_curve, write_summary
 from orchestra.records.report import Message, Point, RankReport, Slice, Timeline
 from orchestra.records.trace import write_trace
-from orchestra.report.collect import Source, collect
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure
-from orchestra.report.rows import Row
+from orchestra.report.rows import Row, Source, collect
 from orchestra.report.study import Study
 
 EXPERIMENT = "{name: sample, target: {metric: accuracy, at_least: 0.8, at_most: null}}"

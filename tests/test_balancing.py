@@ -22,8 +22,8 @@ from orchestra.errors import InputError
 from orchestra.experiments.file import load
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import answer
-from orchestra.report.collect import collect
 from orchestra.report.figures.batches import batches as batches_figure
+from orchestra.report.rows import collect
 from orchestra.report.study import Study
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES

@@ -21,8 +21,8 @@ from orchestra.engines.simulation.simulate import Outcome, simulate
 from orchestra.engines.simulation.training import links_of
 from orchestra.errors import InputError
 from orchestra.records.record import MAX_LINKS, Link, RunRecord, combine, read_links
-from orchestra.records.trace import write_trace
-from orchestra.report.figures.timeline import exchanges, read_trace
+from orchestra.records.trace import read_trace, write_trace
+from orchestra.report.figures.timeline import exchanges
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run

@@ -15,11 +15,11 @@ from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
 from orchestra.records.record import Link, Links, run_folder, write_links
 from orchestra.records.report import Message, RankReport, Slice, Timeline
-from orchestra.records.trace import write_trace
+from orchestra.records.trace import read_trace, write_trace
 from orchestra.report.figures.bars import links
 from orchestra.report.figures.frame import for_image
 from orchestra.report.figures.messages import WIDTH, MessageLayout, messages
-from orchestra.report.figures.timeline import Arrow, exchanges, read_trace
+from orchestra.report.figures.timeline import Arrow, exchanges
 
 
 def cluster(text: str) -> Cluster:

@@ -14,10 +14,9 @@ from tests.test_report_answer import headline, plain, source, study, told
 from orchestra.cli.train import print_record
 from orchestra.records.record import RunRecord, write_curve
 from orchestra.records.report import Point
-from orchestra.report.collect import collect
 from orchestra.report.figures.curves import curves
-from orchestra.report.numbers import uncertain
-from orchestra.report.rows import TIME_TO_TARGET
+from orchestra.report.numbers import TIME_TO_TARGET, uncertain
+from orchestra.report.rows import collect
 from orchestra.report.study import Study
 from orchestra.report.table import table
 from orchestra.strategies.single import Single

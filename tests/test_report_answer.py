@@ -14,10 +14,17 @@ from tests.drawn import record
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import Conclusion, answer
-from orchestra.report.collect import RunData, Source
 from orchestra.report.fairness import Fairness, fairness
-from orchestra.report.numbers import MINUS, THIN, fixed, significant
-from orchestra.report.rows import TIME_TO_TARGET, TRAIN, paired_difference, rows_of
+from orchestra.report.numbers import (
+    MINUS,
+    THIN,
+    TIME_TO_TARGET,
+    TRAIN,
+    fixed,
+    paired_difference,
+    significant,
+)
+from orchestra.report.rows import RunData, Source, rows_of
 from orchestra.report.study import Study
 
 TARGET = {"metric": "accuracy", "at_least": 0.95, "at_most": None}

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.drawn import STRATEGIES, all_runs, drawn, keep, record
 
 from orchestra.records.record import run_folder
-from orchestra.report.collect import collect
+from orchestra.report.rows import collect
 from orchestra.report.study import INK, Study
 
 

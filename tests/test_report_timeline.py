@@ -10,8 +10,8 @@ from tests.drawn import drawn, keep, record, traced_reports
 
 from orchestra.errors import InputError
 from orchestra.records.record import run_folder
-from orchestra.records.trace import write_trace
-from orchestra.report.figures.timeline import read_trace, step_windows
+from orchestra.records.trace import read_trace, write_trace
+from orchestra.report.figures.timeline import step_windows
 
 
 def test_a_timeline_shows_three_steps_of_the_middle_and_their_messages(tmp_path: Path) -> None:

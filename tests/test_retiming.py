@@ -14,7 +14,7 @@ from tests.training import settings
 
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
-from orchestra.report.collect import RunData
+from orchestra.report.rows import RunData
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.trainer.settings import Run, Target, target_times

@@ -9,8 +9,8 @@ from tests.drawn import drawn_alone, keep, record
 
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import answer
-from orchestra.report.collect import collect
 from orchestra.report.figures.results import efficiency, knee, scaling
+from orchestra.report.rows import collect
 from orchestra.report.study import Study
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -28,7 +28,7 @@ from studies.claims_at_scale.verdicts import (
 from tests.drawn import keep, record
 
 from orchestra.experiments.file import load
-from orchestra.report.rows import Difference, paired_difference
+from orchestra.report.numbers import Difference, paired_difference
 from orchestra.strategies.single import Single
 
 STUDIES = Path(__file__).parent.parent / "studies"

@@ -15,10 +15,10 @@ from orchestra.compression.top_k import TopK
 from orchestra.engines.simulation.break_even import FURTHEST_FACTOR, search
 from orchestra.experiments.comparison import carry_out
 from orchestra.experiments.techniques import Technique, techniques
-from orchestra.report.collect import collect
 from orchestra.report.page import page
+from orchestra.report.rows import collect
+from orchestra.report.sections import verdicts
 from orchestra.report.study import Study
-from orchestra.report.techniques import verdicts
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.local_sgd import LocalSGD
 

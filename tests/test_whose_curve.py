@@ -16,7 +16,7 @@ from tests.training import settings, train_processes
 
 from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
-from orchestra.report.collect import RunData
+from orchestra.report.rows import RunData
 from orchestra.settings import parse
 from orchestra.strategies.gossip import Gossip
 from orchestra.strategies.local_sgd import LocalSGD

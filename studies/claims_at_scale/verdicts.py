@@ -15,19 +15,17 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from orchestra.records.record import RunRecord
-from orchestra.report.collect import collect
-from orchestra.report.rows import (
+from orchestra.report.numbers import (
     CONFIDENCE,
     STALENESS,
     TIME_TO_TARGET,
     TRAIN,
     Difference,
     Read,
-    Row,
     paired_difference,
-    rows_of,
     target_of,
 )
+from orchestra.report.rows import Row, collect, rows_of
 
 POWER = 0.8
 ACCURACY, TRAINING, SECONDS = "accuracy", "training seconds", "seconds to the target"

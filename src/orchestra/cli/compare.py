@@ -19,11 +19,10 @@ from orchestra.experiments.comparison import SEARCH_SECONDS, Comparison, carry_o
 from orchestra.experiments.experiment import ranks_text
 from orchestra.experiments.file import load
 from orchestra.report.answer import answer
-from orchestra.report.collect import collect
 from orchestra.report.fairness import conditions, doubts, fairness
-from orchestra.report.numbers import significant, uncertain
+from orchestra.report.numbers import SENT, TIME_TO_TARGET, TRAIN, Measure, significant, uncertain
 from orchestra.report.page import TABLES, write_report
-from orchestra.report.rows import SENT, TIME_TO_TARGET, TRAIN, Measure, Row
+from orchestra.report.rows import Row, collect
 from orchestra.report.study import Study
 
 DESCRIPTION = """\
@@ -218,8 +217,8 @@ def _columns(study: Study) -> Iterator[tuple[str, Callable[[Row], str]]]:
     yield primary.title.removeprefix("final "), lambda row: _figure(row, primary)
     yield "seconds", lambda row: _figure(row, TRAIN)
     yield "MB sent", lambda row: _figure(row, SENT).partition(" ")[0]
-    if any(row.switches for row in rows):
-        yield "switched", lambda row: switched(row) if row.switches else ""
+    if any(row.record.switches for row in rows):
+        yield "switched", lambda row: switched(row) if row.record.switches else ""
 
 
 def _figure(row: Row, measure: Measure) -> str:

@@ -35,8 +35,8 @@ from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_
 from orchestra.planning.search import Budget, Search
 from orchestra.planning.standing import Length, reached
 from orchestra.records.record import write_atomically
-from orchestra.report.collect import RunData
 from orchestra.report.figures.results import knee
+from orchestra.report.rows import RunData
 from orchestra.settings import Settings
 from orchestra.settings.reading import Entry, read_document
 from orchestra.strategies.single import Single

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
 from orchestra.records.report import Message, RankReport, Slice, Timeline
 
@@ -20,7 +22,13 @@ FILE = "trace.json.gz"
 NANOSECOND = 0.001  # in microseconds
 THREADS = 1000  # more than a rank has flows
 
+MAIN = "main"
+"""The flow of a rank that computes; the others are background flows."""
+MAX_BYTES = 1 << 23
+"""Of the packed file: waits in a larger one, of hundreds of ranks, take too long to read."""
+
 Event = dict[str, Any]
+Arrows = Sequence[tuple[Event, Event]]
 
 
 def write_trace(folder: Path, reports: Sequence[RankReport]) -> None:
@@ -132,3 +140,93 @@ def _slice_events(rank: int, piece: Slice, numbers: Mapping[Message, int]) -> It
 
 def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 3)
+
+
+# Reading it
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A timeline, as its file has it; times are microseconds of the stopwatch.
+
+    `slices` are the complete events, `arrows` the two ends of each message, both with the "slice"
+    in which they lie; `roles` and `flows` are the names of ranks and of their flows. `parts` are
+    the steps of the lowest rank that has any, in runs of consecutive numbers: a run has several
+    where its strategy changed, for each began to be traced anew.
+    """
+
+    slices: Sequence[Event]
+    arrows: Arrows
+    roles: Mapping[int, str]
+    flows: Mapping[tuple[int, int], str]
+    parts: Sequence[Sequence[Event]]
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the timeline in the file at `path`.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events: list[Event] = json.load(file)["traceEvents"]
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise InputError(f"{path}: is damaged: {error}") from None
+    slices: list[Event] = []
+    ends: dict[int, dict[str, Event]] = defaultdict(dict)
+    roles: dict[int, str] = {}
+    flows: dict[tuple[int, int], str] = {}
+    for event in events:
+        if event["ph"] == "X":
+            slices.append(event)
+        elif event["ph"] in "sf":  # it stands behind its slice
+            ends[event["id"]][event["ph"]] = {**event, "slice": slices[-1]}
+        elif event["ph"] == "M" and event["name"] == "process_name":
+            roles[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "M" and event["name"] == "thread_name":
+            flows[event["pid"], event["tid"]] = event["args"]["name"]
+    arrows = [(both["s"], both["f"]) for both in ends.values() if len(both) == 2]
+    return Trace(slices, arrows, roles, flows, _parts(slices))
+
+
+def _parts(slices: Sequence[Event]) -> list[list[Event]]:
+    steps = [event for event in slices if event["cat"] == "step" and "step" in event["args"]]
+    lowest = min((event["pid"] for event in steps), default=None)
+    parts: list[list[Event]] = []
+    for event in sorted((e for e in steps if e["pid"] == lowest), key=lambda e: e["ts"]):
+        if parts and event["args"]["step"] == parts[-1][-1]["args"]["step"] + 1:
+            parts[-1].append(event)
+        else:
+            parts.append([event])
+    return parts
+
+
+def longest_waits(folder: Path) -> dict[int, str]:
+    """By rank, whom its main flow waited for longest, with the part of the time that it did so.
+
+    The time is that of the steps that the timeline in `folder` shows. A rank that came to serve
+    has whom it waited for meanwhile, without a part. Empty where there is no timeline.
+    """
+    path = folder / FILE
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return {}
+        trace = read_trace(path)
+    except (OSError, InputError):
+        return {}
+    waited: dict[int, Counter[str]] = defaultdict(Counter)
+    serving: dict[int, Counter[str]] = defaultdict(Counter)
+    spans: Counter[int] = Counter()
+    for event in trace.slices:
+        rank = event["pid"]
+        if event["cat"] == "step":
+            spans[rank] += event["dur"]
+        elif event["cat"] == "wait" and trace.flows.get((rank, event["tid"])) == MAIN:
+            whom = event["name"].removeprefix("wait for ").removeprefix("rank ")
+            (waited if "step" in event["args"] else serving)[rank][whom] += event["dur"]
+    found = {}
+    for rank, whoms in waited.items():
+        whom, most = whoms.most_common(1)[0]
+        found[rank] = f"{whom} ({most / spans[rank]:.0%})" if spans[rank] else whom
+    return found | {rank: whoms.most_common(1)[0][0] for rank, whoms in serving.items()}

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from orchestra.report.fairness import unequal_shares
 from orchestra.report.numbers import (
+    CONVERGENCE,
+    HETEROGENEOUS,
+    PACE,
+    SENT,
+    STALENESS,
     THIN,
+    TIME_TO_TARGET,
+    Difference,
+    Read,
     count,
     figure_text,
     pairs_of,
@@ -17,19 +25,8 @@ from orchestra.report.numbers import (
     times,
     with_unit,
 )
-from orchestra.report.rows import (
-    CONVERGENCE,
-    HETEROGENEOUS,
-    PACE,
-    SENT,
-    STALENESS,
-    TIME_TO_TARGET,
-    Difference,
-    Read,
-    Row,
-    grouped,
-)
-from orchestra.report.stragglers import sentence
+from orchestra.report.rows import Row, grouped
+from orchestra.report.sections import stragglers_sentence
 from orchestra.report.study import Study
 
 
@@ -261,7 +258,7 @@ def _why(study: Study) -> Iterator[str]:
         if stale := row.mean(STALENESS.read):
             text += f", and its gradients were {significant(stale)} updates old in the mean"
         yield text
-    if slow := sentence(row):
+    if slow := stragglers_sentence(row):
         text = f"under {row.name}, {slow}"
         yield text if len(row.runs) == 1 else f"{text}, with seed {row.record.seed}"
     yield from _balanced(study)

@@ -9,9 +9,8 @@ from typing import TypeVar
 
 from orchestra.records.record import RunRecord
 from orchestra.records.report import NOTABLE
-from orchestra.report.collect import Source
 from orchestra.report.numbers import count, figure_text, listed, percent, some
-from orchestra.report.rows import Row, grouped
+from orchestra.report.rows import Row, Source, grouped
 from orchestra.report.study import Study
 
 _STOPWATCH = (

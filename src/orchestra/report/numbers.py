@@ -1,9 +1,17 @@
-"""Figures as people read them: every number of the page is written here."""
+"""The figures that runs are measured by, and numbers as people read them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestra.records.record import RunRecord
+from orchestra.records.report import is_rising
+
+CONFIDENCE = 0.95
 
 THIN = "\u202f"  # between thousands, and before a unit: it neither breaks nor gapes
 MINUS = "\u2212"
@@ -97,3 +105,192 @@ def listed(names: Sequence[str]) -> str:
 def some(names: Sequence[str], most: int = 3) -> str:
     """The first of them, and how many there are beyond."""
     return listed(names if len(names) <= most else [*names[:most], f"{len(names) - most} more"])
+
+
+# Differences, and what is measured
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences over `n` pairs, with its confidence interval.
+
+    `low` and `high` are None where there is one pair: nothing is known of the spread then.
+    `below` and `above`: so much less or more it may be, since the figures are read at snapshots;
+    the interval has that in it.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+    below: float = 0.0
+    above: float = 0.0
+
+    @property
+    def too_coarse(self) -> bool:
+        """Whether the snapshots are too far apart to say which figure is the larger."""
+        return -self.above < self.mean < self.below
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval lies on one side of zero."""
+        return self.low is not None and self.high is not None and self.low * self.high > 0
+
+    def texts(self, places: int | None = None) -> list[str]:
+        """The mean and the ends of the interval, if there is one, with so many decimals; by default
+        with three significant digits of the largest, though no more than the snapshots allow."""
+        values = [value for value in (self.mean, self.low, self.high) if value is not None]
+        if places is None:
+            coarse = max(self.below, self.above)
+            places = max(0, places_of(coarse)) if coarse else decimals_for(values, 3)
+        return [fixed(value, places, sign=True) for value in values]
+
+    def widened(self, below: float, above: float) -> Difference:
+        """The same, of figures that may be smaller than they were read: by as much as `below` in
+        the mean of the first ones, and as `above` in that of those taken off."""
+        low = None if self.low is None else self.low - below
+        high = None if self.high is None else self.high + above
+        return replace(self, low=low, high=high, below=below, above=above)
+
+
+def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
+    """`ours` - `theirs`, paired by seed; None where they share no seed.
+
+    The interval is Student's t over the differences, at 95 %. It assumes that they are about
+    normal, and takes nothing as known of the two spreads.
+    """
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not differences:
+        return None
+    n = len(differences)
+    middle = statistics.fmean(differences)
+    if n == 1:
+        return Difference(middle, None, None, 1)
+    from scipy.special import stdtrit  # 0.1 s, which a page without seeds need not pay
+
+    quantile = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
+    half = quantile * statistics.stdev(differences) / math.sqrt(n)
+    return Difference(middle, middle - half, middle + half, n)
+
+
+Read = Callable[[RunRecord], float | None]
+"""A figure of a record; None where the run has none."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a run. `rising`: more is better; False: less is; None: neither.
+
+    `resolution`: of a figure that is read at snapshots, how far before it the true one may lie.
+    """
+
+    key: str
+    title: str
+    unit: str
+    read: Read
+    rising: bool | None = None
+    digits: int = 3
+    resolution: Read | None = None
+
+    def order(self, value: float) -> float:
+        """`value` so that the smallest is the best."""
+        return -value if self.rising else value
+
+
+def _spacing(record: RunRecord) -> float | None:
+    after, reached = record.time_to_target_after_seconds, record.time_to_target_seconds
+    return None if after is None or reached is None else reached - after
+
+
+def _field(key: str, unit: float = 1.0) -> Read:
+    def read(record: RunRecord) -> float | None:
+        value = getattr(record, key)
+        return None if value is None else value / unit
+
+    return read
+
+
+def _to_target(key: str, title: str, name: str, unit: float = 1.0) -> Measure:
+    """What was spent until the target, which is known as well as the time to it, in proportion."""
+    read = _field(key, unit)
+
+    def resolution(record: RunRecord) -> float | None:
+        value, spacing, reached = read(record), _spacing(record), record.time_to_target_seconds
+        if value is None or spacing is None or not reached:
+            return None
+        return value * spacing / reached
+
+    return Measure(key, title, name, read, False, resolution=resolution)
+
+
+def _efficiency(kind: str) -> Measure:
+    def read(record: RunRecord) -> float | None:
+        part = getattr(record, f"{kind}_efficiency")
+        return 100 * part if part is not None and record.mixed else None
+
+    return Measure(f"{kind}_efficiency", f"{kind} efficiency", "%", read, True)
+
+
+def _staleness(which: str, title: str) -> Measure:
+    def read(record: RunRecord) -> float | None:
+        return None if record.staleness is None else record.staleness[which]
+
+    return Measure(f"staleness_{which}", title, "updates", read, False)
+
+
+def _measure(key: str, title: str, unit: str, rising: bool = False, digits: int = 3) -> Measure:
+    return Measure(key, title, unit, _field(key), rising, digits)
+
+
+TIME_TO_TARGET = replace(
+    _measure("time_to_target_seconds", "time to target", "s"), resolution=_spacing
+)
+TRAIN = _measure("train_seconds", "training", "s")
+PACE = _measure("samples_per_second", "speed", "samples/s", rising=True)
+SETUP = _measure("setup_seconds", "set-up", "s")
+SENT = Measure("bytes_sent", "sent", "MB", _field("bytes_sent", 1e6), False)
+STALENESS = _staleness("mean", "staleness, mean")
+STALEST = _staleness("max", "largest")
+FINAL_LOSS = _measure("final_loss", "final loss", "", digits=4)
+HETEROGENEOUS = _efficiency("heterogeneous")
+CONVERGENCE = _efficiency("convergence")
+ENERGY = Measure("energy_joules", "energy", "kJ", _field("energy_joules", 1e3), False)
+ENERGY_TO_TARGET = _to_target("energy_to_target_joules", "energy to target", "kJ", 1e3)
+
+
+def costs_in(currency: str) -> tuple[Measure, Measure]:
+    """The costs of runs whose nodes are paid for in `currency`: to the target, and of the whole."""
+    to_target = _to_target("cost_to_target", "cost to target", currency)
+    return to_target, _measure("cost", "cost", currency)
+
+
+METRIC = "metrics."
+"""Begins the keys of the measures that are metrics of the final parameters."""
+
+
+@dataclass(frozen=True)
+class ReportTarget:
+    """The bound that the runs were to reach."""
+
+    metric: str
+    bound: float
+    rising: bool
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'' if self.rising else '≤ '}{self.bound:g}"
+
+
+def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
+    """The target of an experiment; None where it has none."""
+    target = experiment.get("target")
+    if not isinstance(target, Mapping) or "metric" not in target:
+        return None
+    rising = target.get("at_least") is not None
+    bound = target.get("at_least") if rising else target.get("at_most")
+    return ReportTarget(str(target["metric"]), float(bound), rising) if bound is not None else None
+
+
+def final_metric(name: str, target: ReportTarget | None) -> Measure:
+    """The metric `name` of the final parameters."""
+    rising = target.rising if target is not None and target.metric == name else is_rising(name)
+    return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,16 +19,21 @@ from markupsafe import Markup, escape
 from orchestra.errors import InputError
 from orchestra.records.record import write_atomically
 from orchestra.report.answer import answer
-from orchestra.report.collect import Source, collect
 from orchestra.report.fairness import conditions, fairness, machine_text, worker_batch
 from orchestra.report.figures import figures
 from orchestra.report.figures.frame import Figure, for_page, save
-from orchestra.report.numbers import count, listed, percent, significant
-from orchestra.report.rows import grouped
-from orchestra.report.stragglers import lines
+from orchestra.report.numbers import count, listed, significant
+from orchestra.report.rows import Source, collect, grouped
+from orchestra.report.sections import (
+    agreement,
+    endings,
+    stragglers,
+    switched,
+    troubles,
+    verdicts,
+)
 from orchestra.report.study import Study
 from orchestra.report.table import csv_text, latex_text, plain_figures, table
-from orchestra.report.techniques import verdicts
 from orchestra.settings.reading import yaml_text
 
 SCHEMA = 1
@@ -89,7 +94,7 @@ def write_report(
 def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
     """The text of the page that is to lie in the folder `out`, beside the images of `figures`."""
     sections = _sections(figures)
-    endings = _endings(study)
+    found = endings(study)
     return (
         templates()
         .get_template("page.html")
@@ -105,14 +110,14 @@ def page(study: Study, figures: Sequence[Figure], out: Path) -> str:
             sections=sections,
             captions=_captions(sections),
             lines={line: [row.name for row in rows] for line, rows in study.by_line.items()},
-            stragglers=list(lines(study)),
-            switched=list(_switched(study)),
-            troubles=list(_troubles(study)),
+            stragglers=list(stragglers(study)),
+            switched=list(switched(study)),
+            troubles=list(troubles(study)),
             tuned=[source for source in study.sources if source.tuning],
             traces=list(_traces(study, out)),
             methods=list(map(_method, study.sources)),
-            endings=endings,
-            agreement=_agreement(list(endings.values())),
+            endings=found,
+            agreement=agreement(list(found.values())),
             data=_data(study),
             specs={figure.name: for_page(figure.spec) for figure in figures},
             library=library(),
@@ -198,77 +203,6 @@ def _traces(study: Study, page: Path) -> Iterator[dict[str, Any]]:
                 for seed, path in paths.items()
             }
             yield {"name": row.name, "links": links, "trace": copy if fits else None}
-
-
-# How runs ended
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that befell a run: `what`, and a text, whose first line says most."""
-
-    name: str
-    seed: int | None
-    what: str
-    text: str = ""
-
-
-def _switched(study: Study) -> Iterator[Event]:
-    """Yield what each completed run of a strategy that may switch did."""
-    for row in study.rows:
-        for record in (run.record for run in row.completed if row.switches):
-            what, consumed = "never switched", record.switched_at_sample
-            if record.switched_at_step is not None:
-                what = f"switched after step {record.switched_at_step}"
-                if consumed and record.samples:
-                    what += f", after {percent(consumed / record.samples)} of the samples"
-            yield Event(row.name, record.seed, what)
-
-
-def _troubles(study: Study) -> Iterator[Event]:
-    """Yield what failed or was stopped, what was not run, and what was told on the way."""
-    records = [(row.name, run.record) for row in study.rows for run in row.runs]
-    for name, record in records:
-        if record.status == "failed":
-            yield Event(name, record.seed, "failed", record.failure or "unknown")
-        elif record.status != "completed":
-            yield Event(name, record.seed, record.status, "before its end")
-    for entry in (entry for source in study.sources for entry in source.not_run):
-        yield Event(f"{entry['name']} ({entry['ranks']} ranks)", None, "not run", entry["reason"])
-    for name, record in records:
-        for rank, reason in record.left_out.items():
-            yield Event(name, record.seed, f"went on without rank {rank}", reason)
-        for notice in record.notices:
-            yield Event(name, record.seed, "notice", notice)
-
-
-def _endings(study: Study) -> dict[int, dict[str, str]]:
-    """Return by seed the hashes of the final parameters, with the rows that share each."""
-    known = [
-        (run.record.seed, digest, row.name)
-        for row in study.rows
-        for run in row.completed
-        if (digest := run.record.parameters_sha256)
-    ]
-    return {
-        seed: {
-            digest: listed([name for *_, name in sharing])
-            for digest, sharing in grouped(of_seed, lambda entry: entry[1]).items()
-        }
-        for seed, of_seed in sorted(grouped(known, lambda entry: entry[0]).items())
-    }
-
-
-def _agreement(endings: Sequence[Mapping[str, str]]) -> str:
-    """Return which rows ended with the same parameters, bit for bit, under every seed."""
-    shared = [{names for names in groups.values() if " and " in names} for groups in endings]
-    always = set.intersection(*shared) if shared else set()
-    if not always:
-        return (
-            "No two rows ended with the same bits under every seed. Strategies that add in "
-            "different orders differ in the last bits, asynchronous ones from run to run."
-        )
-    return f"Bit for bit the same final parameters under every seed: {'; '.join(sorted(always))}."
 
 
 # How the figures of a source came about, from the records alone: enough to repeat them

@@ -1,29 +1,46 @@
-"""A strategy over its seeds: means, spreads, differences, and the figures runs are measured by."""
+"""What runs have left, and the rows of a report: each a strategy on so many ranks, over its seeds.
+
+Everything that a report shows comes from the files that are read here.
+"""
 
 from __future__ import annotations
 
-import math
+import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestra.records.record import RunRecord
-from orchestra.records.report import is_rising
-from orchestra.report.collect import RunData, Source
+from orchestra.cluster import Cluster
+from orchestra.cluster.file import read_cluster
+from orchestra.errors import InputError
+from orchestra.records.record import (
+    CLUSTER,
+    TECHNIQUES,
+    Links,
+    RunRecord,
+    read_links,
+    read_summary,
+    run_folder,
+)
+from orchestra.records.report import Point
+from orchestra.records.trace import FILE as TRACE
 from orchestra.report.numbers import (
+    Measure,
+    Read,
     count,
     decimals_for,
     figure_text,
     fixed,
-    places_of,
     uncertain,
     with_unit,
 )
+from orchestra.settings.reading import yaml_value
 
-CONFIDENCE = 0.95
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -37,186 +54,141 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The mean of paired differences over `n` pairs, with its confidence interval.
+class RunData:
+    """One run: its record, and what lies beside it, read when first asked for."""
 
-    `low` and `high` are None where there is one pair: nothing is known of the spread then.
-    `below` and `above`: so much less or more it may be, since the figures are read at snapshots;
-    the interval has that in it.
-    """
+    record: RunRecord
 
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
-    below: float = 0.0
-    above: float = 0.0
+    @cached_property
+    def curve(self) -> list[Point]:
+        """The figures of its snapshots, in order; none for a run that failed."""
+        return [Point(**line) for line in _lines(self.record.folder / "curve.jsonl")]
+
+    @cached_property
+    def steps(self) -> dict[int, list[dict[str, Any]]]:
+        """For each rank that computed steps, what it wrote down of each.
+
+        Raises:
+            InputError: a line is damaged, or the steps do not follow one another.
+        """
+        paths = self.record.folder.glob("steps-rank-*.jsonl")
+        by_rank = {int(path.stem.rpartition("-")[2]): _steps(path) for path in paths}
+        return {rank: by_rank[rank] for rank in sorted(by_rank) if by_rank[rank]}
+
+    @cached_property
+    def links(self) -> Links | None:
+        """What the links carried; None where nobody counted."""
+        return read_links(self.record.folder)
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        """What was simulated; None for a run of real processes."""
+        path = self.record.folder / CLUSTER
+        return read_cluster(path) if path.exists() else None
 
     @property
-    def too_coarse(self) -> bool:
-        """Whether the snapshots are too far apart to say which figure is the larger."""
-        return -self.above < self.mean < self.below
-
-    @property
-    def certain(self) -> bool:
-        """Whether the interval lies on one side of zero."""
-        return self.low is not None and self.high is not None and self.low * self.high > 0
-
-    def texts(self, places: int | None = None) -> list[str]:
-        """The mean and the ends of the interval, if there is one, with so many decimals; by default
-        with three significant digits of the largest, though no more than the snapshots allow."""
-        values = [value for value in (self.mean, self.low, self.high) if value is not None]
-        if places is None:
-            coarse = max(self.below, self.above)
-            places = max(0, places_of(coarse)) if coarse else decimals_for(values, 3)
-        return [fixed(value, places, sign=True) for value in values]
-
-    def widened(self, below: float, above: float) -> Difference:
-        """The same, of figures that may be smaller than they were read: by as much as `below` in
-        the mean of the first ones, and as `above` in that of those taken off."""
-        low = None if self.low is None else self.low - below
-        high = None if self.high is None else self.high + above
-        return replace(self, low=low, high=high, below=below, above=above)
-
-
-def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference | None:
-    """`ours` - `theirs`, paired by seed; None where they share no seed.
-
-    The interval is Student's t over the differences, at 95 %. It assumes that they are about
-    normal, and takes nothing as known of the two spreads.
-    """
-    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if not differences:
-        return None
-    n = len(differences)
-    middle = statistics.fmean(differences)
-    if n == 1:
-        return Difference(middle, None, None, 1)
-    from scipy.special import stdtrit  # 0.1 s, which a page without seeds need not pay
-
-    quantile = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
-    half = quantile * statistics.stdev(differences) / math.sqrt(n)
-    return Difference(middle, middle - half, middle + half, n)
-
-
-Read = Callable[[RunRecord], float | None]
-"""A figure of a record; None where the run has none."""
+    def trace(self) -> Path | None:
+        """Its timeline, where it left one."""
+        path = self.record.folder / TRACE
+        return path if path.exists() else None
 
 
 @dataclass(frozen=True)
-class Measure:
-    """A figure of a run. `rising`: more is better; False: less is; None: neither.
+class Source:
+    """A folder that was given: a comparison's or a training's.
 
-    `resolution`: of a figure that is read at snapshots, how far before it the true one may lie.
+    `experiment` is its file as plain data, `environment` that of its first run, `tuning` what
+    `tuning.json` says, and `not_run` the name, ranks and reason of each row that could not be; each
+    empty where there is none. `techniques` are the rows that differ in one setting, as
+    `techniques.json` has them.
     """
 
-    key: str
-    title: str
-    unit: str
-    read: Read
-    rising: bool | None = None
-    digits: int = 3
-    resolution: Read | None = None
+    folder: Path
+    experiment: Mapping[str, Any]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    runs: Sequence[RunData] = ()
+    not_run: Sequence[Mapping[str, Any]] = ()
+    techniques: Sequence[Mapping[str, Any]] = ()
 
-    def order(self, value: float) -> float:
-        """`value` so that the smallest is the best."""
-        return -value if self.rising else value
-
-
-def _spacing(record: RunRecord) -> float | None:
-    after, reached = record.time_to_target_after_seconds, record.time_to_target_seconds
-    return None if after is None or reached is None else reached - after
+    @property
+    def name(self) -> str:
+        """The experiment's, else the folder's."""
+        return str(self.experiment.get("name", self.folder.name))
 
 
-def _staleness(which: str) -> Read:
-    return lambda record: None if record.staleness is None else record.staleness[which]
+def collect(folders: Sequence[Path]) -> list[Source]:
+    """What the folders of trainings and comparisons hold, in the order given.
+
+    Raises:
+        InputError: a folder that is none of a run, or that holds no finished run yet.
+    """
+    sources = [_source(folder) for folder in folders]
+    if not any(source.runs for source in sources):
+        names = ", ".join(str(folder) for folder in folders) or "no folder given"
+        raise InputError(f"{names}: there is no run to report on yet")
+    return sources
 
 
-TIME_TO_TARGET = Measure(
-    "time_to_target_seconds", "time to target", "s", lambda r: r.time_to_target_seconds, False,
-    resolution=_spacing,
-)  # fmt: skip
-TRAIN = Measure("train_seconds", "training", "s", lambda r: r.train_seconds, False)
-PACE = Measure("samples_per_second", "speed", "samples/s", lambda r: r.samples_per_second, True)
-SETUP = Measure("setup_seconds", "set-up", "s", lambda r: r.setup_seconds, False)
-SENT = Measure("bytes_sent", "sent", "MB", lambda r: r.bytes_sent / 1e6, False)
-STALENESS = Measure("staleness_mean", "staleness, mean", "updates", _staleness("mean"), False)
-STALEST = Measure("staleness_max", "largest", "updates", _staleness("max"), False)
-FINAL_LOSS = Measure("final_loss", "final loss", "", lambda r: r.final_loss, False, 4)
-HETEROGENEOUS = Measure(
-    "heterogeneous_efficiency", "heterogeneous efficiency", "%",
-    lambda r: _percent(r.heterogeneous_efficiency) if r.mixed else None, True,
-)  # fmt: skip
-CONVERGENCE = Measure(
-    "convergence_efficiency", "convergence efficiency", "%",
-    lambda r: _percent(r.convergence_efficiency) if r.mixed else None, True,
-)  # fmt: skip
-ENERGY = Measure(
-    "energy_joules", "energy", "kJ", lambda r: _thousands(r.energy_joules), False
-)  # fmt: skip
-ENERGY_TO_TARGET = Measure(
-    "energy_to_target_joules", "energy to target", "kJ",
-    lambda r: _thousands(r.energy_to_target_joules), False,
-    resolution=lambda r: _spacing_of(_thousands(r.energy_to_target_joules), r),
-)  # fmt: skip
+def _source(folder: Path) -> Source:
+    try:
+        experiment = yaml_value((folder / "experiment.yaml").read_text(encoding="utf-8"))
+        records = read_summary(folder / "summary.json")
+    except FileNotFoundError as error:
+        name = Path(error.filename).name
+        raise InputError(
+            f"{folder}: is not the folder of a run or comparison: it has no {name}"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
+    runs = []
+    for record in records:  # that of a comparison lies further down
+        inner = run_folder(folder, record.name, record.ranks, record.seed)
+        runs.append(RunData(replace(record, folder=inner) if inner.is_dir() else record))
+    environments = [_json(run.record.folder / "environment.json") for run in runs]
+    return Source(
+        folder,
+        experiment if isinstance(experiment, dict) else {},
+        next(filter(None, environments), {}),
+        _json(folder / "tuning.json"),
+        runs,
+        _json(folder / "summary.json").get("not_run", ()),
+        _json(folder / TECHNIQUES).get("techniques", ()),
+    )
 
 
-def costs_in(currency: str) -> tuple[Measure, Measure]:
-    """The costs of runs whose nodes are paid for in `currency`: to the target, and of the whole."""
-    return (
-        Measure(
-            "cost_to_target", "cost to target", currency, lambda r: r.cost_to_target, False,
-            resolution=lambda r: _spacing_of(r.cost_to_target, r),
-        ),
-        Measure("cost", "cost", currency, lambda r: r.cost, False),
-    )  # fmt: skip
+def _json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a file; an empty one where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: is damaged: {error}") from None
+    return value if isinstance(value, dict) else {}
 
 
-def _percent(part: float | None) -> float | None:
-    return None if part is None else 100 * part
+def _steps(path: Path) -> list[dict[str, Any]]:
+    lines = list(_lines(path, grows=True))
+    for number, (before, line) in enumerate(pairwise(lines), start=2):
+        if line["step"] <= before["step"]:
+            raise InputError(
+                f"{path}:{number}: step {line['step']} stands after step {before['step']}: two "
+                "runs have written into this folder; repeat the run in one of its own"
+            )
+    return lines
 
 
-def _thousands(value: float | None) -> float | None:
-    return None if value is None else value / 1e3
-
-
-def _spacing_of(value: float | None, record: RunRecord) -> float | None:
-    """Return how far below `value` the true one may lie, which is in proportion to the time to
-    target."""
-    spacing, reached = _spacing(record), record.time_to_target_seconds
-    return None if value is None or spacing is None or not reached else value * spacing / reached
-
-
-METRIC = "metrics."
-"""Begins the keys of the measures that are metrics of the final parameters."""
-
-
-@dataclass(frozen=True)
-class ReportTarget:
-    """The bound that the runs were to reach."""
-
-    metric: str
-    bound: float
-    rising: bool
-
-    def __str__(self) -> str:
-        return f"{self.metric} {'' if self.rising else '≤ '}{self.bound:g}"
-
-
-def target_of(experiment: Mapping[str, Any]) -> ReportTarget | None:
-    """The target of an experiment; None where it has none."""
-    target = experiment.get("target")
-    if not isinstance(target, Mapping) or "metric" not in target:
-        return None
-    rising = target.get("at_least") is not None
-    bound = target.get("at_least") if rising else target.get("at_most")
-    return ReportTarget(str(target["metric"]), float(bound), rising) if bound is not None else None
-
-
-def final_metric(name: str, target: ReportTarget | None) -> Measure:
-    """The metric `name` of the final parameters."""
-    rising = target.rising if target is not None and target.metric == name else is_rising(name)
-    return Measure(f"{METRIC}{name}", f"final {name}", "", lambda r: r.metrics.get(name), rising, 4)
+def _lines(path: Path, *, grows: bool = False) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if grows and not line.endswith("\n"):
+                return  # the last one: whoever wrote it was killed meanwhile
+            raise InputError(f"{path}:{number}: is damaged: not JSON") from None
 
 
 @dataclass(frozen=True)
@@ -260,11 +232,6 @@ class Row:
     def single(self) -> bool:
         """Whether nothing is distributed: one process with all cores."""
         return self.record.distributed is False
-
-    @property
-    def switches(self) -> bool:
-        """Whether a rule could end a phase and begin another one."""
-        return self.record.switches is True
 
     def values(self, read: Read) -> dict[int, float]:
         """By seed, a figure of the completed runs that have it."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.errors import InputError, nearest
-from orchestra.report.collect import RunData, Source
-from orchestra.report.rows import (
+from orchestra.report.numbers import (
     CONVERGENCE,
     ENERGY,
     ENERGY_TO_TARGET,
@@ -25,16 +24,12 @@ from orchestra.report.rows import (
     Difference,
     Measure,
     ReportTarget,
-    Row,
-    common_settings,
     costs_in,
     final_metric,
-    grouped,
-    numbered,
     paired_difference,
-    rows_of,
     target_of,
 )
+from orchestra.report.rows import Row, RunData, Source, common_settings, grouped, numbered, rows_of
 
 # Okabe and Ito, "Color Universal Design" (2008), without yellow, which is too pale for a line on
 # white, and without black, which is for one process.

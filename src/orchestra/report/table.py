@@ -13,7 +13,14 @@ from typing import Any
 from orchestra.report.fairness import worker_batch
 from orchestra.report.numbers import (
     MINUS,
+    SENT,
+    STALENESS,
+    STALEST,
     THIN,
+    TIME_TO_TARGET,
+    TRAIN,
+    Difference,
+    Measure,
     count,
     decimals_for,
     fixed,
@@ -22,16 +29,7 @@ from orchestra.report.numbers import (
     places_of,
     uncertain,
 )
-from orchestra.report.rows import (
-    SENT,
-    STALENESS,
-    STALEST,
-    TIME_TO_TARGET,
-    TRAIN,
-    Difference,
-    Measure,
-    Row,
-)
+from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
 NONE = "–"
@@ -187,7 +185,7 @@ def _pairs(study: Study) -> int:
 
 
 def _switched(row: Row) -> Cell:
-    if not row.switches or not row.completed:
+    if not row.record.switches or not row.completed:
         return Cell(NONE)
     steps = [run.record.switched_at_step for run in row.completed]
     fired = [step for step in steps if step is not None]

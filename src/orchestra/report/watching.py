@@ -14,7 +14,7 @@ from orchestra.errors import InputError
 from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_live, under_way
 from orchestra.records.record import SUMMARY, RunRecord, read_links, read_summary
 from orchestra.records.stragglers import Straggler
-from orchestra.report.waits import waits_of_trace
+from orchestra.records.trace import longest_waits
 from orchestra.settings.base import from_plain
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import yaml_value
@@ -237,7 +237,7 @@ class RunWatch:
 
     def _finished(self, record: RunRecord) -> RunView:
         if self._waits is None:
-            self._waits = waits_of_trace(self.folder)
+            self._waits = longest_waits(self.folder)
         rows = [self._whole_run(each, record) for each in record.by_rank]
         status: Status = "completed" if record.status == "completed" else "stopped"
         metrics = {"loss": record.final_loss, **record.metrics}

@@ -12,8 +12,8 @@ import altair as alt
 from orchestra.records.record import Links
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, Figure, Look, Values, figure, layer, tips
-from orchestra.report.numbers import count, figure_text
-from orchestra.report.rows import TRAIN, grouped
+from orchestra.report.numbers import TRAIN, count, figure_text
+from orchestra.report.rows import grouped
 from orchestra.report.study import Study
 
 Parts = Mapping[str, float]

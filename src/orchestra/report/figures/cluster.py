@@ -14,10 +14,9 @@ from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
 from orchestra.cluster.nodes import Jitter, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
-from orchestra.report.collect import RunData
 from orchestra.report.figures.frame import INK_NOW, Figure, figure
 from orchestra.report.figures.sketch import Canvas, Place, Tree
-from orchestra.report.rows import grouped
+from orchestra.report.rows import RunData, grouped
 from orchestra.report.study import COLOURS, Study
 from orchestra.settings import write
 

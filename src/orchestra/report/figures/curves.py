@@ -12,10 +12,9 @@ import altair as alt
 import numpy as np
 
 from orchestra.records.report import Point
-from orchestra.report.collect import RunData
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Look, Values, figure, layer, rounded, tips
-from orchestra.report.rows import Row, grouped
+from orchestra.report.rows import Row, RunData, grouped
 from orchestra.report.study import Study
 
 _SECTION = "convergence"

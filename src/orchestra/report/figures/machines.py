@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import altair as alt
 
 from orchestra.report.figures.frame import Figure, Look, Values, figure, layer, tips, value_axis
-from orchestra.report.rows import CONVERGENCE, HETEROGENEOUS, Measure
+from orchestra.report.numbers import CONVERGENCE, HETEROGENEOUS, Measure
 from orchestra.report.study import Study
 
 CAPTIONS = {

@@ -10,8 +10,7 @@ import altair as alt
 
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import BAR, POINT, Figure, Look, Values, figure, layer, tips
-from orchestra.report.numbers import count, listed
-from orchestra.report.rows import (
+from orchestra.report.numbers import (
     CONFIDENCE,
     PACE,
     TIME_TO_TARGET,
@@ -19,8 +18,10 @@ from orchestra.report.rows import (
     Difference,
     Measure,
     Read,
-    Row,
+    count,
+    listed,
 )
+from orchestra.report.rows import Row
 from orchestra.report.study import Study
 
 Known = Sequence[tuple[Row, Difference]]

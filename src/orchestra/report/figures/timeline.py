@@ -3,18 +3,14 @@ and who sent whom how much in one step."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
+from orchestra.records.trace import MAIN, Arrows, Event, Trace, read_trace
 from orchestra.report.figures.frame import (
     GROUND,
     INK_NOW,
@@ -27,67 +23,6 @@ from orchestra.report.figures.frame import (
 )
 from orchestra.report.rows import Row, grouped
 from orchestra.report.study import Study
-
-Event = dict[str, Any]
-Arrows = Sequence[tuple[Event, Event]]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A timeline, as its file has it; times are microseconds of the stopwatch.
-
-    `slices` are the complete events, `arrows` the two ends of each message, both with the "slice"
-    in which they lie; `roles` and `flows` are the names of ranks and of their flows. `parts` are
-    the steps of the lowest rank that has any, in runs of consecutive numbers: a run has several
-    where its strategy changed, for each began to be traced anew.
-    """
-
-    slices: Sequence[Event]
-    arrows: Arrows
-    roles: Mapping[int, str]
-    flows: Mapping[tuple[int, int], str]
-    parts: Sequence[Sequence[Event]]
-
-
-def read_trace(path: Path) -> Trace:
-    """Read the timeline in the file at `path`.
-
-    Raises:
-        InputError: the file is damaged.
-    """
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            events: list[Event] = json.load(file)["traceEvents"]
-    except (OSError, EOFError, ValueError, KeyError) as error:
-        raise InputError(f"{path}: is damaged: {error}") from None
-    slices: list[Event] = []
-    ends: dict[int, dict[str, Event]] = defaultdict(dict)
-    roles: dict[int, str] = {}
-    flows: dict[tuple[int, int], str] = {}
-    for event in events:
-        if event["ph"] == "X":
-            slices.append(event)
-        elif event["ph"] in "sf":  # it stands behind its slice
-            ends[event["id"]][event["ph"]] = {**event, "slice": slices[-1]}
-        elif event["ph"] == "M" and event["name"] == "process_name":
-            roles[event["pid"]] = event["args"]["name"]
-        elif event["ph"] == "M" and event["name"] == "thread_name":
-            flows[event["pid"], event["tid"]] = event["args"]["name"]
-    arrows = [(both["s"], both["f"]) for both in ends.values() if len(both) == 2]
-    return Trace(slices, arrows, roles, flows, _parts(slices))
-
-
-def _parts(slices: Sequence[Event]) -> list[list[Event]]:
-    steps = [event for event in slices if event["cat"] == "step" and "step" in event["args"]]
-    lowest = min((event["pid"] for event in steps), default=None)
-    parts: list[list[Event]] = []
-    for event in sorted((e for e in steps if e["pid"] == lowest), key=lambda e: e["ts"]):
-        if parts and event["args"]["step"] == parts[-1][-1]["args"]["step"] + 1:
-            parts[-1].append(event)
-        else:
-            parts.append([event])
-    return parts
-
 
 # A few steps
 
@@ -156,8 +91,6 @@ _COLOURS = {
     "wait": "#bdbdbd",
 }
 _LANE = 34
-_MAIN = "main"
-"""The flow of a rank that computes; the others are background flows."""
 Lanes = Mapping[tuple[int, int], str]
 
 
@@ -204,9 +137,9 @@ def _lanes(trace: Trace, window: Window) -> Lanes:
     serving = {rank for rank, role in trace.roles.items() if role.endswith("server")} - working
     names = {}
     for rank, flow in sorted({(event["pid"], event["tid"]) for event in window.pieces}):
-        name = trace.flows.get((rank, flow), _MAIN)
+        name = trace.flows.get((rank, flow), MAIN)
         role = " server" if rank in serving else ""
-        names[rank, flow] = f"{rank}{role}" if name == _MAIN else f"{rank} {name}"
+        names[rank, flow] = f"{rank}{role}" if name == MAIN else f"{rank} {name}"
     return names
 
 
