@@ -123,7 +123,8 @@ def print_plan(plan: Plan) -> None:
     if plan.target is not None:
         console.print(f"target: {target_text(plan.target)}")
     console.print(f"costs: {plan.costs}")
-    console.print(_table(plan))
+    if any(row.speed for row in plan.rows):
+        console.print(_table(plan))
     if len(plan.rows) > SHOWN:
         console.print(f"and {len(plan.rows) - SHOWN} more candidates in plan.json")
     console.print(plan.headline, style="bold")
@@ -147,15 +148,18 @@ def print_plan(plan: Plan) -> None:
 def _table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     rows = plan.rows[:SHOWN]
-    metric = "best" if plan.target is None else f"best {plan.target.metric}"
-    columns = ["candidate", "nodes", "batch", "samples/s", "s to target", metric]
+    columns = ["candidate", "nodes", "batch", "samples/s", "s to target"]
+    columns.append("best" if plan.target is None else plan.target.metric)
     priced = next((row.currency for row in rows if row.cost is not None), None)
     columns += [*([priced] if priced else []), "bottleneck"]
     for name in columns:
-        left = name in ("candidate", "bottleneck")
-        justify: Literal["left", "right"] = "left" if left else "right"
-        width = max(16 if name == "candidate" else 0, *map(len, name.split()))
-        table.add_column(name, justify=justify, min_width=width, overflow="fold")
+        justify: Literal["left", "right"] = (
+            "left" if name in ("candidate", "bottleneck") else "right"
+        )
+        wraps = name == "candidate"
+        table.add_column(
+            name, justify=justify, min_width=16 * wraps, no_wrap=not wraps, overflow="fold"
+        )
     for row in rows:
         cells = [row.name, str(len(row.nodes)), str(row.batch), _figure(row.speed), time_text(row)]
         cells.append("-" if row.best is None else f"{row.best:.4g}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestra.experiments.experiment import Experiment, alone
 from orchestra.experiments.file import to_yaml
+from orchestra.planning.search import Search
 from orchestra.planning.standing import (
     NO_TIME,
     Entry,
@@ -22,6 +23,7 @@ from orchestra.planning.standing import (
     penalty,
 )
 from orchestra.records.record import write_atomically
+from orchestra.report.figures.results import knee
 from orchestra.report.numbers import significant, uncertain
 from orchestra.settings.base import to_plain
 from orchestra.strategies.single import Single
@@ -137,6 +139,42 @@ class Plan:
         return "nodes" if any(len(row.nodes) > 1 for row in self.rows) else "ranks"
 
 
+def answered(search: Search, costs: str, folder: Path) -> Plan:
+    """The answer with what was found so far."""
+    rows = rows_of(search)
+    best, scaled = recommended(rows), to_scale(rows)
+    scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
+    return Plan(
+        target=search.target,
+        rows=rows,
+        recommended=best,
+        headline=headline(rows, best, search.target),
+        command=None if best is None else command(best, folder / RECOMMENDED),
+        scaled=None if scaled is None else scaled.name,
+        scaling=scaling,
+        knee=knee(scaling),
+        curves=curves_of(search, rows),
+        notes=tuple(search.notes),
+        costs=costs,
+        folder=folder,
+        stopped=search.stopped,
+    )
+
+
+def rows_of(search: Standing) -> list[Row]:
+    """What is known of each candidate: the rows with a time, the shortest first; then the others,
+    the closest to the target first, and last those of which nothing is known."""
+
+    def key(row: Row) -> tuple[int, float]:
+        if row.seconds is not None:
+            return 0, row.seconds
+        if row.best is not None and search.target is not None:
+            return 1, penalty(search.target, row.best)
+        return 2, -(row.speed or 0.0)
+
+    return sorted((row_of(search, entry) for entry in search.entries.values()), key=key)
+
+
 def row_of(search: Standing, entry: Entry) -> Row:
     """What is known of a candidate."""
     candidate, training = entry.candidate, entry.candidate.run.training
@@ -164,20 +202,6 @@ def row_of(search: Standing, entry: Entry) -> Row:
         dropped=entry.dropped or reason,
         rungs=list(entry.rungs),
     )
-
-
-def ranked(rows: Sequence[Row], target: Target | None) -> list[Row]:
-    """The rows with a time, the shortest first; then the others, the closest to the target first,
-    and last those of which nothing is known."""
-
-    def key(row: Row) -> tuple[int, float]:
-        if row.seconds is not None:
-            return 0, row.seconds
-        if row.best is not None and target is not None:
-            return 1, penalty(target, row.best)
-        return 2, -(row.speed or 0.0)
-
-    return sorted(rows, key=key)
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
@@ -228,7 +252,7 @@ def time_text(row: Row) -> str:
         known = row.uncertainty
         return uncertain(row.seconds, known) if known else significant(row.seconds)
     if row.seeds:
-        return "missed by a seed"
+        return "seed missed"
     return "–" if row.after is None else f"> {significant(row.after)}"
 
 
@@ -257,16 +281,16 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
     return alone(experiment, replace(run, training=training))
 
 
-def command(row: Row, path: Path, several_nodes: bool) -> str:
+def command(row: Row, path: Path) -> str:
     """Trains the experiment in the file `path`, whose row is `row`.
 
     On several nodes it is given on each of them, with the folder shared by all.
     """
     out = path.parent / "trained"
     train = ["train", str(path), "--out", str(out)]
-    if not several_nodes or row.strategy == "Single()":
-        return shlex.join(["orchestra", *train])
     nodes = len(row.nodes)
+    if nodes == 1:
+        return shlex.join(["orchestra", *train])
     return shlex.join([
         "torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(row.ranks // nodes),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{row.nodes[0]}:{PORT}",

@@ -16,26 +16,11 @@ from orchestra.experiments.api import notation_of
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.file import load
 from orchestra.experiments.run import folder_for
-from orchestra.planning.answer import (
-    RECOMMENDED,
-    Plan,
-    Row,
-    Verified,
-    command,
-    curves_of,
-    headline,
-    ranked,
-    recommended,
-    row_of,
-    scaling_of,
-    to_scale,
-    write_plan,
-)
+from orchestra.planning.answer import Plan, Verified, answered, rows_of, to_scale, write_plan
 from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_counts
 from orchestra.planning.search import Budget, Search
 from orchestra.planning.standing import Length, reached
 from orchestra.records.record import write_atomically
-from orchestra.report.figures.results import knee
 from orchestra.report.rows import RunData
 from orchestra.settings import Settings
 from orchestra.settings.reading import Entry, read_document
@@ -156,7 +141,7 @@ def carry_out(
     if (scaled := to_scale(rows_of(search))) is not None:
         others = on_other_counts(search.entries[scaled.name].candidate, experiment, places)
         search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
-    found = answered(search, cluster, costs, folder)
+    found = answered(search, costs, folder)
     if verified and not found.stopped:
         found = verify(found, search, cluster, tell)
     if report:
@@ -166,34 +151,6 @@ def carry_out(
     best = found.recommended
     write_plan(found, experiment, None if best is None else search.entries[best.name])
     return found
-
-
-def rows_of(search: Search) -> list[Row]:
-    """What is known of each candidate, the best one first."""
-    return ranked([row_of(search, entry) for entry in search.entries.values()], search.target)
-
-
-def answered(search: Search, cluster: Cluster, costs: str, folder: Path) -> Plan:
-    """The answer with what was found so far."""
-    rows = rows_of(search)
-    best, scaled = recommended(rows), to_scale(rows)
-    scaling = {} if scaled is None else scaling_of(search, search.entries[scaled.name])
-    several = len(cluster.nodes) > 1
-    return Plan(
-        target=search.target,
-        rows=rows,
-        recommended=best,
-        headline=headline(rows, best, search.target),
-        command=None if best is None else command(best, folder / RECOMMENDED, several),
-        scaled=None if scaled is None else scaled.name,
-        scaling=scaling,
-        knee=knee(scaling),
-        curves=curves_of(search, rows),
-        notes=tuple(search.notes),
-        costs=costs,
-        folder=folder,
-        stopped=search.stopped,
-    )
 
 
 def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
