@@ -20,7 +20,7 @@ from orchestra.experiments.experiment import Experiment
 from orchestra.experiments.file import load
 from orchestra.planning.answer import real_run
 from orchestra.planning.api import planned
-from orchestra.planning.candidates import Candidate, Places, candidates, samples, scaled_rate
+from orchestra.planning.candidates import Candidate, Space, scaled_rate
 from orchestra.planning.search import Budget, Search, short
 from orchestra.planning.standing import (
     Length,
@@ -49,13 +49,10 @@ def experiment(**settings: object) -> Experiment:
     return planned(None, (), {key: Entry(value, key) for key, value in given.items()})
 
 
-def places(text: str, folder: Path) -> Places:
-    return Places(load_cluster(text, where="cluster", folder=Path()), folder / "clusters")
-
-
 def found_on(text: str, folder: Path, **settings: object) -> dict[str, Candidate]:
-    given = experiment(**settings)
-    return {each.name: each for each in candidates(given, places(text, folder))}
+    cluster = load_cluster(text, where="cluster", folder=Path())
+    space = Space(experiment(**settings), cluster, folder / "clusters")
+    return {each.name: each for each in space.candidates()}
 
 
 # Decisions on plain figures
@@ -111,7 +108,7 @@ def test_candidates_use_the_fastest_nodes_and_keep_the_samples(tmp_path: Path) -
     found = found_on("examples/clusters/mixed.yaml", tmp_path)
     assert found["ring on 3 nodes"].nodes == ("fast-0", "fast-1", "fast-2")
     assert found["ring on 4 nodes"].nodes[-1] == "slow"
-    assert {samples(found[f"ring on 4 nodes{text}"]) for text in ("", ", batch x 2")} == {64, 128}
+    assert {found[f"ring on 4 nodes{text}"].samples for text in ("", ", batch x 2")} == {64, 128}
     assert "ring, shares by speed on 4 nodes" in found
     cluster = load_cluster(found["ring on 2 nodes"].run.training.cluster, where="", folder=Path())
     assert [node.name for node in cluster.nodes_of(2)] == ["fast-0", "fast-1"]

@@ -277,6 +277,8 @@ def real_run(experiment: Experiment, run: Run) -> Experiment:
         snapshots=given.snapshots,
         checkpoint_every=given.checkpoint_every,
         trace_steps=given.trace_steps,
+        record_order=given.record_order,
+        tensorboard=given.tensorboard,
     )
     return alone(experiment, replace(run, training=training))
 

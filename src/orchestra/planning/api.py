@@ -17,7 +17,7 @@ from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.file import load
 from orchestra.experiments.run import folder_for
 from orchestra.planning.answer import Plan, Verified, answered, rows_of, to_scale, write_plan
-from orchestra.planning.candidates import BATCHES, Places, candidates, on_other_counts
+from orchestra.planning.candidates import BATCHES, Space
 from orchestra.planning.search import Budget, Search
 from orchestra.planning.standing import Length, reached
 from orchestra.records.record import write_atomically
@@ -131,15 +131,15 @@ def carry_out(
     folder = folder_for(out, f"plan-{experiment.name}", empty=True)
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
-    places = Places(cluster, folder / "clusters")
+    space = Space(experiment, cluster, folder / "clusters")
     search = Search(
-        candidates(experiment, places), experiment.training.target, length, folder / "runs",
+        space.candidates(), experiment.training.target, length, folder / "runs",
         budget, tell, seeds=experiment.seeds,
     )  # fmt: skip
     search.run()
     search.notes[:0] = notes
     if (scaled := to_scale(rows_of(search))) is not None:
-        others = on_other_counts(search.entries[scaled.name].candidate, experiment, places)
+        others = space.on_other_counts(search.entries[scaled.name].candidate)
         search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
     found = answered(search, costs, folder)
     if verified and not found.stopped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -110,26 +110,27 @@ class Candidate:
     def update_samples(self) -> float:
         """The least samples that any of its updates is made of."""
         if self.exact or isinstance(self.run.strategy, AllReduce):
-            return float(samples(self))
+            return float(self.samples)
         workers = self.run.strategy.roles(self.run.training.ranks).workers
-        return samples(self) / max(1, len(workers))
+        return self.samples / max(1, len(workers))
 
-
-def samples(candidate: Candidate) -> int:
-    """In a step of all of its workers."""
-    training = candidate.run.training
-    return training.global_batch(candidate.run.strategy.roles(training.ranks).shares)
+    @property
+    def samples(self) -> int:
+        """In a step of all of its workers."""
+        training = self.run.training
+        return training.global_batch(self.run.strategy.roles(training.ranks).shares)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Which nodes the candidates use: the fastest ones first.
+class Space:
+    """The candidates for an experiment on a cluster, whose fastest nodes come first.
 
     Attributes:
         cluster: the whole one.
         folder: where clusters of some of its nodes are written.
     """
 
+    experiment: Experiment
     cluster: Cluster
     folder: Path
 
@@ -148,25 +149,94 @@ class Places:
         return len(kinds) > 1
 
     @property
+    def several(self) -> bool:
+        """Whether candidates differ in their nodes; else in the ranks of a single one."""
+        return len(self.cluster.nodes) > 1
+
+    @property
     def counts(self) -> list[int]:
         """The numbers of nodes, or of ranks on a single one, that are tried; all last."""
-        most = len(self.cluster.nodes) if len(self.cluster.nodes) > 1 else self.fastest[0].slots
+        most = len(self.cluster.nodes) if self.several else self.fastest[0].slots
         if most <= MOST_COUNTS:
             return list(range(2, most + 1))
         powers = [2**power for power in range(1, most.bit_length()) if 2**power < most]
         return [*powers, most]
 
-    def on(self, count: int) -> tuple[tuple[str, ...], str]:
-        """The node of each rank on the `count` fastest nodes (ranks of a single node), and the file
-        of a cluster with only these."""
-        if len(self.cluster.nodes) == 1:
-            names = [self.cluster.nodes[0].name] * count
-        else:
-            chosen = self.fastest[:count]
-            names = [node.name for node in chosen for _ in range(max(node.devices, 1))]
-        return tuple(names), self.written(str(count), tuple(names))
+    def candidates(self) -> list[Candidate]:
+        """All that is tried: the experiment's own strategies, and those of this file.
 
-    def written(self, name: str, placement: Literal["spread"] | tuple[str, ...]) -> str:
+        A strategy that cannot run on so many ranks is left out; one without room in memory is found
+        in the simulation.
+        """
+        found = [self._alone(batch) for batch in BATCHES]
+        found += [self._alone(batch, kept=True) for batch in KEPT]
+        if not (counts := self.counts):
+            return found
+        own = {
+            f"{label} of the file" if label in (*EVERYWHERE, ONE_PROCESS) else label: each
+            for label, each in self.experiment.strategies.items()
+            if not isinstance(each, Single)
+        }
+        strategies = {**{label: strategy(text) for label, text in EVERYWHERE.items()}, **own}
+        known = set()
+        for label, each in strategies.items():
+            if repr(each) in known:
+                continue
+            known.add(repr(each))
+            for count in counts if label in ON_FEWER else counts[-1:]:
+                for batch in BATCHES if label in WITH_BATCHES and count == counts[-1] else (1.0,):
+                    found += self._together(label, each, count, batch)
+        for count in counts if self.mixed else ():
+            found += self._together("ring", strategies["ring"], count, 1.0, MEASURED)
+        return by_interest(found)
+
+    def on_other_counts(self, candidate: Candidate) -> list[Candidate]:
+        """The strategy of `candidate`, with its batch, on each number of nodes."""
+        each, shares = candidate.run.strategy, candidate.run.training.shares
+        return [
+            other
+            for count in self.counts
+            for other in self._together(candidate.label, each, count, candidate.batch, shares)
+        ]
+
+    def _alone(self, batch: float, *, kept: bool = False) -> Candidate:
+        """One process on the fastest node; `kept`: with the experiment's own learning rate."""
+        node, optimizer = self.fastest[0].name, self.experiment.training.optimizer
+        cluster = self._written("all", "spread") if self.several else self._only((node,))
+        training, rate = self._training(1, batch, cluster), 1.0
+        if kept:
+            training = training.with_setting("optimizer", optimizer)
+            rate = 1 / scaled_rate(optimizer, batch)
+        name = ONE_PROCESS + _batch_text(batch) + ", rate kept" * kept
+        run = self._run(name, Single(), training)
+        return Candidate(name, run, (node,), ONE_PROCESS, batch, rate)
+
+    def _together(
+        self, label: str, each: Strategy[Any], count: int, batch: float, shares: Any = None
+    ) -> list[Candidate]:
+        """The strategy on the `count` fastest nodes, or ranks of one; none where it refuses."""
+        nodes = self.fastest[:count] if self.several else self.fastest * count
+        devices = [max(node.devices, 1) if self.several else 1 for node in nodes]
+        names = [n.name for n, ranks in zip(nodes, devices, strict=True) for _ in range(ranks)]
+        on = f" on {count} {'nodes' if self.several else 'ranks'}"
+        name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
+        try:
+            if each.refusal(len(names)) is not None:
+                return []
+            training = self._training(len(names), batch, self._only(tuple(names)), shares)
+            run = self._run(name, each, training)
+        except InputError:
+            return []
+        return [Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)]
+
+    def _run(self, name: str, each: Strategy[Any], training: Training) -> Run:
+        return Run(name, self.experiment.task, each, self.experiment.seeds[0], training)
+
+    def _only(self, names: tuple[str, ...]) -> str:
+        """The file of the cluster with a rank on each of these nodes."""
+        return self._written(str(len(dict.fromkeys(names)) if self.several else len(names)), names)
+
+    def _written(self, name: str, placement: Literal["spread"] | tuple[str, ...]) -> str:
         """The path of a file of the cluster with this placement, which is written if it is new."""
         path = self.folder / f"{name}.yaml"
         if not path.exists():
@@ -174,35 +244,30 @@ class Places:
             write_atomically(path, cluster_text(replace(self.cluster, placement=placement)))
         return str(path.absolute())
 
-
-def candidates(experiment: Experiment, places: Places) -> list[Candidate]:
-    """All that is tried for `experiment`: its own strategies, and those of this file.
-
-    A strategy that cannot run on so many ranks is left out; one without room in memory is found in
-    the simulation.
-    """
-    found = list(_alone(experiment, places))
-    counts = places.counts
-    if not counts:
-        return found
-    own = {
-        f"{label} of the file" if label in (*EVERYWHERE, ONE_PROCESS) else label: each
-        for label, each in experiment.strategies.items()
-        if not isinstance(each, Single)
-    }
-    strategies = {**{name: strategy(text) for name, text in EVERYWHERE.items()}, **own}
-    known = set()
-    for name, each in strategies.items():
-        if repr(each) in known:
-            continue
-        known.add(repr(each))
-        for count in counts if name in ON_FEWER else counts[-1:]:
-            for batch in BATCHES if name in WITH_BATCHES and count == counts[-1] else (1.0,):
-                found.extend(_one(experiment, places, name, each, count, batch))
-    for count in counts if places.mixed else ():
-        ring = strategies["ring"]
-        found.extend(_one(experiment, places, "ring", ring, count, 1.0, shares=MEASURED))
-    return by_interest(found)
+    def _training(self, ranks: int, batch: float, cluster: str, shares: Any = None) -> Training:
+        """The experiment's training in virtual time: `batch` times its samples in a step, divided
+        among `ranks`, as many samples in all, and the learning rate that goes with the batch."""
+        given = self.experiment.training
+        whole = given.ranks * given.batch_size
+        of_rank = max(1, round(whole * batch / ranks))
+        steps = given.steps and max(1, round(given.steps * whole / (ranks * of_rank)))
+        training = replace(
+            given,
+            ranks=ranks,
+            batch_size=of_rank,
+            equal="global_batch",
+            steps=steps,
+            shares=shares,
+            accumulation=1,
+            engine="simulation",
+            tensors="real",
+            cluster=cluster,
+            checkpoint_every=None,
+            trace_steps=0,
+            record_order=False,
+            tensorboard=False,
+        )
+        return _at_rate(training, scaled_rate(given.optimizer, ranks * of_rank / whole))
 
 
 def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
@@ -214,21 +279,6 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
         seen[candidate.label] = seen.get(candidate.label, 0) + 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])
     return sorted(found, key=lambda each: places[each.name])
-
-
-def on_other_counts(
-    candidate: Candidate, experiment: Experiment, places: Places
-) -> list[Candidate]:
-    """The strategy of `candidate`, with its batch, on each number of nodes."""
-    if candidate.label == ONE_PROCESS:
-        return []
-    label, each, batch = candidate.label, candidate.run.strategy, candidate.batch
-    shares = candidate.run.training.shares
-    return [
-        other
-        for count in places.counts
-        for other in _one(experiment, places, label, each, count, batch, shares)
-    ]
 
 
 def strategy(text: str) -> Strategy[Any]:
@@ -275,71 +325,5 @@ def _at_rate(training: Training, factor: float) -> Training:
     return training.with_setting("optimizer", replace(optimizer, groups=groups))
 
 
-def _alone(experiment: Experiment, places: Places) -> Iterator[Candidate]:
-    """One process on the fastest node, with each batch."""
-    node, optimizer = places.fastest[0].name, experiment.training.optimizer
-    several = len(places.cluster.nodes) > 1  # `Single` chooses the node where it is fastest
-    path = places.written("all", "spread") if several else places.on(1)[1]
-    tried = [(batch, False) for batch in BATCHES] + [(batch, True) for batch in KEPT]
-    for batch, kept in tried:
-        training, rate = _training(experiment, 1, batch, path), 1.0
-        if kept:
-            training = training.with_setting("optimizer", optimizer)
-            rate = 1 / scaled_rate(optimizer, batch)
-        name = ONE_PROCESS + _batch_text(batch) + ", rate kept" * kept
-        run = Run(name, experiment.task, Single(), experiment.seeds[0], training)
-        yield Candidate(name, run, (node,), ONE_PROCESS, batch, rate)
-
-
-def _one(
-    experiment: Experiment,
-    places: Places,
-    label: str,
-    each: Strategy[Any],
-    count: int,
-    batch: float,
-    shares: Any = None,
-) -> Iterator[Candidate]:
-    names, path = places.on(count)
-    try:
-        if each.refusal(len(names)) is not None:
-            return
-        several = len(places.cluster.nodes) > 1
-        on = f" on {count} {'nodes' if several else 'ranks'}"
-        name = label + ", shares by speed" * (shares == MEASURED) + on + _batch_text(batch)
-        training = _training(experiment, len(names), batch, path, shares)
-        run = Run(name, experiment.task, each, experiment.seeds[0], training)
-    except InputError:
-        return
-    yield Candidate(name, run, tuple(dict.fromkeys(names)), label, batch)
-
-
 def _batch_text(batch: float) -> str:
     return "" if batch == 1 else f", batch x {batch:g}"
-
-
-def _training(
-    experiment: Experiment, ranks: int, batch: float, cluster: str, shares: Any = None
-) -> Training:
-    """The experiment's training in virtual time, with `batch` times its samples in a step, divided
-    among `ranks`, as many samples in all, and the learning rate that goes with the batch."""
-    given = experiment.training
-    whole = given.ranks * given.batch_size
-    of_rank = max(1, round(whole * batch / ranks))
-    steps = given.steps and max(1, round(given.steps * whole / (ranks * of_rank)))
-    training = replace(
-        given,
-        ranks=ranks,
-        batch_size=of_rank,
-        steps=steps,
-        shares=shares,
-        accumulation=1,
-        engine="simulation",
-        tensors="real",
-        cluster=cluster,
-        checkpoint_every=None,
-        trace_steps=0,
-        record_order=False,
-        tensorboard=False,
-    )
-    return _at_rate(training, scaled_rate(given.optimizer, ranks * of_rank / whole))

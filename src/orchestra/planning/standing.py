@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from orchestra.planning.candidates import Candidate, samples
+from orchestra.planning.candidates import Candidate
 from orchestra.records.report import Point
 from orchestra.report.numbers import significant
 from orchestra.strategies.single import Single
@@ -302,7 +302,7 @@ class Standing:
             return
         best, time = found
         needed = fmean(each.samples for each in self.times(best).values())
-        batch = samples(best.candidate)
+        batch = best.candidate.samples
         for entry in self.alive:
             if entry is best or not entry.speed or self.times(entry):
                 continue
