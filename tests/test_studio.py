@@ -112,7 +112,7 @@ def test_a_slow_worker_holds_up_a_ring_and_leaves_others_alone_with_a_server(
     ("query", "told"),
     [
         ("workers=1", "workers: 1 is below 2"),
-        ("workers=many", "workers: 'many' is not a whole number"),
+        ("workers=many", "workers: expected whole number, got 'many'"),
         ("megabytes=nan", "megabytes"),
         ("workrs=4", "did you mean 'workers'"),
         ("strategies=rings", "did you mean 'ring'"),

@@ -14,7 +14,7 @@ from orchestra.cli.arguments import Parser, numbers
 from orchestra.cli.bench import progress_line
 from orchestra.cli.train import check_task
 from orchestra.errors import InputError
-from orchestra.planning.answer import Plan, target_text, time_text
+from orchestra.planning.answer import Plan, Row, target_text, time_text
 from orchestra.planning.api import MINUTES, carry_out, planned
 from orchestra.report.numbers import significant
 from orchestra.settings.reading import Entry
@@ -123,10 +123,11 @@ def print_plan(plan: Plan) -> None:
     if plan.target is not None:
         console.print(f"target: {target_text(plan.target)}")
     console.print(f"costs: {plan.costs}")
-    if any(row.speed for row in plan.rows):
-        console.print(_table(plan))
-    if len(plan.rows) > SHOWN:
-        console.print(f"and {len(plan.rows) - SHOWN} more candidates in plan.json")
+    rows = [row for row in plan.rows if row.speed][:SHOWN]
+    if rows:
+        console.print(_table(plan, rows))
+    if len(plan.rows) > len(rows):
+        console.print(f"and {len(plan.rows) - len(rows)} more candidates in plan.json")
     console.print(plan.headline, style="bold")
     if plan.knee is not None:
         where = f"{plan.knee} of {max(plan.scaling)} {plan.places}"
@@ -134,9 +135,9 @@ def print_plan(plan: Plan) -> None:
     for text in plan.notes:
         console.print(f"note: {text}", style="yellow")
     for each in plan.verified:
-        measured = "not reached" if each.measured is None else f"{significant(each.measured)} s"
-        text = each.failure or f"{measured} on {each.engine}"
-        console.print(f"{each.name}: predicted {significant(each.predicted)} s, measured {text}")
+        text = "target not reached" if each.measured is None else f"{significant(each.measured)} s"
+        text = f"not measured: {each.failure}" if each.failure else f"measured {text}"
+        console.print(f"{each.name}: predicted {significant(each.predicted)} s, {text}")
     console.print(f"record: {plan.folder}", soft_wrap=True)
     if plan.report is not None:
         console.print(f"report: {plan.report}", soft_wrap=True)
@@ -145,9 +146,8 @@ def print_plan(plan: Plan) -> None:
         console.print(plan.command, soft_wrap=True)
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: Plan, rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    rows = plan.rows[:SHOWN]
     columns = ["candidate", "nodes", "batch", "samples/s", "s to target"]
     columns.append("best" if plan.target is None else plan.target.metric)
     priced = next((row.currency for row in rows if row.cost is not None), None)

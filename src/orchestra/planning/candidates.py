@@ -9,16 +9,15 @@ from typing import Any, Literal
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.file import cluster_text
+from orchestra.engines.processes.distribute import strategy_of
 from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import write_atomically
-from orchestra.settings import parse
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.strategies.registry import STRATEGIES
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
 
@@ -177,7 +176,7 @@ class Space:
             for label, each in self.experiment.strategies.items()
             if not isinstance(each, Single)
         }
-        strategies = {**{label: strategy(text) for label, text in EVERYWHERE.items()}, **own}
+        strategies = {**{label: strategy_of(text) for label, text in EVERYWHERE.items()}, **own}
         known = set()
         for label, each in strategies.items():
             if repr(each) in known:
@@ -279,13 +278,6 @@ def by_interest(found: Sequence[Candidate]) -> list[Candidate]:
         seen[candidate.label] = seen.get(candidate.label, 0) + 1
         places[candidate.name] = (candidate.label != ONE_PROCESS, seen[candidate.label])
     return sorted(found, key=lambda each: places[each.name])
-
-
-def strategy(text: str) -> Strategy[Any]:
-    """The strategy of this notation."""
-    built = parse(text, STRATEGIES, where="candidate")
-    assert isinstance(built, Strategy)
-    return built
 
 
 def with_rates(candidate: Candidate) -> list[Candidate]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 from orchestra.cluster import Cluster
 from orchestra.cluster.nodes import Link, LogNormal, Node, Switch
 from orchestra.cluster.presets import LOOPBACK
 from orchestra.errors import InputError, nearest
 from orchestra.settings import Settings, setting
+from orchestra.settings.notation import literal
 
 BATCH = 32
 """Samples of a worker's batch; only the scale of samples/s depends on it."""
@@ -48,21 +49,10 @@ class Situation(Settings):
             InputError: a name that is not known, a text that is no number, or a number that is too
                 small or too large.
         """
-        kinds = {each.name: int if each.name == "workers" else float for each in fields(Situation)}
-        found: dict[str, float] = {}
+        situation = Situation()
         for name, text in values.items():
-            if name not in kinds:
-                raise InputError(f"unknown setting {name!r}; {nearest(name, kinds)}")
-            try:
-                found[name] = kinds[name](text)
-            except ValueError:
-                kind = "a whole number" if kinds[name] is int else "a number"
-                raise InputError(f"{name}: {text!r} is not {kind}") from None
-        return Situation(**found)  # type: ignore[arg-type]
-
-    def with_workers(self, workers: int) -> Situation:
-        """The same on another number of workers."""
-        return replace(self, workers=workers)
+            situation = situation.with_setting(name, literal(text))
+        return situation
 
     def cluster(self, nodes: int) -> Cluster:
         """Equal nodes at one switch; that of the last worker computes more slowly."""

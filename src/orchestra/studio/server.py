@@ -150,7 +150,7 @@ def make_app(simulator: Simulator) -> Flask:
     def steps() -> Response:
         situation, entries, caller = _asked()
         counts = [count for count in COUNTS if count <= max(situation.workers, 16)]
-        places = [situation, *(situation.with_workers(count) for count in counts)]
+        places = [situation, *(situation.with_setting("workers", count) for count in counts)]
         jobs = dict.fromkeys(Job("step", place, entry) for place in places for entry in entries)
         lines = _lines(simulator.answers(f"steps {caller}", list(jobs)), len(jobs))
         return Response(lines, mimetype="application/x-ndjson")
@@ -160,7 +160,7 @@ def make_app(simulator: Simulator) -> Flask:
         situation, entries, caller = _asked()
         if len(entries) != 1:
             raise InputError(f"strategies: {len(entries)} strategies; give one")
-        few = situation.with_workers(min(situation.workers, MOST_WATCHED))
+        few = situation.with_setting("workers", min(situation.workers, MOST_WATCHED))
         job = Job("course", few, entries[0])
         for _, answer in simulator.answers(f"course {caller}", [job]):
             return _json({"workers": few.workers, "strategy": job.entry.key, **answer})

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from orchestra.engines.processes.distribute import strategy_of
 from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
 from orchestra.errors import InputError, OrchestraError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import Message, RankReport, Slice
-from orchestra.settings import parse
-from orchestra.strategies.base import Strategy, roles_of
-from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.base import roles_of
 from orchestra.studio.menu import BATCH, Entry, Situation
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training
@@ -104,8 +103,7 @@ def run_of(situation: Situation, notation: str, steps: int) -> Run:
     Raises:
         InputError: the strategy cannot have that many workers.
     """
-    strategy = parse(notation, STRATEGIES, where="strategy")
-    assert isinstance(strategy, Strategy)
+    strategy = strategy_of(notation)
     dedicated = getattr(strategy, "servers", 0)
     if getattr(strategy, "placement", "dedicated") != "dedicated":
         dedicated = 0
