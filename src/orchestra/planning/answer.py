@@ -233,11 +233,12 @@ def headline(rows: Sequence[Row], best: Row | None, target: Target | None) -> st
         )
     reaches = f"reaches {text} in {time_text(best)} s"
     if best.strategy == "Single()":
+        alone = f"{best.name} on {best.nodes[0]} {reaches}"
+        if not any(row.speed for row in rows if row.strategy != "Single()"):
+            return f"{alone}; there was no time to simulate any other strategy."
         rival = next((r for r in rows if r.seconds is not None and len(r.nodes) > 1), None)
-        beside = (
-            "" if rival is None else f"; the best of several is {rival.name}, {time_text(rival)} s"
-        )
-        return f"One machine wins: {best.name} on {best.nodes[0]} {reaches}{beside}."
+        beside = f"; the best of several is {rival.name}, {time_text(rival)} s" if rival else ""
+        return f"One machine wins: {alone}{beside}."
     single = next((r for r in rows if r.strategy == "Single()" and r.seconds is not None), None)
     gain = ""
     if single is not None and single.seconds is not None:
