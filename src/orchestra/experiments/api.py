@@ -11,15 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.data.balancing import BALANCINGS
-from orchestra.data.sharding import SHARDINGS
 from orchestra.engines.run import train_run
 from orchestra.errors import InputError
 from orchestra.experiments.comparison import Comparison, carry_out
 from orchestra.experiments.experiment import Experiment, only_run
-from orchestra.experiments.file import load
+from orchestra.experiments.file import NOTATIONS, load
 from orchestra.experiments.run import RESOLVED, SUMMARY, folder_for, make_run
-from orchestra.optimizers.settings import SCHEDULES, Optimizer
+from orchestra.optimizers.settings import Optimizer
 from orchestra.records.record import RunRecord, read_summary
 from orchestra.settings import Settings, write
 from orchestra.settings.reading import Entry
@@ -29,10 +27,6 @@ from orchestra.tasks.settings import TASKS
 if TYPE_CHECKING:
     from orchestra.strategies.base import Strategy
     from orchestra.tasks.task import Task
-
-REGISTRIES = {
-    "task": TASKS, "schedule": SCHEDULES, "sharding": SHARDINGS, "shares": BALANCINGS
-}  # fmt: skip
 
 
 def train(
@@ -230,7 +224,7 @@ def notation_of(value: Any, key: str) -> Any:
     if isinstance(value, Optimizer):
         return repr(value)
     if isinstance(value, Settings):
-        return write(value, REGISTRIES.get(key, STRATEGIES))
+        return write(value, {"task": TASKS, **NOTATIONS}.get(key, STRATEGIES))
     if callable(value):
         name = getattr(value, "__qualname__", "")
         if not name or "<" in name:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.file import is_file, load_cluster
-from orchestra.data.balancing import BALANCINGS, Balancing
+from orchestra.data.balancing import BALANCINGS
 from orchestra.data.plan import shares_of
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
 from orchestra.optimizers.settings import SCHEDULES, Group, Optimizer
 from orchestra.records.record import SUMMARY, read_summary
-from orchestra.settings import parse, read, replace_setting, write
+from orchestra.settings import Settings, parse, read, replace_setting, write
 from orchestra.settings.base import settings_of, to_plain
 from orchestra.settings.notation import bound, build
 from orchestra.settings.reading import (
@@ -39,6 +39,9 @@ _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")
 
 #: The settings of a training that are keys of the file; its ranks are the experiment's.
 TRAINING_KEYS = tuple(field.name for field in settings_of(Training) if field.name not in _HEAD)
+
+NOTATIONS = {"schedule": SCHEDULES, "sharding": SHARDINGS, "shares": BALANCINGS}
+"""The settings of a training that hold an object, and what its notation may name."""
 
 KNOWN_KEYS = (*_HEAD, *TRAINING_KEYS, "parameter_groups")
 
@@ -96,11 +99,9 @@ def to_yaml(experiment: Experiment) -> str:
     document["parameter_groups"] = [
         {"match": group.match, **group.arguments} for group in training.optimizer.groups
     ]
-    document["schedule"] = write(training.schedule, SCHEDULES)
-    if training.sharding is not None:
-        document["sharding"] = write(training.sharding, SHARDINGS)
-    if isinstance(training.shares, Balancing):
-        document["shares"] = write(training.shares, BALANCINGS)
+    for name, registry in NOTATIONS.items():
+        if isinstance(value := getattr(training, name), Settings):
+            document[name] = write(value, registry)
     document["target"] = to_plain(training.target)
     return yaml_text(document)
 
@@ -185,6 +186,10 @@ def _cluster(entry: Entry, key: str) -> str:
     return str((folder / entry.value).resolve()) if is_file(entry.value) else str(entry.value)
 
 
+def _notation(entry: Entry, key: str) -> object:
+    return parse(entry.value, NOTATIONS[key], where=entry.at(key))
+
+
 def _shares(entry: Entry, key: str) -> Any:
     """Return weights and `measured` as they are, of a notation the rule, of a run its speeds."""
     if not isinstance(entry.value, str) or entry.value == MEASURED:
@@ -194,7 +199,7 @@ def _shares(entry: Entry, key: str) -> Any:
         return _shares_of(run, entry.at(key))
     if "/" in entry.value:
         raise InputError(f"{entry.at(key)}: {run} is not the folder of a run: it has no {SUMMARY}")
-    return parse(entry.value, BALANCINGS, where=entry.at(key))
+    return _notation(entry, key)
 
 
 def _shares_of(run: Path, where: str) -> tuple[float, ...]:
@@ -227,8 +232,8 @@ READER = Reader(
         "task": lambda entry, key: task_text(entry.value, where=entry.at(key)),
         "strategies": _strategies,
         "optimizer": lambda entry, key: Optimizer.parse(entry.value, where=entry.at(key)),
-        "schedule": lambda entry, key: parse(entry.value, SCHEDULES, where=entry.at(key)),
-        "sharding": lambda entry, key: parse(entry.value, SHARDINGS, where=entry.at(key)),
+        "schedule": _notation,
+        "sharding": _notation,
         "shares": _shares,
         "ranks": lambda entry, key: entry.value if isinstance(entry.value, list) else [entry.value],
         "cluster": _cluster,
