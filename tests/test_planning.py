@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from orchestra.planning.api import planned
 from orchestra.planning.candidates import Candidate, Space, scaled_rate
 from orchestra.planning.search import Budget, Search, short
 from orchestra.planning.standing import (
+    CUT_OFF,
     Length,
     bottleneck,
     cannot_win,
@@ -173,12 +174,16 @@ class Played(Search):
     """A search in which curves are known: accuracy = part of all samples times a factor."""
 
     factors: Mapping[str, float]
+    unreached: Container[str]  # there is no time for their real gradients
     asked: list[tuple[str, int, float]]
 
     def _try(self, jobs, deadline):  # type: ignore[no-untyped-def]
         found = []
         for entry, run, folder, part in jobs:
             self.asked.append((entry.name, run.seed, part))
+            if folder.name.startswith("seed") and entry.name in self.unreached:
+                found.append((entry, Tried()))
+                continue
             record = replace(
                 RECORD, name=entry.name, samples=int(part * 1000), samples_per_second=10.0
             )
@@ -197,13 +202,13 @@ RECORD = RunRecord(
 )  # fmt: skip
 
 
-def played(tmp_path: Path, factors: dict[str, float]) -> Played:
+def played(tmp_path: Path, factors: dict[str, float], unreached: Container[str] = ()) -> Played:
     some = list(found_on("lan_1gbit(nodes=2)", tmp_path).values())
     budget = Budget(0.0, 1e12)
     search = Played(
         some, ACCURACY, Length(1000, 10), tmp_path, budget, lambda what, part: None, seeds=(0, 1)
     )
-    search.factors, search.asked = factors, []
+    search.factors, search.unreached, search.asked = factors, unreached, []
     search.run()
     return search
 
@@ -223,6 +228,15 @@ def test_the_search_finds_the_first_and_says_why_others_are_out(tmp_path: Path) 
     assert reasons["local SGD, H=4 on 2 nodes"].startswith("rung")
     assert ("ring on 2 nodes", 0, 1.0) in search.asked  # its speed alone
     assert not [name for name, _, part in search.asked if name == "ring on 2 nodes" and part < 1]
+
+
+def test_who_was_not_simulated_is_left_out_and_others_are_judged(tmp_path: Path) -> None:
+    search = played(tmp_path, {"one process": 1.0}, {"gossip on 2 nodes"})
+    assert search.entries["gossip on 2 nodes"].dropped == CUT_OFF
+    assert "no time for rung 1 of gossip on 2 nodes" in search.notes
+    others = [entry for entry in search.entries.values() if entry.dropped == CUT_OFF]
+    assert [entry.name for entry in others] == ["gossip on 2 nodes"]
+    assert (search.entries["push-sum on 2 nodes"].dropped or "").startswith("rung")
 
 
 def test_where_none_reaches_the_target_there_is_no_best_one(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ from orchestra.worker.threads import usable_cores
 
 PARTS = (0.25, 0.5, 1.0)
 """Of all samples, after which the reference is asked whether it has reached the target."""
+NEARLY = 0.9
+"""Of a rung: a run whose steps do not divide it evenly may end a little before."""
 FINALISTS = 3
 """Who is trained with further seeds."""
 SPEED_PART, REFERENCE_PART, LATE_PART = 0.3, 0.6, 0.8
@@ -218,18 +220,23 @@ class Search(Standing):
         racing, horizon = self.alive, self.horizon()
         for number, part in enumerate(RUNGS, 1):
             racing = [entry for entry in racing if entry.dropped is None]
-            if self.stopped or now() > self._budget.until or not racing:
+            if not racing:
                 break
             self._what = f"rung {number} of {len(RUNGS)}: {count('candidate', len(racing))}"
-            wanted = []
-            for entry in racing:
-                share = min(1.0, part * horizon * (entry.speed or 0.0) / self.length.samples)
-                source = self.source(entry)
-                if source.done < share and not self.times(entry):
-                    wanted.append((source, self.seeds[0], share))
+            shares = {
+                entry.name: min(1.0, part * horizon * (entry.speed or 0.0) / self.length.samples)
+                for entry in racing
+                if not self.times(entry)
+            }
+            sources = [(self.source(self.entries[name]), share) for name, share in shares.items()]
+            wanted = [(each, self.seeds[0], share) for each, share in sources if each.done < share]
             self._learn(wanted, self._budget.until)
-            self.judge(racing, number, part * horizon, late=now() > self._budget.until)
+            for name, share in shares.items():
+                entry = self.entries[name]
+                if self.source(entry).done < NEARLY * share and not self.times(entry):
+                    entry.dropped = entry.dropped or CUT_OFF
             self._note_dropped(CUT_OFF, f"rung {number}", racing)
+            self.judge(racing, number, part * horizon)
             horizon = min(horizon, self.horizon())
 
     def _finalists(self) -> list[Entry]:

@@ -314,16 +314,16 @@ class Standing:
                     f"one of {best.name} ({time:.3g} s)"
                 )
 
-    def judge(self, racing: Sequence[Entry], number: int, seconds: float, *, late: bool) -> None:
+    def judge(self, racing: Sequence[Entry], number: int, seconds: float) -> None:
         """After rung `number`, of so many seconds: drop who cannot win any more, then the worse
-        half; `late`: the time of the search is over."""
+        half."""
         best = self.best()
         limit = None if best is None else best[1]
         scores = {}
         for entry in racing:
             if entry.dropped is None:
                 score = self._score(entry, seconds)
-                entry.dropped = self._reason(entry, number, limit, late=late)
+                entry.dropped = self._reason(entry, number, limit)
                 if entry.dropped is None:
                     scores[entry.name] = score
         for name in halved(scores, FEWEST_RACING)[1] if number < len(RUNGS) else ():
@@ -343,13 +343,11 @@ class Standing:
             return time, 0.0
         return math.inf, math.inf if value is None else penalty(self.target, value)
 
-    def _reason(self, entry: Entry, number: int, limit: float | None, *, late: bool) -> str | None:
+    def _reason(self, entry: Entry, number: int, limit: float | None) -> str | None:
         """Why `entry` is out after a rung; None if it may still win in time `limit`."""
         assert self.target is not None
         if self.time(entry) is not None:
             return None
-        if late or not self.source(entry).done:
-            return CUT_OFF
         elapsed = self.elapsed(entry)
         if limit is None or (number < len(RUNGS) and elapsed < limit):
             return None
