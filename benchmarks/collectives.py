@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import orchestra.shm  # noqa: F401  (registers the backend)
-from orchestra.bench.turns import Progress, join_gloo, median_ratio, run_ranks, take_turns
+from orchestra.bench.timing import Progress, join_gloo, median_ratio, run_ranks, take_turns
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,

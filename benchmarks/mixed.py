@@ -24,7 +24,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestra.bench.turns import Progress, join_gloo
+from orchestra.bench.timing import Progress, join_gloo
 from orchestra.cli.bench import (
     bench_parser,
     listed,

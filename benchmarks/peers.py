@@ -35,7 +35,7 @@ from orchestra.bench.step import (
     our_step,
     plain_step,
 )
-from orchestra.bench.turns import (
+from orchestra.bench.timing import (
     Blocks,
     Progress,
     join_gloo,

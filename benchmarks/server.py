@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from orchestra.bench.turns import Progress, join_gloo, median_ratio, run_ranks, take_turns
+from orchestra.bench.timing import Progress, join_gloo, median_ratio, run_ranks, take_turns
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.bench.turns import Progress, run_ranks
+from orchestra.bench.timing import Progress, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
     listed,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from orchestra.bench.turns import Blocks, Progress, median_ratio, run_ranks
+from orchestra.bench.timing import Blocks, Progress, median_ratio, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,

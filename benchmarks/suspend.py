@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.server import RATE, make_worker, mean_output
-from orchestra.bench.turns import Progress, run_ranks
+from orchestra.bench.timing import Progress, run_ranks
 from orchestra.cli.bench import (
     bench_parser,
     print_remarks,

@@ -17,7 +17,7 @@ from benchmarks.suspend import RankSteps, Window, row_of
 
 from orchestra.bench import step
 from orchestra.bench.step import SUBJECTS
-from orchestra.bench.turns import median_ratio, order
+from orchestra.bench.timing import median_ratio, order
 from orchestra.cli.bench import listed
 from orchestra.cli.main import main
 from orchestra.errors import InputError

@@ -13,10 +13,10 @@ import pytest
 from tests.simulated import run_ranks, simulated
 from tests.training import settings
 
-from orchestra.bench.calibrate import Workload, calibrate, memory, stopwatch, thread_counts
+from orchestra.bench.calibrate import Workload, calibrate, contention, thread_counts
 from orchestra.bench.calibrate.messages import calibrate_links
-from orchestra.bench.calibrate.stopwatch import curve_of, spread
 from orchestra.bench.calibrate.training import Profile
+from orchestra.bench.timing import curve_of, spread
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import (
     Calibration,
@@ -337,11 +337,11 @@ def test_a_file_without_shared_memory_says_that_it_is_assumed(tmp_path: Path) ->
 def test_costs_of_shared_memory_follow_from_what_was_measured() -> None:
     """Of barriers with one other rank and with three, and of chunks of 2 MiB."""
     costs = MemoryCosts(collective=5.0, barrier=2.0, copy=1e-6, wake=0.5)
-    times = {(2, memory.SMALL): (5 + 2.0, 0.5), (4, memory.SMALL): (5 + 3 * 2.0, 99.0)}
-    for size in memory.LARGE:
+    times = {(2, contention.SMALL): (5 + 2.0, 0.5), (4, contention.SMALL): (5 + 3 * 2.0, 99.0)}
+    for size in contention.LARGE:
         barriers = 2 + (size - 1) // (2 << 20)  # of each chunk, and one
         times[4, size] = 5 + 3 * 1e-6 * size + barriers * 3 * 2.0, 99.0
-    found = memory.memory_costs([times] * 4)
+    found = contention.memory_costs([times] * 4)
     for field in dataclasses.fields(costs):
         assert getattr(found, field.name) == pytest.approx(getattr(costs, field.name))
 
@@ -435,7 +435,7 @@ def measured() -> Calibration:
     told: list[str] = []
     subject = Workload(TASK, SGD, batch_sizes=(4,))
     with pytest.MonkeyPatch.context() as patch:  # a busy machine would be measured for two minutes
-        patch.setattr(stopwatch, "_most_in_need", lambda *_: None)
+        patch.setattr("orchestra.bench.calibrate._most_in_need", lambda *_: None)
         calibration = calibrate([subject], 0.01, lambda what, _: told.append(what))
     assert set(told) <= {"messages", "shared memory", "cores at once", "one thread more", TASK}
     return calibration
@@ -501,7 +501,7 @@ def test_links_between_ranks_make_a_matrix() -> None:
 def test_a_second_task_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(stopwatch, "_most_in_need", lambda *_: None)
+    monkeypatch.setattr("orchestra.bench.calibrate._most_in_need", lambda *_: None)
     path = tmp_path / "new" / "machine.json"
     for task in ("digits(channels=1, hidden=2)", "digits(channels=2, hidden=2)"):
         options = ["--task", task, "--batch-size", "4", "--seconds", "0.001", "--keep-anyway"]

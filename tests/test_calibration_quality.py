@@ -18,20 +18,17 @@ from tests.simulated import simulated
 from tests.test_calibrate import CALIBRATION, COSTS, SGD, TASK, run_of
 
 from orchestra.bench import calibrate as bench
-from orchestra.bench.calibrate import Workload, stopwatch, thread_counts
-from orchestra.bench.calibrate.sharing import measure_speeds
-from orchestra.bench.calibrate.stopwatch import (
+from orchestra.bench.calibrate import (
     FIRST,
-    LEAST,
     Attempt,
-    Budget,
-    Kept,
     Measurement,
+    Workload,
     measure_all,
-    repeat,
-    waited,
+    thread_counts,
 )
+from orchestra.bench.calibrate.contention import measure_speeds
 from orchestra.bench.calibrate.training import measure_task
+from orchestra.bench.timing import LEAST, Budget, Kept, repeat, waited
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, read_calibration
 from orchestra.cluster.costs import Quality, together
@@ -158,7 +155,7 @@ def test_what_is_slow_is_repeated_less_often(
 ) -> None:
     clock = Clock()
     timer = SimpleNamespace(perf_counter=clock, thread_time=clock)
-    monkeypatch.setattr(stopwatch, "time", timer)
+    monkeypatch.setattr("orchestra.bench.timing.time", timer)
 
     def call() -> None:
         clock.now += each
@@ -267,7 +264,7 @@ def test_figures_that_are_used_together_are_as_good_as_the_worst() -> None:
 def test_a_calibration_knows_its_quality(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of real measurements, each of which the orchestration takes for disturbed by a fifth."""
     monkeypatch.setattr(bench, "waited", lambda ranks: 0.2)
-    monkeypatch.setattr("orchestra.bench.calibrate.stopwatch._most_in_need", lambda *_: None)
+    monkeypatch.setattr("orchestra.bench.calibrate._most_in_need", lambda *_: None)
     (costs,) = (measured := bench.calibrate([Workload(TASK, SGD, batch_sizes=(4,))], 0.001)).tasks
     assert measured.quality is not None
     assert costs.quality is not None

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tests.test_calibrate import CALIBRATION, COSTS, flat
 
-from orchestra.bench.cases import CONTROLS, TASKS, Case, cases, predicted
-from orchestra.bench.clusters import write_clusters
+from orchestra.bench.cases import CONTROLS, TASKS, Case, cases, predicted, write_clusters
 from orchestra.bench.fidelity import (
     FidelityRow,
     Observation,
@@ -27,8 +26,7 @@ from orchestra.bench.fidelity import (
     row_of,
     step_seconds,
 )
-from orchestra.bench.tables import markdown, verdicts
-from orchestra.bench.verdicts import Block, ratio_errors, scatter
+from orchestra.bench.verdicts import Block, markdown, ratio_errors, scatter, verdicts
 from orchestra.cli.main import main
 from orchestra.cluster.calibration import Calibration, Parameter, Timing
 from orchestra.engines.simulation.cost_source import key_of

@@ -15,7 +15,7 @@ from tests.threads import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestra.bench.turns import join_gloo
+from orchestra.bench.timing import join_gloo
 from orchestra.data.feed import Feed, epoch_samples, open_samples
 from orchestra.data.plan import Plan
 from orchestra.engines.processes import launch

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from orchestra.bench.step import SUBJECTS
-from orchestra.bench.turns import join_gloo, take_turns
+from orchestra.bench.timing import join_gloo, take_turns
 from orchestra.engines.processes import launch
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestra.bench.turns import Blocks, Progress, join_gloo, median_ratio, run_ranks, take_turns
+from orchestra.bench.timing import Blocks, Progress, join_gloo, median_ratio, run_ranks, take_turns
 from orchestra.optimizers.spec import OptimizerSpec
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy

@@ -1,14 +1,20 @@
-"""How good predictions of step times are: ratios within a block, order, regret, absolute errors."""
+"""How good predictions of step times are: ratios within a block, order, regret, absolute errors;
+and the tables that say so, for a terminal and docs/fidelity.md."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from orchestra.bench.cases import CONTROLS
+from orchestra.bench.fidelity import QUIET, FidelityRow
+from orchestra.cluster.calibration import Calibration
 
 RESAMPLES = 1000
 """Of the rounds, for an interval."""
@@ -36,17 +42,13 @@ class Block:
         """Predicted over real, less 1, of each strategy."""
         return [self.predicted[label] / real - 1 for label, real in self.medians.items()]
 
-    def distances(self) -> NDArray[np.float64]:
-        """Shape (rounds, pairs): the logarithm of the ratio of each pair's real seconds."""
-        logs = np.log(np.array(list(self.real.values()), dtype=float))
-        first, second = np.triu_indices(len(logs), 1)
-        return np.asarray(logs[first] - logs[second]).T
-
-    def predicted_distances(self) -> NDArray[np.float64]:
-        """Shape (pairs,): the same as predicted."""
-        logs = np.log([self.predicted[label] for label in self.real])
-        first, second = np.triu_indices(len(logs), 1)
-        return np.asarray(logs[first] - logs[second])
+    def distances(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Shapes (rounds, pairs) and (pairs,): the logarithm of the ratio of each pair's seconds,
+        real and predicted."""
+        first, second = np.triu_indices(len(self.real), 1)
+        real = np.log(np.array(list(self.real.values()), dtype=float))
+        predicted = np.log([self.predicted[label] for label in self.real])
+        return (real[first] - real[second]).T, predicted[first] - predicted[second]
 
     def tau(self) -> float | None:
         """Kendall's tau-a of predicted and real medians; None for a single strategy."""
@@ -100,36 +102,30 @@ class Ratios:
 
 def ratio_errors(blocks: Sequence[Block], seed: int = 0) -> Ratios:
     """Those of all pairs of `blocks`, which have at least two rounds and two strategies each."""
-    real = [block.distances() for block in blocks]
-    predicted = [block.predicted_distances() for block in blocks]
+    distances = [block.distances() for block in blocks]
 
     def errors(rows: Sequence[NDArray[np.intp]]) -> NDArray[np.float64]:
-        return np.concatenate(
-            [
-                np.abs(np.expm1(told - np.median(seen[chosen], axis=0)))
-                for seen, told, chosen in zip(real, predicted, rows, strict=True)
-            ]
-        )
+        """Of the predictions, beside the medians over these rows of the real ones."""
+        pairs = zip(distances, rows, strict=True)
+        apart = (told - np.median(real[chosen], axis=0) for (real, told), chosen in pairs)
+        return np.asarray(np.abs(np.expm1(np.concatenate([*apart]))))
 
-    whole = errors([np.arange(len(seen)) for seen in real])
+    rounds = [len(real) for real, _ in distances]
+    whole = errors([np.arange(count) for count in rounds])
     generator = np.random.default_rng(seed)
     medians = [
-        float(np.median(errors([generator.integers(len(seen), size=len(seen)) for seen in real])))
+        np.median(errors([generator.integers(count, size=count) for count in rounds]))
         for _ in range(RESAMPLES)
     ]
     low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    halves = np.concatenate(
-        [
-            np.abs(np.expm1(np.median(seen[::2], axis=0) - np.median(seen[1::2], axis=0)))
-            for seen in real
-        ]
-    )
+    apart = (np.median(real[::2], axis=0) - np.median(real[1::2], axis=0) for real, _ in distances)
+    halves = np.abs(np.expm1(np.concatenate([*apart])))
     return Ratios(
-        float(np.median(whole)),
-        float(whole.max()),
-        (float(low), float(high)),
-        float(np.median(halves)),
-        float(halves.max()),
+        median=float(np.median(whole)),
+        worst=float(whole.max()),
+        interval=(float(low), float(high)),
+        floor=float(np.median(halves)),
+        worst_floor=float(halves.max()),
     )
 
 
@@ -174,3 +170,133 @@ def verdict(blocks: Sequence[Block]) -> Verdict:
         sum(found for found, _ in pairs),
         sum(kept for _, kept in pairs),
     )
+
+
+PREDICTORS = {
+    "simulated": "simulation",
+    "replayed": "simulation, computation as recorded",
+    "formula": "closed formula",
+    "constant": "constant",
+}
+
+
+def verdicts(rows: Sequence[FidelityRow]) -> dict[str, Verdict]:
+    """One on each predictor, by its title; controls are left out."""
+    strategies = [row for row in rows if row.label not in CONTROLS]
+    groups: dict[tuple[str, int, str], list[FidelityRow]] = defaultdict(list)
+    for row in strategies:
+        groups[row.task, row.ranks, row.cluster].append(row)
+    found = {}
+    for name, title in PREDICTORS.items():
+        if all(getattr(row, name) is not None for row in strategies):
+            blocks = (
+                Block({r.label: r.runs for r in rows}, {r.label: getattr(r, name) for r in rows})
+                for rows in groups.values()
+            )
+            found[title] = verdict([*blocks])
+    return found
+
+
+VERDICT_HEADINGS = (
+    "predictor", "ratios: median error (95 %)", "worst", "Kendall's tau", "regret: median", "worst",
+    "step times: median error", "worst", "pairs in the right order",
+)  # fmt: skip
+CASE_HEADINGS = (
+    "task", "ranks", "cluster", "strategy", "real", "runs", "simulation", "replayed", "formula",
+    "constant",
+    "bytes", "staleness", "parameters", "others", "switches",
+)  # fmt: skip
+
+
+def markdown(rows: Sequence[FidelityRow], calibration: Calibration) -> str:
+    """When and where, then three tables, for docs/fidelity.md: the predictors, the controls, and
+    every case."""
+    machine = calibration.machine
+    reasons = (calibration.quality_of(task).doubts for task in calibration.tasks)
+    doubts = "; ".join(dict.fromkeys(itertools.chain(*reasons)))
+    runs = sum(len(row.runs) for row in rows)
+    lines = [
+        f"Measured on {calibration.measured_at[:10]}: {machine.get('processor')}, "
+        f"{calibration.cores} cores, torch {machine.get('packages', {}).get('torch')}; "
+        f"{len(rows[0].runs)} runs of each row, {sum(row.attempts for row in rows) - runs} made "
+        f"again since other programs took more than {QUIET:.0%}. While calibrating these took at "
+        f"most {calibration.busy_with_others:.0%} of the processor time that was wanted.",
+        "",
+    ]
+    if doubts:
+        lines += [f"**The calibration is not to be trusted**, nor are these figures: {doubts}.", ""]
+    strategies = [row for row in rows if row.label not in CONTROLS]
+    controls = [row for row in rows if row.label in CONTROLS]
+    if strategies:
+        found = verdicts(rows)
+        floor = next(iter(found.values())).ratios
+        lines += _table(VERDICT_HEADINGS, itertools.starmap(_verdict_cells, found.items()))
+        if floor is not None:
+            lines += [
+                "",
+                f"Ratios of real runs, one half of the rounds beside the other: {floor.floor:.1%} "
+                f"in the median, {floor.worst_floor:.1%} at worst. Errors below these say nothing.",
+            ]
+    for group in (controls, strategies):
+        lines += ["", *_table(CASE_HEADINGS, map(_cells, group))] if group else []
+    return "\n".join(lines) + "\n"
+
+
+def _verdict_cells(title: str, found: Verdict) -> tuple[str, ...]:
+    ratios = found.ratios
+    of_ratios = ("", "")
+    if ratios is not None:
+        low, high = ratios.interval
+        of_ratios = (
+            f"{_at_least(ratios.median, ratios.floor)} ({low:.1%} to {high:.1%})",
+            _at_least(ratios.worst, ratios.worst_floor),
+        )
+    return (
+        title,
+        *of_ratios,
+        "" if found.tau is None else f"{found.tau:.2f}",
+        f"{found.regret:.1%}",
+        f"{found.worst_regret:.1%}",
+        f"{found.median:.1%}",
+        f"{found.worst:.1%}",
+        f"{found.kept} of {found.pairs}",
+    )
+
+
+def _at_least(error: float, floor: float) -> str:
+    """Write `error`, or that it is below what can be told."""
+    return f"{error:.1%}" if error >= floor else f"below {floor:.1%}"
+
+
+def _cells(row: FidelityRow) -> tuple[str, ...]:
+    return (
+        row.task,
+        str(row.ranks),
+        row.cluster,
+        row.label,
+        f"{row.real_seconds * 1e3:.2f} ms",
+        f"±{scatter(row.runs) / row.real_seconds:.0%}",
+        f"{row.error('simulated'):+.1%}",
+        "" if row.replayed is None else f"{row.error('replayed'):+.1%}",
+        f"{row.error('formula'):+.0%}",
+        f"{row.error('constant'):+.0%}",
+        f"{row.bytes_difference:+d}" if row.bytes_difference else "0",
+        _staleness(row),
+        "" if row.parameters_differ is None else f"{row.parameters_differ:.3g}",
+        "" if row.others is None else f"{row.others:.0%}",
+        str(row.switches),
+    )
+
+
+def _staleness(row: FidelityRow) -> str:
+    if row.staleness is None or row.staleness_distance is None:
+        return ""
+    (mean, tail), (real_mean, real_tail) = row.staleness
+    return (
+        f"{row.staleness_distance:.2f} ({mean:.2f}, {tail:g}; real {real_mean:.2f}, {real_tail:g})"
+    )
+
+
+def _table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    rule = ["---"] * len(headings)
+    return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *lines)]

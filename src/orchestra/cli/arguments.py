@@ -6,7 +6,7 @@ import argparse
 import difflib
 import itertools
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,15 +58,6 @@ class Parser(argparse.ArgumentParser):
         self.flag("--record-order", order, default=None)
         self.option("--out", "DIR", out, type=Path)
 
-    @staticmethod
-    def run_settings(options: argparse.Namespace, *more: str) -> dict[str, Entry]:
-        """What the options of `add_run_options`, and `more`, say in place of the file."""
-        return {
-            key: Entry(value, f"--{key.replace('_', '-')}")
-            for key in ("engine", "cluster", "record_order", *more)
-            if (value := getattr(options, key)) is not None
-        }
-
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The arguments of a command line.
 
@@ -95,6 +86,38 @@ class Parser(argparse.ArgumentParser):
         value = given[place].partition("=")[2] or given[place + 1]
         wanted = "VALUE" if not value or value.startswith("-") else value
         return f"write --set {shlex.quote(f'{settings[close[0]]}={wanted}')}"
+
+
+RUN_SETTINGS = ("engine", "cluster", "record_order")
+"""What `Parser.add_run_options` adds that is a key of an experiment."""
+
+
+def entries(options: argparse.Namespace, *keys: str) -> dict[str, Entry]:
+    """What the options that are `keys` of an experiment, where given, say in place of the file."""
+    return {
+        key: Entry(value, f"--{key.replace('_', '-')}")
+        for key in keys
+        if (value := getattr(options, key)) is not None
+    }
+
+
+def choose(
+    arguments: Sequence[str],
+    actions: Mapping[str, Callable[[Sequence[str]], int]],
+    overview: str,
+    unknown: str,
+) -> int:
+    """Carry out the one of a command's actions that is named first; without any, print `overview`.
+
+    `unknown` begins the message about another name.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview, end="")
+        return 0
+    name, *rest = arguments
+    if name not in actions:
+        raise InputError(f"{unknown.format(name)}; {nearest(name, actions)}")
+    return actions[name](rest)
 
 
 ELLIPSES = ("...", "…")

@@ -17,12 +17,12 @@ from rich import progress
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import Parser, counts
+from orchestra.cli.arguments import Parser, choose, counts
 from orchestra.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from orchestra.bench.step import StepRow
-    from orchestra.bench.turns import Progress
+    from orchestra.bench.timing import Progress
 
 T = TypeVar("T")
 
@@ -63,15 +63,7 @@ The machine has to be quiet: what other programs take, no prediction knows of.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one benchmark, and print its figures."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
-    benchmarks = {"step": _step, "fidelity": _fidelity}
-    name, *rest = arguments
-    if name not in benchmarks:
-        raise InputError(f"unknown benchmark {name!r}; {nearest(name, benchmarks)}")
-    return benchmarks[name](rest)
+    return choose(arguments, {"step": _step, "fidelity": _fidelity}, HELP, "unknown benchmark {!r}")
 
 
 def _step(arguments: Sequence[str]) -> int:
@@ -108,10 +100,9 @@ def _fidelity(arguments: Sequence[str]) -> int:
     parser.option("--markdown", "FILE", "write the tables to a file", type=Path)
     options = read_options(parser, arguments)
     ranks = rank_counts(options.ranks) if options.ranks is not None else None
-    from orchestra.bench.cases import STRATEGIES, TASKS, cases
-    from orchestra.bench.clusters import write_clusters
+    from orchestra.bench.cases import STRATEGIES, TASKS, cases, write_clusters
     from orchestra.bench.fidelity import bench_fidelity
-    from orchestra.bench.tables import markdown
+    from orchestra.bench.verdicts import markdown
 
     tasks = listed("--tasks", options.tasks, TASKS).values()
     if options.clusters is not None and options.engine == "processes":

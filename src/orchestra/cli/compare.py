@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestra.cli.arguments import Parser, numbers
+from orchestra.cli.arguments import RUN_SETTINGS, Parser, entries, numbers
 from orchestra.cli.train import check_task
 from orchestra.engines.processes.environment import detect
 from orchestra.errors import InputError
@@ -98,7 +98,7 @@ def _compare(options: Namespace) -> int:
         )
     if not options.search_seconds >= 0:
         raise InputError(f"--search-seconds: {options.search_seconds:g} is not 0 or more")
-    given = Parser.run_settings(options, "ranks", "seeds")
+    given = entries(options, *RUN_SETTINGS, "ranks", "seeds")
     experiment = load(options.experiment, options.set, given)
     check_task(experiment.task)
     comparison = carry_out(

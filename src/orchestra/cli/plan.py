@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import Parser, numbers
+from orchestra.cli.arguments import Parser, entries, numbers
 from orchestra.cli.bench import progress_line
 from orchestra.cli.train import check_task
 from orchestra.errors import InputError
@@ -51,11 +51,7 @@ SHOWN = 12
 def main(arguments: Sequence[str]) -> int:
     """Plan as the command line says; 0 if there is an answer."""
     options = _parser().read(arguments)
-    given: dict[str, Entry] = {}
-    if options.task is not None:
-        given["task"] = Entry(options.task, "--task")
-    if options.seeds is not None:
-        given["seeds"] = Entry(options.seeds, "--seeds")
+    given = entries(options, "task", "seeds")
     if options.target is not None:
         given["target"] = Entry(read_target(options.target), "--target")
     experiment = planned(options.experiment, options.set, given)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from orchestra.cli.arguments import Parser
+from orchestra.cli.arguments import RUN_SETTINGS, Parser, entries
 from orchestra.engines.processes.environment import Launched, detect
 from orchestra.engines.processes.system import handling
 from orchestra.engines.processes.training import take_part
@@ -112,7 +112,7 @@ def resolve(options: Namespace, launched: Launched | None = None) -> Experiment:
                 f"under {launched.launcher} give --out DIR: every rank has to know the folder"
             )
         options.ranks = launched.ranks if options.ranks is None else options.ranks
-    given = Parser.run_settings(options, "task", "ranks")
+    given = entries(options, *RUN_SETTINGS, "task", "ranks")
     given["tune"] = Entry(None, "train")  # it tunes nothing
     if options.strategy is not None:
         label = read(options.strategy, where="--strategy").name.rpartition(":")[2]

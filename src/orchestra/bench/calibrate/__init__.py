@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestra.bench.calibrate.memory import CASES, measure_memory, memory_costs, ranks_wanted
-from orchestra.bench.calibrate.messages import SIZES, measure_messages, messages_of
-from orchestra.bench.calibrate.sharing import TURNS, measure_slices, measure_speeds
-from orchestra.bench.calibrate.stopwatch import (
-    Attempt,
-    Measurement,
-    measure_all,
-    waited,
+from orchestra.bench.calibrate.contention import (
+    CASES,
+    TURNS,
+    measure_memory,
+    measure_slices,
+    measure_speeds,
+    memory_costs,
+    ranks_wanted,
 )
+from orchestra.bench.calibrate.messages import SIZES, measure_messages, messages_of
 from orchestra.bench.calibrate.training import Workload, measure_task
-from orchestra.bench.turns import Progress, run_ranks
+from orchestra.bench.timing import Progress, run_ranks, waited
 from orchestra.cluster.calibration import Calibration, TaskCosts
-from orchestra.cluster.costs import Quality
+from orchestra.cluster.costs import MAX_WAITED, Quality
+from orchestra.errors import RunFailed
 from orchestra.records.record import environment
 from orchestra.worker.threads import usable_cores
 
@@ -31,6 +34,43 @@ __all__ = ["LIMIT", "Workload", "calibrate"]
 
 LIMIT = 120.0
 """Seconds that a calibration with one task may take by default."""
+FIRST = 0.7
+"""Part of the time that measuring everything once may take: the rest is for repeats."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a measurement found.
+
+    Attributes:
+        value: the figures.
+        waited: the part of the processor time that others took from it.
+        left_out: what there was no time for.
+        seconds: that the last attempt took.
+        repeats: how often it was made again.
+    """
+
+    value: Any
+    waited: float
+    left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+    repeats: int = 0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One of those that make up a calibration.
+
+    Attributes:
+        name: for the user.
+        weight: how much of the time it may have, beside the others.
+        measure: is told until when it should be done and when it has to be (by the clock), and
+            whom to tell which part is done; None where it was not done in time.
+    """
+
+    name: str
+    weight: float
+    measure: Callable[[float, float, Callable[[float], None]], Attempt | None]
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
@@ -155,3 +195,64 @@ def _quality(kept: Sequence[Attempt], spread: float) -> Quality:
         repeats=sum(one.repeats for one in kept),
         left_out=tuple(dict.fromkeys(itertools.chain(*(one.left_out for one in kept)))),
     )
+
+
+def measure_all(
+    measurements: Sequence[Measurement],
+    limit: float,
+    on_progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Attempt]:
+    """The best attempt at each of `measurements`, all within `limit` seconds.
+
+    Each is made once. What was disturbed is made again while there is time, by turns, and the
+    attempt that was disturbed least is kept.
+
+    Raises:
+        RunFailed: the time was over before each was made once.
+    """
+    began = clock()
+    end = began + limit
+    tell = on_progress or (lambda what, part: None)
+
+    def attempt(
+        measurement: Measurement, until: float, done: float, part: float, again: str = ""
+    ) -> Attempt | None:
+        """`done` of everything is done, and `part` of it will be this."""
+        what, started = measurement.name + again, clock()
+        tell(what, done)
+        found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
+        return None if found is None else replace(found, seconds=clock() - started)
+
+    kept: list[Attempt] = []
+    whole = sum(measurement.weight for measurement in measurements)
+    done = 0.0
+    for measurement in measurements:
+        share = measurement.weight / (whole - done)
+        until = clock() + (began + FIRST * limit - clock()) * share
+        first = attempt(measurement, until, done / whole, measurement.weight / whole)
+        if first is None:
+            raise RunFailed(
+                f"the calibration was not done within {limit:.0f} s: {measurement.name} took "
+                "longer; give it more with --limit, a smaller batch, or a quiet machine"
+            )
+        kept.append(first)
+        done += measurement.weight
+    while (place := _most_in_need(kept, end - clock())) is not None:
+        again = attempt(measurements[place], end, 0.0, 1.0, " again")
+        kept[place] = _better(kept[place], again)
+    return kept
+
+
+def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
+    """Return which disturbed measurement comes next, of those that `left` seconds suffice for."""
+    disturbed = [p for p, one in enumerate(kept) if one.waited > MAX_WAITED and one.seconds < left]
+    return min(disturbed, key=lambda p: (kept[p].repeats, -kept[p].waited), default=None)
+
+
+def _better(one: Attempt, again: Attempt | None) -> Attempt:
+    """Return the attempt that was disturbed less; None was cut off, and is not tried once more."""
+    if again is None:
+        return replace(one, repeats=one.repeats + 1, seconds=math.inf)
+    best = min(one, again, key=lambda attempt: attempt.waited)
+    return replace(best, seconds=again.seconds, repeats=one.repeats + 1)

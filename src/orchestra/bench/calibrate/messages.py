@@ -13,8 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestra.bench.calibrate.stopwatch import Budget, Kept, curve_of, repeat, rounds, total
-from orchestra.bench.turns import Progress, run_ranks
+from orchestra.bench.timing import (
+    Budget,
+    Kept,
+    Progress,
+    curve_of,
+    repeat,
+    rounds,
+    run_ranks,
+    total,
+)
 from orchestra.cluster.calibration import Curve, Messages
 from orchestra.collectives import Group, all_reduce
 from orchestra.engines.processes.environment import Launched

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchestra.bench.calibrate.stopwatch import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds
+from orchestra.bench.timing import LEAST, MOST, Budget, Kept, curve_of, repeat, rounds
 from orchestra.cluster.calibration import Parameter, TaskCosts, Timing
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import open_samples

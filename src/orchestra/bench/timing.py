@@ -1,31 +1,129 @@
-"""Repeated measurements within their time: which next, medians, spread, and who was in the way."""
+"""Timing on a machine that others use, too: contestants that take turns, and repeated measurements.
+
+Contestants take turns in the same processes, block by block. Whatever else the machine does then
+falls on all of them alike, and a block is compared with the block of its own round only. Every
+other round runs in reverse, so that a machine that becomes slower or faster favours nobody.
+
+A repeated measurement has a time: it is made as often as that allows, and it is noted who was in
+the way.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
-from orchestra.bench.turns import Progress
 from orchestra.cluster.calibration import Curve
-from orchestra.cluster.costs import MAX_WAITED
 from orchestra.collectives import Group, all_reduce
+from orchestra.engines.events import Event, Heartbeat, Notice
+from orchestra.engines.processes.launch import launch
 from orchestra.engines.processes.system import UsageMeter
-from orchestra.errors import RunFailed
 from orchestra.records.report import taken_by_others
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
+from orchestra.worker.runtime import Runtime
 
+T = TypeVar("T")
+Blocks = dict[str, list[float]]
+"""Seconds of each contestant's blocks, by round."""
+
+Progress = Callable[[str, float], None]
+"""Told what is being measured, and the part of it that is done."""
 LEAST, MOST = 9, 400
 """Repeats of a measurement, where there is time for them."""
 WARM_UP = 3
 """Repeats before those that count."""
+
+
+def join_gloo(runtime: Runtime, store: str, interface: str = "") -> None:
+    """torch.distributed's default group on gloo, through the file `store`, on loopback or on the
+    network `interface`.
+
+    It is left to the end of the process. Destroying it can hang: that holds the interpreter and
+    joins gloo's threads, which may need the interpreter to let go of a tensor (torch 2.13).
+    """
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if interface or loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or loopback[0])
+    files = FileStore(store, runtime.ranks)
+    dist.init_process_group("gloo", store=files, rank=runtime.rank, world_size=runtime.ranks)
+
+
+def take_turns(
+    runtime: Runtime, contestants: Mapping[str, Callable[[], None]], rounds: int
+) -> Blocks:
+    """Run a block of each contestant in each of `rounds` rounds, after one that warms up.
+
+    All ranks begin each block together. Ends early where the user asks for a stop.
+    """
+    blocks: Blocks = {name: [] for name in contestants}
+    done = 0
+    for number in range(rounds + 1):
+        for name in order(list(contestants), number):
+            if _somebody_stops(runtime):
+                return blocks
+            started = time.perf_counter()
+            contestants[name]()
+            if number:
+                blocks[name].append(time.perf_counter() - started)
+            done += 1
+            runtime.reporter.progress(step=done, samples=0)
+    return blocks
+
+
+def order(names: Sequence[T], number: int) -> Sequence[T]:
+    """The order in round `number`: every other one in reverse."""
+    return names if number % 2 else names[::-1]
+
+
+def _somebody_stops(runtime: Runtime) -> bool:
+    """Return whether any rank is to stop; also the barrier before a block."""
+    wishes = torch.tensor([float(runtime.reporter.stop_requested())])
+    dist.all_reduce(wishes)
+    return bool(wishes)
+
+
+def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """The median over the rounds of the ratios within a round."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def run_ranks(
+    program: Callable[..., Any],
+    argument: object,
+    ranks: int,
+    *,
+    steps: int,
+    what: str = "",
+    on_progress: Progress | None = None,
+    **limits: Any,
+) -> Sequence[Any]:
+    """Launch `program` and return what each rank did; `on_progress` hears how many of its `steps`
+    rank 0 has done. `limits` are those of `launch`.
+
+    Raises:
+        KeyboardInterrupt: the user stopped it: it has no result.
+    """
+
+    def tell(event: Event | Notice) -> None:
+        if on_progress is not None and isinstance(event, Heartbeat) and event.rank == 0:
+            on_progress(what, event.step / steps)
+
+    outcome = launch(program, argument, ranks, on_event=tell, **limits)
+    if outcome.stopped:
+        raise KeyboardInterrupt
+    return outcome.results
 
 
 @dataclass
@@ -169,103 +267,3 @@ def spread(times: Sequence[float]) -> float:
         return 0.0
     lower, median, upper = statistics.quantiles(times, n=4)
     return (upper - lower) / 2 / median if median > 0 else 0.0
-
-
-FIRST = 0.7
-"""Part of the time that measuring everything once may take: the rest is for repeats."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What a measurement found.
-
-    Attributes:
-        value: the figures.
-        waited: the part of the processor time that others took from it.
-        left_out: what there was no time for.
-        seconds: that the last attempt took.
-        repeats: how often it was made again.
-    """
-
-    value: Any
-    waited: float
-    left_out: tuple[str, ...] = ()
-    seconds: float = 0.0
-    repeats: int = 0
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One of those that make up a calibration.
-
-    Attributes:
-        name: for the user.
-        weight: how much of the time it may have, beside the others.
-        measure: is told until when it should be done and when it has to be (by the clock), and
-            whom to tell which part is done; None where it was not done in time.
-    """
-
-    name: str
-    weight: float
-    measure: Callable[[float, float, Callable[[float], None]], Attempt | None]
-
-
-def measure_all(
-    measurements: Sequence[Measurement],
-    limit: float,
-    on_progress: Progress | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[Attempt]:
-    """The best attempt at each of `measurements`, all within `limit` seconds.
-
-    Each is made once. What was disturbed is made again while there is time, by turns, and the
-    attempt that was disturbed least is kept.
-
-    Raises:
-        RunFailed: the time was over before each was made once.
-    """
-    began = clock()
-    end = began + limit
-    tell = on_progress or (lambda what, part: None)
-
-    def attempt(
-        measurement: Measurement, until: float, done: float, part: float, again: str = ""
-    ) -> Attempt | None:
-        """`done` of everything is done, and `part` of it will be this."""
-        what, started = measurement.name + again, clock()
-        tell(what, done)
-        found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
-        return None if found is None else replace(found, seconds=clock() - started)
-
-    kept: list[Attempt] = []
-    whole = sum(measurement.weight for measurement in measurements)
-    done = 0.0
-    for measurement in measurements:
-        share = measurement.weight / (whole - done)
-        until = clock() + (began + FIRST * limit - clock()) * share
-        first = attempt(measurement, until, done / whole, measurement.weight / whole)
-        if first is None:
-            raise RunFailed(
-                f"the calibration was not done within {limit:.0f} s: {measurement.name} took "
-                "longer; give it more with --limit, a smaller batch, or a quiet machine"
-            )
-        kept.append(first)
-        done += measurement.weight
-    while (place := _most_in_need(kept, end - clock())) is not None:
-        again = attempt(measurements[place], end, 0.0, 1.0, " again")
-        kept[place] = _better(kept[place], again)
-    return kept
-
-
-def _most_in_need(kept: Sequence[Attempt], left: float) -> int | None:
-    """Return which disturbed measurement comes next, of those that `left` seconds suffice for."""
-    disturbed = [p for p, one in enumerate(kept) if one.waited > MAX_WAITED and one.seconds < left]
-    return min(disturbed, key=lambda p: (kept[p].repeats, -kept[p].waited), default=None)
-
-
-def _better(one: Attempt, again: Attempt | None) -> Attempt:
-    """Return the attempt that was disturbed less; None was cut off, and is not tried once more."""
-    if again is None:
-        return replace(one, repeats=one.repeats + 1, seconds=math.inf)
-    best = min(one, again, key=lambda attempt: attempt.waited)
-    return replace(best, seconds=again.seconds, repeats=one.repeats + 1)
