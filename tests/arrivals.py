@@ -22,7 +22,7 @@ from orchestra.parameter_server.wire import (
     encode_request,
 )
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
-from orchestra.transports.collective import CollectiveMixin
+from orchestra.transports.background import CollectiveMixin
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime

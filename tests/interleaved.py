@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.collective import CollectiveMixin
+from orchestra.transports.background import CollectiveMixin
 from orchestra.transports.framing import Header, byte_view
 from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
 from orchestra.transports.protocol import Traffic

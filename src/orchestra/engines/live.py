@@ -61,7 +61,6 @@ class SlowRanks:
         self._look_at = 0.0
 
     def on_beat(self, beat: Heartbeat) -> None:
-        """Take in one heartbeat."""
         if beat.counters is None or not self._alike:
             return
         series = self._by_rank.setdefault(beat.rank, CounterSeries())
@@ -124,12 +123,10 @@ class LiveFile:
         self._next = self._began = 0.0
 
     def due(self) -> bool:
-        """Whether it is time to write."""
         self._began = self._clock()
         return self._began >= self._next
 
     def on_beat(self, beat: Heartbeat) -> None:
-        """Take in one heartbeat."""
         self._beats[beat.rank] = beat
         if beat.phase == "training" and self._since is None and beat.step:
             self._since, self._fraction_then = self._clock(), beat.fraction or 0.0
@@ -139,11 +136,9 @@ class LiveFile:
             self._fraction = max(self._fraction or 0.0, beat.fraction)
 
     def on_notice(self, text: str) -> None:
-        """Take in one line for the user."""
         self._notices.append(text)
 
     def write(self) -> None:
-        """Write what is known now."""
         now = self._clock()
         ranks = tuple(self._now(self._beats[rank]) for rank in sorted(self._beats))
         write_live(

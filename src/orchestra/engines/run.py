@@ -116,7 +116,6 @@ def stragglers_of(run: Run, reports: Sequence[RankReport]) -> list[Straggler]:
 
 
 def failed_record(run: Run, folder: Path, failure: RunFailed | InputError) -> RunRecord:
-    """The record of a run that failed."""
     return RunRecord(status="failed", failure=str(failure), **_identity(run, folder))
 
 

@@ -102,7 +102,6 @@ def listen(host: str = "127.0.0.1") -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> tuple[str, int]:
-    """Host and port."""
     host, port = listener.getsockname()[:2]
     return str(host), int(port)
 

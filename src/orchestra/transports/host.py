@@ -9,7 +9,6 @@ and the traffic counts as its messages.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import time
@@ -34,9 +33,9 @@ from orchestra.transports.shared_memory import (
     SharedMemory,
     connect_host,
     make_memory,
+    mapped,
     memory_bytes,
     pass_on,
-    share,
 )
 
 MAX_MEMORIES = 16
@@ -61,7 +60,6 @@ class Host:
         self._engine = engine
         self._neighbours = neighbours
         self._memories: dict[tuple[tuple[int, ...], int], SharedMemory | None] = {}
-        self._local: dict[tuple[int, ...], frozenset[int]] = {}
 
     def execute(self, flow: Flow, transport: Transport, call: CollectiveCall) -> int:
         """Carry out `call` now: the bytes of buffer used.
@@ -71,10 +69,7 @@ class Host:
             transport: that of the flow, or an interceptor of it, for what goes by messages.
         """
         ranks = call.group.ranks
-        local = self._local.get(ranks)
-        if local is None:
-            places = (place for place, rank in enumerate(ranks) if rank in self._neighbours)
-            local = self._local[ranks] = frozenset(places)
+        local = frozenset(i for i, rank in enumerate(ranks) if rank in self._neighbours)
 
         def carry_out(stage: Stage) -> int | None:
             memory = self._memory(tuple(ranks[each] for each in stage.ranks), call)
@@ -115,11 +110,10 @@ class Host:
             made = sum(memory is not None for memory in self._memories.values())
             wanted = made < MAX_MEMORIES and not call.vector.is_cuda
             self._memories[key] = None
-            finding, place = _Finding(self._engine, ranks, call.tag), ranks.index(self._engine.rank)
-            with finding.naming_the_lost():
-                found = finding.find(memory_bytes(len(ranks)), wanted)
-                memory = None if found is None else share(place, *found, None, ranks)
-            if memory is not None:
+            length = memory_bytes(len(ranks))
+            found = _Finding(self._engine, ranks, call.tag).find(length, wanted)
+            if found is not None:
+                memory = SharedMemory(ranks.index(self._engine.rank), *found, names=ranks)
                 self._memories[key] = memory
                 self._engine.memories.append(memory)
         return self._memories[key]
@@ -134,24 +128,13 @@ class Host:
             )
         if like.is_cuda:
             raise InputError("only memory on the CPU can be shared: set device to cpu")
-        finding = _Finding(self._engine, ranks, tag)
-        with finding.naming_the_lost():
-            found = finding.find(like.nbytes, True)
-            if found is None:
-                raise InputError("ulimit -f does not allow shared memory as large as is needed")
-            peers, memory = found
-            if memory is not None:
-                _mapped(memory, like).copy_(like)
-            memory = pass_on(peers, memory)
-        values = _mapped(memory, like)
-        os.close(memory)
+        found = _Finding(self._engine, ranks, tag).find(like.nbytes, True, like)
+        if found is None:
+            raise InputError("ulimit -f does not allow shared memory as large as is needed")
+        peers, memory = found
         for connection in peers.values():
             connection.close()
-        return HostTensor(values)
-
-
-def _mapped(memory: int, like: Tensor) -> Tensor:
-    return torch.frombuffer(mmap.mmap(memory, like.nbytes), dtype=like.dtype)
+        return HostTensor(mapped(memory, like.nbytes, like.dtype))
 
 
 @dataclass(frozen=True)
@@ -171,33 +154,38 @@ class _Finding:
         self._engine, self._ranks, self._tag = engine, ranks, tag
         self._flow = Flow(engine.rank, engine)
 
-    def find(self, length: int, wanted: bool) -> tuple[dict[int, socket.socket], int | None] | None:
-        """A socket to each rank, and on the first one memory of `length` bytes; None where not all
-        want to share it, or the first cannot make it."""
+    def find(
+        self, length: int, wanted: bool, content: Tensor | None = None
+    ) -> tuple[dict[int, socket.socket], int] | None:
+        """A socket to each rank, and memory of `length` bytes, which the first one makes, with
+        `content`; None where not all want to share it, or the first cannot make it."""
         place, memory = self._ranks.index(self._engine.rank), None
         if wanted and place == 0:
             try:
                 memory = make_memory(length)
             except OSError:  # messages need none
                 wanted = False
-        self._tell(bytes([wanted]))
-        answers = [self._hear(other) for other in range(len(self._ranks)) if other != place]
-        if not (wanted and all(answer == b"\1" for answer in answers)):
-            if memory is not None:
-                os.close(memory)
-            return None
-        peers = connect_host(
-            place,
-            len(self._ranks),
-            self._tell,
-            self._hear,
-            CONNECT_SECONDS,
-            lambda: self._engine.check(self._ranks),
-        )
-        return peers, memory
+        with self._naming_the_lost():
+            self._tell(bytes([wanted]))
+            answers = [self._hear(other) for other in range(len(self._ranks)) if other != place]
+            if not (wanted and all(answer == b"\1" for answer in answers)):
+                if memory is not None:
+                    os.close(memory)
+                return None
+            peers = connect_host(
+                place,
+                len(self._ranks),
+                self._tell,
+                self._hear,
+                CONNECT_SECONDS,
+                lambda: self._engine.check(self._ranks),
+            )
+            if memory is not None and content is not None:
+                mapped(os.dup(memory), length, content.dtype).copy_(content)
+            return peers, pass_on(peers, memory)
 
     @contextlib.contextmanager
-    def naming_the_lost(self) -> Iterator[None]:
+    def _naming_the_lost(self) -> Iterator[None]:
         """If a rank goes while they connect, raise what a message from it would."""
         try:
             yield

@@ -67,12 +67,10 @@ class Operation:
     error: Exception | None = field(default=None, init=False)
 
     def fail(self, error: Exception) -> None:
-        """Finish with `error`."""
         self.error = error
         self.finished = True
 
     def done(self) -> bool:
-        """True if `wait` would return or raise at once."""
         return self.flow.progress.test(self)
 
     def _finish(self) -> None:
@@ -98,7 +96,6 @@ class Send(Operation):
 
     @property
     def source(self) -> int:
-        """The sending rank."""
         return self.flow.rank
 
     def wait(self) -> Tensor:

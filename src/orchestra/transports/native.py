@@ -42,7 +42,6 @@ class NativeWork:
         return 0
 
     def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
         return self.work.is_completed()
 
 

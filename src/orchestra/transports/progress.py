@@ -145,7 +145,6 @@ class ProgressEngine:
             self._announce()
 
     def post(self, receive: Receive) -> None:
-        """Match `receive` with a message that has arrived, or queue it."""
         with self._lock:
             self._raise_failure()
             self._mailbox.post(receive)
@@ -194,7 +193,6 @@ class ProgressEngine:
                 raise PeerLost(rank, self._mailbox.gone[rank])
 
     def lost(self) -> frozenset[int]:
-        """The ranks known to be gone without a farewell."""
         with self._lock:
             return frozenset(self._mailbox.lost)
 
@@ -233,7 +231,6 @@ class ProgressEngine:
             self._held.notify_all()
 
     def arrived(self) -> dict[int, tuple[float, float]]:
-        """See `Transport.arrived`."""
         with self._lock:
             return dict(self._mailbox.arrived)
 

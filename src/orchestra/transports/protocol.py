@@ -42,7 +42,6 @@ class Traffic:
     bytes_in_memory: int = 0
 
     def add(self, more: Traffic) -> None:
-        """Count `more`, too."""
         for name, value in vars(more).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -79,7 +78,6 @@ class Group:
     ranks: tuple[int, ...]
 
     def index(self, rank: int) -> int:
-        """The place of `rank` in this group."""
         return self.ranks.index(rank)
 
     def __len__(self) -> int:

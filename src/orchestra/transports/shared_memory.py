@@ -48,8 +48,9 @@ class SharedMemory:
 
     Args:
         rank: this rank.
-        peers: a connected Unix socket for each other rank.
-        memory: file descriptor of `memory_bytes(size)` bytes, which all ranks map.
+        peers: what `connect_host` gave: a connected Unix socket for each other rank.
+        memory: file descriptor of `memory_bytes(size)` bytes, which all ranks map; it is closed.
+        timeout: seconds for another rank to join a collective; None: no limit.
         names: what `PeerLost` calls each rank; None: by its number here.
 
     Attributes:
@@ -62,6 +63,8 @@ class SharedMemory:
         rank: int,
         peers: Mapping[int, socket.socket],
         memory: int,
+        *,
+        timeout: float | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(peers) + 1
@@ -71,8 +74,12 @@ class SharedMemory:
         self._shut = False
         self._peers = dict(peers)
         self._doors = [(peer, connection.fileno()) for peer, connection in peers.items()]
-        self._map = mmap.mmap(memory, memory_bytes(self.size))
-        everything = torch.frombuffer(self._map, dtype=torch.uint8)
+        for connection in peers.values():
+            connection.setblocking(True)
+            if timeout is not None:
+                limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        everything = mapped(memory, memory_bytes(self.size), torch.uint8)
         large = 2 * (self.size + 1) * CHUNK_BYTES
         self._large = everything[:large].view(2, self.size + 1, CHUNK_BYTES)
         self._small = everything[large:].view(2, self.size, SMALL_BYTES)
@@ -273,26 +280,9 @@ def pass_on(peers: Mapping[int, socket.socket], memory: int | None) -> int:
     return descriptors[0]
 
 
-def share(
-    rank: int,
-    peers: Mapping[int, socket.socket],
-    memory: int | None,
-    timeout: float | None,
-    names: Sequence[int] | None = None,
-) -> SharedMemory:
-    """Share memory over the sockets that `connect_host` gave; see `SharedMemory`.
-
-    Args:
-        memory: on rank 0, `memory_bytes(size)` of it.
-        timeout: seconds for another rank to join a collective; None: no limit.
-    """
-    memory = pass_on(peers, memory)
-    for connection in peers.values():
-        connection.setblocking(True)
-        if timeout is not None:
-            limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+def mapped(memory: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Map `length` bytes of `memory`, whose descriptor is closed: a flat tensor."""
     try:
-        return SharedMemory(rank, peers, memory, names)
+        return torch.frombuffer(mmap.mmap(memory, length), dtype=dtype)
     finally:
         os.close(memory)

@@ -24,10 +24,11 @@ from orchestra.transports.protocol import Handle, Task, Transport
 from orchestra.transports.shared_memory import (
     CHUNK_BYTES,
     SMALL_BYTES,
+    SharedMemory,
     connect_host,
     make_memory,
     memory_bytes,
-    share,
+    pass_on,
 )
 from orchestra.transports.sockets import SocketTransport
 
@@ -91,8 +92,9 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
         self._messages = SocketTransport(engine)
         self._mover: Task[None] | None = None
         self._seconds = seconds
-        memory = make_memory(memory_bytes(size)) if rank == 0 else None
-        self._memory = share(rank, connect("memory"), memory, seconds)
+        peers = connect("memory")
+        memory = pass_on(peers, make_memory(memory_bytes(size)) if rank == 0 else None)
+        self._memory = SharedMemory(rank, peers, memory, timeout=seconds)
         engine.memories.append(self._memory)  # which it closes
 
     def getBackendName(self) -> str:

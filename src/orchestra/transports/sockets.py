@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.collective import CollectiveMixin
+from orchestra.transports.background import CollectiveMixin
 from orchestra.transports.framing import (
     OFFERED_BYTES,
     byte_view,
@@ -49,7 +50,8 @@ class SocketTransport(Flow, CollectiveMixin):
         native: begins the all-reduce of torch.distributed, where there is one.
         host: the memory that ranks of this host share, where they do.
         traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
-        lost, disconnect, abort, arrived, acknowledged_bytes: see `ProgressEngine`; from any thread.
+        lost, disconnect, abort, arrived, hold, acknowledged_bytes: see `ProgressEngine`; from any
+            thread.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class SocketTransport(Flow, CollectiveMixin):
         self.native: Callable[[Tensor], Task[int]] | None = None
         self.host: Host | None = None
         self.lost, self.disconnect, self.abort = engine.lost, engine.disconnect, engine.abort
-        self.arrived = engine.arrived
+        self.arrived, self.hold = engine.arrived, engine.hold
         self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
         self._on_flow_start = on_flow_start
@@ -68,11 +70,9 @@ class SocketTransport(Flow, CollectiveMixin):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload and headers sent by all flows of this rank."""
         return sum(flow.traffic.bytes_sent for flow in self._engine.flows)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Send:
-        """Start sending a contiguous `tensor`; see `Transport.send`."""
         assert tensor.is_contiguous(), "only contiguous tensors can be sent"
         assert 0 <= to < self.size, f"there is no rank {to} among {self.size}"
         started = time.perf_counter()
@@ -114,7 +114,6 @@ class SocketTransport(Flow, CollectiveMixin):
         return self.host.execute(self, over or self, call)
 
     def share(self, like: Tensor, group: Group, tag: int) -> HostTensor:
-        """Memory for all ranks of `group`; see `Transport.share`."""
         host = self.host or Host(self._engine, frozenset())
         return host.share(like, group.ranks, tag)
 
@@ -124,21 +123,14 @@ class SocketTransport(Flow, CollectiveMixin):
         self.host = Host(self._engine, frozenset(neighbours))
         self._engine.share_memory(neighbours)
 
-    def hold(self, latency: Callable[[int, float], float]) -> None:
-        """From now on, let messages leave later; see `ProgressEngine.hold`."""
-        self._engine.hold(latency)
-
     def add(self, own: Tensor, *arrived: Tensor) -> None:
-        """Add all that has arrived to what is there, in this order."""
         for each in arrived:
             own.add_(each)
 
     def now(self) -> float:
-        """Seconds of a monotonic clock."""
         return time.perf_counter()
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
-        """Begin the all-reduce of torch.distributed."""
         return super().native_all_reduce(vector) if self.native is None else self.native(vector)
 
     def spawn(self, function: Callable[[Transport], T]) -> FlowTask[T]:
@@ -146,17 +138,19 @@ class SocketTransport(Flow, CollectiveMixin):
         child = SocketTransport(self._engine, self._on_flow_start)
         child.native, child.host = self.native, self.host
 
-        def run() -> T:
-            self._on_flow_start()
-            try:
-                return function(child)
-            except PeerLost:
-                raise
-            except Exception as error:
-                self.abort(error)  # others may wait for this flow, and nobody yet for its end
-                raise
+        ended: Future[T] = Future()
 
-        return FlowTask(run, self.traffic)
+        def run() -> None:
+            try:
+                self._on_flow_start()
+                ended.set_result(function(child))
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, PeerLost):
+                    self.abort(error)  # others may wait for this flow, and nobody yet for its end
+                ended.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return FlowTask(ended, self.traffic)
 
     def close(self, timeout: float = 5.0) -> None:
         """Flush what is queued, within `timeout` seconds; say farewell; close every stream.
@@ -166,23 +160,15 @@ class SocketTransport(Flow, CollectiveMixin):
         self._engine.close(timeout)
 
 
+@dataclass(frozen=True)
 class FlowTask(Generic[T]):
-    """A background flow; what it returned or raised is kept for `wait`."""
+    """A background flow, which has `ended` with what it returned or raised."""
 
-    def __init__(self, function: Callable[[], T], spawner: Traffic) -> None:
-        self._spawner = spawner
-        self._ended: Future[T] = Future()
-        threading.Thread(target=self._run, args=(function,), daemon=True).start()
-
-    def _run(self, function: Callable[[], T]) -> None:
-        try:
-            self._ended.set_result(function())
-        except BaseException as error:
-            self._ended.set_exception(error)
+    ended: Future[T]
+    spawner: Traffic
 
     def done(self) -> bool:
-        """Whether the flow has ended."""
-        return self._ended.done()
+        return self.ended.done()
 
     def wait(self) -> T:
         """Block until the flow ends: its result, or what it raised.
@@ -191,9 +177,9 @@ class FlowTask(Generic[T]):
         """
         started = time.perf_counter()
         try:
-            return self._ended.result()
+            return self.ended.result()
         finally:
-            self._spawner.seconds_waiting += time.perf_counter() - started
+            self.spawner.seconds_waiting += time.perf_counter() - started
 
 
 def connect_mesh(

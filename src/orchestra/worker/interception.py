@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from orchestra.transports.collective import Begun, CollectiveMixin
+from orchestra.transports.background import Begun, CollectiveMixin
 from orchestra.transports.protocol import (
     CollectiveCall,
     Group,

@@ -49,7 +49,6 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether it is near enough."""
         return abs(self.off) <= TOLERANCE
 
 

@@ -88,9 +88,8 @@ def variables(rank: int, places: Sequence[Place]) -> dict[str, str]:
 def _start(
     place: Place, command: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[str]:
-    (members,) = place.members
     return subprocess.Popen(
-        ["sh", "-c", _JOIN, members, *command], env=environment, stdin=subprocess.DEVNULL,
+        ["sh", "-c", _JOIN, place.members, *command], env=environment, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         start_new_session=True,  # Ctrl-C is for this process, which ends them
     )  # fmt: skip

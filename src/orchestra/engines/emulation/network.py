@@ -90,7 +90,6 @@ class Namespace:
         self._batch("tc", lines)
 
     def output(self, *command: str) -> str:
-        """What a command prints inside."""
         with self.inside():
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -105,7 +104,6 @@ class Namespace:
             raise RunFailed(f"the emulated network: {program}: {reason}")
 
     def close(self) -> None:
-        """Let go of it."""
         os.close(self.descriptor)
 
 
@@ -167,7 +165,6 @@ class Network:
         self._held.close()
 
     def shape(self, channel: str, factor: float = 1.0) -> None:
-        """Let a channel carry `factor` times its bandwidth."""
         end = self.ends[channel]
         end.namespace.tc([self._tbf("change", end, factor)])
 

@@ -80,7 +80,6 @@ class EmulatedCluster:
             self.network.close()
 
     def places(self) -> list[Place]:
-        """Where each rank is."""
         seen: Counter[str] = Counter()
         found = []
         threads = self.cluster.threads_of(self.ranks, self._threads)
@@ -91,7 +90,7 @@ class EmulatedCluster:
                     self.network.addresses[node.name],
                     NODE_END if node.switch is not None else "lo",
                     self.network.namespaces[node.name].path,
-                    (str(self.quotas.members(node.name, rank)),),
+                    str(self.quotas.members(node.name, rank)),
                     min(threads[rank], len(usable_cores())),
                     seen[node.name],
                     tuple(self._latency(node, other) for other in self.nodes),
@@ -168,14 +167,12 @@ class Schedule:
         self._error: BaseException | None = None
 
     def on_event(self, event: Event | Notice) -> None:
-        """Take in what a watcher hears."""
         if isinstance(event, Heartbeat) and event.phase in TRAINING and self._awaited:
             self._awaited.discard(event.rank)
             if not self._awaited:
                 self.begin()
 
     def begin(self) -> None:
-        """Times count from now on."""
         self._thread.start()
 
     def close(self) -> None:

@@ -68,7 +68,6 @@ class Quotas:
             raise
 
     def limit(self, node: str, cores: float) -> None:
-        """Let the processes of `node` have so much of the processor."""
         quota, period = quota_and_period(cores)
         group = self._group(node)
         if self._version == 2:
@@ -84,7 +83,6 @@ class Quotas:
         return group / "cgroup.procs"
 
     def signal(self, node: str, rank: int, number: signal.Signals) -> None:
-        """Send a signal to all processes of `rank`."""
         for process in self.members(node, rank).read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), number)

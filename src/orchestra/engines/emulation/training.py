@@ -134,7 +134,6 @@ class Traffic:
         self._after: dict[str, LinkCounters] | None = None
 
     def on_event(self, event: Event | Notice) -> None:
-        """Take in what a watcher hears."""
         if not isinstance(event, Heartbeat) or (event.phase in TRAINING) == (
             event.rank in self._training
         ):
@@ -147,7 +146,6 @@ class Traffic:
             self._after = self._network.counters()
 
     def links(self, seconds: float) -> Links:
-        """In so many seconds of the stopwatch."""
         before, after = self._before, self._after or self._network.counters()
         found = []
         for name, end in self._network.ends.items():

@@ -122,7 +122,6 @@ class Frames:
         return bool(data)
 
     def complete(self) -> Iterator[tuple[Message, bytes]]:
-        """The frames that have arrived as a whole."""
         while len(self._buffer) >= _LENGTHS.size:
             text, payload = _LENGTHS.unpack_from(self._buffer)
             end = _LENGTHS.size + text + payload

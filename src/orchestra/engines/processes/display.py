@@ -170,7 +170,6 @@ class Display:
                 live.stop()
 
     def on_event(self, event: Event | Notice) -> None:
-        """Take in one event of the watcher."""
         if isinstance(event, Notice):
             self._tell(event.text)
             if self._file is not None:

@@ -133,7 +133,6 @@ class Channel(Interceptor):
 
 
 def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
-    """`strategy`, or what its notation says."""
     if isinstance(strategy, str):
         strategy = parse(strategy, STRATEGIES, where="strategy")
     if not isinstance(strategy, Strategy):

@@ -64,7 +64,6 @@ class Job:
     store_path: str
 
     def load(self) -> Any:
-        """The program and its argument."""
         spawn.prepare(self.main)
         return pickle.loads(self.payload)
 

@@ -33,7 +33,7 @@ class Place:
         address: of the node; ranks listen there.
         interface: which has it.
         namespace: a path to its network namespace.
-        members: files of control groups, which take process ids.
+        members: the file of a control group, which takes process ids.
         threads: its share of the node's cores.
         local_rank: its index among the ranks of the node.
         latencies: seconds that a message to each rank waits before it leaves.
@@ -45,7 +45,7 @@ class Place:
     address: str
     interface: str
     namespace: str
-    members: tuple[str, ...]
+    members: str
     threads: int
     local_rank: int
     latencies: tuple[float, ...]
@@ -55,10 +55,9 @@ class Place:
     def enter(self) -> None:
         """Move this thread, and all processes and threads that it will start, to the node.
 
-        The control groups take all threads of the process, the namespace only this one.
+        The control group takes all threads of the process, the namespace only this one.
         """
-        for path in self.members:
-            Path(path).write_text(str(os.getpid()))
+        Path(self.members).write_text(str(os.getpid()))
         descriptor = os.open(self.namespace, os.O_RDONLY)
         try:
             set_namespace(descriptor)

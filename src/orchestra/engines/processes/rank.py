@@ -57,8 +57,6 @@ TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sen
 
 @dataclass
 class TimedCompute:
-    """Measures computation by the clock."""
-
     seconds: float = 0.0
     main_seconds: float = 0.0
     calls: int = 0

@@ -143,8 +143,6 @@ class Watcher:
         self._thread.start()
 
     def adopt(self, rank: int, process: BaseProcess) -> None:
-        """Watch this child process."""
-
         def watch() -> None:
             self._children[rank] = process
             self._selector.register(
@@ -377,7 +375,6 @@ class Watcher:
             self._observe(events.Failed(rank, events.Failure(**message["failure"])))
 
     def age(self) -> float:
-        """Seconds since it was made."""
         return time.monotonic() - self._started_at
 
     def _admit(self, link: _Link, message: Message) -> None:

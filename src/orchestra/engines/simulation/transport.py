@@ -22,7 +22,8 @@ from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import ALL_REDUCE
 from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
-from orchestra.transports.collective import CollectiveMixin, execute_in_stages, stage_traffic
+from orchestra.transports.background import CollectiveMixin
+from orchestra.transports.collective import execute_in_stages, stage_traffic
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (

@@ -1,0 +1,209 @@
+"""`Transport.collective`: collectives in this flow, behind it, or by torch.distributed.
+
+A flow that begins collectives has two queues (`CollectiveMixin`). Those of the foreground are
+executed by the flow itself, when it waits for one of them; those of the background by one more
+flow, which is made for the first of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from orchestra.errors import InputError
+from orchestra.transports.collective import execute
+from orchestra.transports.protocol import (
+    CollectiveCall,
+    Group,
+    HandOver,
+    SharedTensor,
+    Task,
+    Traffic,
+    Transport,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class ThreadHandOver:
+    """Between two threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def look(self) -> None:
+        """What was told is seen at once."""
+
+    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(condition)
+        traffic.seconds_waiting += time.perf_counter() - started
+
+    def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
+        with self._changed:
+            change()
+            self._changed.notify_all()
+
+
+@dataclass(eq=False)
+class Begun:
+    """A `function` of a transport that was begun; `finish` blocks until it was executed.
+
+    Attributes:
+        flow: the background flow that executes it.
+        look: is called before it is said whether it is done.
+        result: what the function returned.
+    """
+
+    function: Callable[[Transport], Any]
+    finish: Callable[[Begun], None]
+    flow: Task[None] | None = None
+    look: Callable[[], object] = lambda: None
+    finished: bool = False
+    error: BaseException | None = None
+    result: Any = None
+
+    def wait(self) -> Any:
+        """Block until it is done: what it returned. Raises what it raised."""
+        if not self.finished:
+            self.finish(self)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def done(self) -> bool:
+        self.look()
+        return self.finished
+
+    def execute(self, transport: Transport) -> None:
+        """Carry it out, or note what it raised; it counts as finished once that is said."""
+        try:
+            self.result = self.function(transport)
+        except BaseException as error:
+            self.error = error
+
+
+def labelled(label: str) -> Callable[[F], F]:
+    """What a flow that runs the function is called in a timeline, in place of its name."""
+
+    def label_it(function: F) -> F:
+        vars(function)["flow_label"] = label
+        return function
+
+    return label_it
+
+
+class Background:
+    """What a flow behind `owner` executes, one function after the other."""
+
+    def __init__(self, owner: Transport) -> None:
+        self._owner = owner
+        self._hand_over = owner.new_hand_over()
+        self._waiting: deque[Begun] = deque()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._flow: Task[None] | None = None
+
+    def begin(self, function: Callable[[Transport], Any]) -> Begun:
+        """One more, behind the others; the first of them makes the flow."""
+        if self._flow is None:
+            self._ended = False
+            self._flow = self._owner.spawn(self.execute_in_background)
+        begun = Begun(function, self._finish, self._flow, self._hand_over.look)
+        self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
+        return begun
+
+    def end(self) -> None:
+        """Let the flow end once all is done; whatever failed has been raised by `wait`."""
+        if self._flow is not None:
+            self._hand_over.tell(lambda: setattr(self, "_ended", True), self._owner.traffic)
+            self._flow.wait()
+            self._flow = None
+
+    def _finish(self, begun: Begun) -> None:
+        """Wait until the flow has executed it, or has failed before."""
+        self._hand_over.wait_until(
+            lambda: begun.finished or self._error is not None, self._owner.traffic
+        )
+        if not begun.finished:
+            begun.error = self._error
+
+    @labelled("background")
+    def execute_in_background(self, transport: Transport) -> None:
+        traffic = transport.traffic
+        while self._error is None:
+            self._hand_over.wait_until(lambda: bool(self._waiting) or self._ended, traffic)
+            if not self._waiting:
+                return
+            begun = self._waiting[0]
+            before = traffic.seconds_communicating
+            begun.execute(transport)
+            self._error = begun.error
+            self._owner.traffic.seconds_in_background += traffic.seconds_communicating - before
+            self._waiting.popleft()
+            self._hand_over.tell(functools.partial(setattr, begun, "finished", True), traffic)
+
+
+class CollectiveMixin:
+    """`Transport.collective` for every transport.
+
+    An interceptor's transport has queues of its own, so that the flow behind them is intercepted.
+    """
+
+    _foreground: deque[Begun] | None = None
+    _background: dict[int, Background] | None = None  # by lane
+
+    def collective(self, call: CollectiveCall) -> Task[int]:
+        this: Transport = self  # type: ignore[assignment]
+        if call.schedule is None:
+            return this.native_all_reduce(call.vector)
+        if call.background:
+            return self.in_background(lambda transport: transport.execute(call))
+        self._foreground = deque() if self._foreground is None else self._foreground
+        begun = Begun(lambda transport: transport.execute(call), self._execute_up_to)
+        self._foreground.append(begun)
+        return begun
+
+    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
+        lanes = self._background = {} if self._background is None else self._background
+        if lane not in lanes:
+            lanes[lane] = Background(self)  # type: ignore[arg-type]
+        return lanes[lane].begin(function)
+
+    def _execute_up_to(self, last: Begun) -> None:
+        assert self._foreground is not None
+        while not last.finished:
+            begun = self._foreground.popleft()
+            begun.execute(self)  # type: ignore[arg-type]
+            begun.finished = True
+            if begun.error is not None:
+                raise begun.error
+
+    def end_background(self) -> None:
+        lanes, self._background = self._background or {}, None
+        for background in lanes.values():
+            background.end()
+
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        return execute(over or self, call)  # type: ignore[arg-type]
+
+    def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
+        """Do nothing: nobody looks; see `Transport.executed`."""
+
+    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
+        raise InputError("this engine has no memory that ranks share")
+
+    def native_all_reduce(self, vector: Tensor) -> Task[int]:
+        raise InputError("this engine has no native collectives: name a schedule instead")
+
+    def new_hand_over(self) -> HandOver:
+        return ThreadHandOver()
