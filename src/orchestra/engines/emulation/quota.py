@@ -61,7 +61,7 @@ class Quotas:
         try:
             self._delegate(len(cores))
             for node, quota in cores.items():
-                self._group(node).mkdir()
+                (self.folder / node).mkdir()
                 self.limit(node, quota)
         except BaseException:
             self.close()
@@ -69,7 +69,7 @@ class Quotas:
 
     def limit(self, node: str, cores: float) -> None:
         quota, period = quota_and_period(cores)
-        group = self._group(node)
+        group = self.folder / node
         if self._version == 2:
             (group / "cpu.max").write_text(f"{quota} {period}")
             return
@@ -78,7 +78,7 @@ class Quotas:
 
     def members(self, node: str, rank: int) -> Path:
         """The file that takes the processes of `rank`, which is on `node`."""
-        group = self._group(node) / f"r{rank}"
+        group = self.folder / node / f"r{rank}"
         group.mkdir(exist_ok=True)
         return group / "cgroup.procs"
 
@@ -89,7 +89,7 @@ class Quotas:
 
     def throttled(self, node: str) -> tuple[int, float]:
         """How often the quota has held up the processes of `node`, and for how many seconds."""
-        text = (self._group(node) / "cpu.stat").read_text()
+        text = (self.folder / node / "cpu.stat").read_text()
         stat = dict(line.split() for line in text.splitlines())
         if self._version == 2:
             return int(stat["nr_throttled"]), int(stat["throttled_usec"]) / 1e6
@@ -103,9 +103,6 @@ class Quotas:
         os.close(self._lock)
         if self.folder.exists():
             remove(self.folder)
-
-    def _group(self, node: str) -> Path:
-        return self.folder / node
 
     def _delegate(self, nodes: int) -> None:
         """Beside other programs, weigh as much as one process for each node, not as one in all."""

@@ -75,6 +75,11 @@ class RankSpec:
     shared_memory: bool = True
     place: Place | None = None
 
+    @property
+    def node(self) -> str:
+        """The name of its host."""
+        return socket.gethostname() if self.place is None else self.place.node
+
 
 @dataclass(frozen=True)
 class Roster:

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 from orchestra.engines.events import Notice
 from orchestra.engines.processes.display import print_notice
 from orchestra.engines.processes.environment import detect
-from orchestra.engines.processes.rank import TimedCompute, join
+from orchestra.engines.processes.rank import join
+from orchestra.engines.processes.system import TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
 from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed
 from orchestra.settings import parse

@@ -17,10 +17,8 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,7 +30,7 @@ from orchestra.engines.events import Event, Notice, describe
 from orchestra.engines.failure_detector import Limits
 from orchestra.engines.processes.control import Control, RankSpec, Signs
 from orchestra.engines.processes.environment import Launched, memory_is_shared, numeric, towards
-from orchestra.engines.processes.system import handling, kernel, machine, peak_memory
+from orchestra.engines.processes.system import TimedCompute, handling, kernel, machine, peak_memory
 from orchestra.engines.processes.watcher import Outcome, Watcher
 from orchestra.engines.random_streams import seed
 from orchestra.errors import InputError, RunEnded, RunFailed
@@ -41,7 +39,7 @@ from orchestra.transports.native import Native
 from orchestra.transports.shared_memory import host_key
 from orchestra.transports.sockets import SocketTransport, connect_mesh
 from orchestra.worker.interception import Flow, Interceptor, Operation, intercepted
-from orchestra.worker.runtime import Runtime, Work
+from orchestra.worker.runtime import Runtime
 from orchestra.worker.threads import chosen_threads, usable_cores
 
 if TYPE_CHECKING:
@@ -53,42 +51,6 @@ Program = Callable[[Runtime, Any], Any]
 
 HOST_VARIABLE = "ORCHESTRA_HOST"
 TWICE_SECONDS = 0.5  # a launcher may pass on a Ctrl-C that the terminal has sent already
-
-
-@dataclass
-class TimedCompute:
-    seconds: float = 0.0
-    main_seconds: float = 0.0
-    calls: int = 0
-    _main: int = field(default_factory=threading.get_ident)
-    _in_gradient: int | None = None  # the thread that computes one
-    _waited: float = 0.0  # inside computations that have not ended
-
-    def run(self, work: Work, function: Callable[[], T]) -> T:
-        if self._in_gradient == threading.get_ident():  # a bucket is encoded: its time counts there
-            return function()
-        if work.kind == "gradient":
-            self._in_gradient = threading.get_ident()
-        started = time.perf_counter()
-        try:
-            return function()
-        finally:
-            passed = time.perf_counter() - started - self._waited
-            self.seconds += passed
-            if threading.get_ident() == self._main:
-                self.main_seconds += passed
-            self._waited = 0.0
-            self.calls += 1
-            if work.kind == "gradient":
-                self._in_gradient = None
-
-    def reached(self, slot: int) -> None:
-        """Do nothing: only a simulation charges a part of a backward pass."""
-
-    def needs(self, slot: int, wait: Callable[[], object]) -> None:
-        started = time.perf_counter()
-        wait()
-        self._waited += time.perf_counter() - started
 
 
 class Watched(Interceptor):
@@ -159,7 +121,7 @@ def run_rank(
         listener = resources.enter_context(listen(spec.host))
         control.hello(
             pid=os.getpid(),
-            host=_host(spec),
+            host=spec.node,
             machine=machine(),
             kernel=kernel(),
             cores=usable_cores(),
@@ -231,7 +193,7 @@ def _run(
         seed,
         local_rank=spec.local_rank,
         clock=machine(),
-        node=_host(spec),
+        node=spec.node,
         peak_memory=peak_memory,
         stopwatch=lambda running: latencies.begin(transport.now()) if latencies else None,
     )
@@ -239,10 +201,6 @@ def _run(
     control.phase("leaving")
     transport.close(timeout=spec.limits.patience)
     return result
-
-
-def _host(spec: RankSpec) -> str:
-    return socket.gethostname() if spec.place is None else spec.place.node
 
 
 def _encoded(result: Any, *, local: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""The operating system: processes and hosts, signals, processor use, memory.
+"""The operating system: processes and hosts, signals, time and processor use, memory.
 
 Of glibc's allocator, docs/decisions/0037-memory.md says why it is configured.
 """
@@ -15,11 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from orchestra.records.report import Usage
 from orchestra.worker.threads import usable_cores
+
+if TYPE_CHECKING:
+    from orchestra.worker.runtime import Work
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
@@ -144,6 +150,44 @@ class UsageMeter:
         """All so far; not while it runs."""
         cores = len(usable_cores())
         return Usage(machine(), cores, self.passed, self.own, self.busy, self.stolen, self.switches)
+
+
+@dataclass
+class TimedCompute:
+    """Measures the computation of a rank by the clock."""
+
+    seconds: float = 0.0
+    main_seconds: float = 0.0
+    calls: int = 0
+    _main: int = field(default_factory=threading.get_ident)
+    _in_gradient: int | None = None  # the thread that computes one
+    _waited: float = 0.0  # inside computations that have not ended
+
+    def run(self, work: Work, function: Callable[[], T]) -> T:
+        if self._in_gradient == threading.get_ident():  # a bucket is encoded: its time counts there
+            return function()
+        if work.kind == "gradient":
+            self._in_gradient = threading.get_ident()
+        started = time.perf_counter()
+        try:
+            return function()
+        finally:
+            passed = time.perf_counter() - started - self._waited
+            self.seconds += passed
+            if threading.get_ident() == self._main:
+                self.main_seconds += passed
+            self._waited = 0.0
+            self.calls += 1
+            if work.kind == "gradient":
+                self._in_gradient = None
+
+    def reached(self, slot: int) -> None:
+        """Do nothing: only a simulation charges a part of a backward pass."""
+
+    def needs(self, slot: int, wait: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        wait()
+        self._waited += time.perf_counter() - started
 
 
 def peak_memory() -> int:

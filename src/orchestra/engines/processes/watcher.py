@@ -177,9 +177,7 @@ class Watcher:
 
     def join(self) -> None:
         """Block until all ranks are gone. Raises what the thread raised, if anything."""
-        while (
-            self._thread.is_alive()
-        ):  # a signal that another thread receives does not wake this one
+        while self._thread.is_alive():  # a signal to another thread does not wake this one
             self._thread.join(TICK_SECONDS)
         if self._crash is not None:
             raise self._crash
@@ -390,12 +388,13 @@ class Watcher:
         if self.detector.cause is not None:
             link.send({"kind": "abort", "cause": self.detector.cause})  # it came late for that
         if len(self._links) == self._ranks:
-            addresses = [self._links[r].address for r in range(self._ranks)]
             self.setup["processes"] = self.age()
-            threads = shares_of_cores([self._links[r].cores for r in range(self._ranks)])
-            memory = [self._links[r].memory for r in range(self._ranks)]
-            self._broadcast(
-                {"kind": "roster", "addresses": addresses, "threads": threads, "memory": memory}
-            )
+            links = [self._links[rank] for rank in range(self._ranks)]
+            roster = {
+                "addresses": [link.address for link in links],
+                "threads": shares_of_cores([link.cores for link in links]),
+                "memory": [link.memory for link in links],
+            }
+            self._broadcast({"kind": "roster", **roster})
             if self.detector.stopped:
                 self._broadcast({"kind": "stop"})
