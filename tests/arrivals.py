@@ -22,8 +22,7 @@ from orchestra.parameter_server.wire import (
     encode_request,
 )
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
-from orchestra.transports.background import CollectiveMixin
-from orchestra.transports.protocol import Transport
+from orchestra.transports.protocol import CollectiveCall, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Worker
@@ -49,7 +48,7 @@ class Here:
         return True
 
 
-class Arrivals(CollectiveMixin):
+class Arrivals(Transport):
     """The transport of a server: `order` names who pushes next; at the end all send `last`.
 
     `given` holds for each worker the values that it was last sent, `clocks` how far it is, and
@@ -104,6 +103,20 @@ class Arrivals(CollectiveMixin):
 
     def now(self) -> float:
         return 0.0
+
+    bytes_sent = 0
+
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        raise NotImplementedError
+
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        raise NotImplementedError
+
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        raise NotImplementedError
+
+    def spawn(self, function: Callable[[Transport], Any]) -> Any:
+        raise NotImplementedError
 
 
 class Served:

@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.background import CollectiveMixin
 from orchestra.transports.framing import Header, byte_view
 from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
-from orchestra.transports.protocol import Traffic
+from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
 
 DEADLINE_SECONDS = 60.0
 
@@ -198,7 +197,7 @@ class Network:
             assert fiber.ended
 
 
-class Port(CollectiveMixin):
+class Port(Transport):
     """The transport of one flow."""
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -207,7 +206,8 @@ class Port(CollectiveMixin):
         self.size = network.size
         self.flow = Flow(rank, self)
         self.traffic = Traffic()
-        self.bytes_sent = 0
+
+    bytes_sent = 0
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Send:
         assert tensor.is_contiguous()
@@ -237,7 +237,7 @@ class Port(CollectiveMixin):
         """For the handles."""
         return operation.finished
 
-    def spawn(self, function: Callable[[Any], Any]) -> Spawned:
+    def spawn(self, function: Callable[[Any], Any]) -> Any:
         port = Port(self.network, self.rank)
         return Spawned(self, self.network.start(self.rank, lambda: function(port)))
 
@@ -246,6 +246,15 @@ class Port(CollectiveMixin):
 
     def now(self) -> float:
         return 0.0
+
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        raise NotImplementedError
+
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        raise NotImplementedError
+
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        raise NotImplementedError
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from orchestra.strategies.switch import Switch
 from orchestra.strategies.switch_rules import AfterSteps
 from orchestra.trainer.own_loop import OwnLoop
 from orchestra.trainer.program import Session
-from orchestra.transports.protocol import Task
+from orchestra.transports.protocol import Task, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Worker
@@ -135,7 +135,10 @@ def gradient_bytes(
         noted = Noted(runtime.transport)
         place = local_ranks[runtime.rank] if local_ranks else 0
         session = Session(
-            replace(runtime, transport=noted, local_rank=place), run, strategy, folder
+            replace(runtime, transport=cast(Transport, noted), local_rank=place),
+            run,
+            strategy,
+            folder,
         )
         session.train()
         session.finish()

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -181,7 +181,7 @@ class Repeatable(PairwiseAveraging):
 
     def start(self, worker: Worker) -> PairwiseState:
         transport = Recorded(worker.transport, LOGS[self.log], self.repeats)
-        worker.transport = transport
+        worker.transport = cast(Transport, transport)
         return super().start(worker)
 
 

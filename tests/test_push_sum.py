@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -48,6 +48,7 @@ from orchestra.topologies import (
     random_shares,
     uniform_shares,
 )
+from orchestra.transports.protocol import Transport
 from orchestra.worker.runtime import Runtime
 from orchestra.worker.worker import Worker
 
@@ -123,7 +124,7 @@ class PatientPush(StochasticGradientPush):
     """All mass is added exactly `overlap` steps after it was sent."""
 
     def start(self, worker: Worker) -> PushState:
-        worker.transport = Patient(worker.transport)
+        worker.transport = cast(Transport, Patient(worker.transport))
         return super().start(worker)
 
 
@@ -307,7 +308,7 @@ def test_mass_on_its_way_is_missing_until_it_is_drained() -> None:
     """What a checkpoint would lose that did not drain."""
 
     def late(push: PushSum) -> None:
-        push.worker.transport = Patient(push.worker.transport)
+        push.worker.transport = cast(Transport, Patient(push.worker.transport))
         for _ in range(3):
             push.mix()
         before[push.worker.rank] = push.w
@@ -338,7 +339,7 @@ def test_a_rank_that_has_begun_more_exchanges_than_one_that_drains_does_not_wait
 
     def program(runtime: Runtime) -> tuple[float, int]:
         kind = Eager if runtime.rank == 0 else Patient
-        runtime = replace(runtime, transport=kind(runtime.transport))
+        runtime = replace(runtime, transport=cast(Transport, kind(runtime.transport)))
         worker = Worker(runtime, Values(runtime.rank), OptimizerSpec(torch.optim.SGD, {"lr": 0.1}))
         push = PushSum(worker, StochasticGradientPush(overlap=3, exchanges="one_at_a_time"))
         for _ in range(8):
@@ -387,7 +388,7 @@ class Gated(StochasticGradientPush):
 
     def start(self, worker: Worker) -> PushState:
         watched = Watched(worker.transport, GATES[self.gate])
-        worker.transport = watched
+        worker.transport = cast(Transport, watched)
         return super().start(worker)
 
     def before_forward(self, worker: Worker, state: PushState) -> None:

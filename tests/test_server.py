@@ -119,10 +119,8 @@ def test_a_worker_suspended_in_mid_push_holds_up_nobody() -> None:
             server = make_server(slices[0], Asynchronous(), {0, 1})
             server.serve_to_the_end(transport)
             return server.own.state.staleness
-        client, into = (
-            Client(Suspended(transport, runtime.rank, finished), slices),
-            torch.zeros(SIZE),
-        )
+        suspended: Any = Suspended(transport, runtime.rank, finished)
+        client, into = Client(suspended, slices), torch.zeros(SIZE)
         for step in range(1 if runtime.rank else 20):
             answers = push(client, gradient_of(runtime.rank, step), into)
         finished.set()

@@ -91,7 +91,7 @@ def scattered(rank, size, count, draw) -> Iterator[Tensor]:  # type: ignore[no-u
 
 
 def others(rank: int, size: int) -> Iterator[Tensor]:
-    """From any rank; in a subgroup; several under way at once; objects."""
+    """From any rank; while nobody waits; in a subgroup; several under way at once; objects."""
     if rank:
         dist.send(torch.tensor([rank]), 0, tag=9)
     else:
@@ -102,6 +102,15 @@ def others(rank: int, size: int) -> Iterator[Tensor]:
             assert sender == int(number)
             senders.append(sender)
         yield torch.tensor(sorted(senders))
+    message = torch.arange(1_000_000.0)
+    leaving = dist.isend(message, 1, tag=5) if rank == 0 else None
+    if rank == 1:
+        arrived = torch.zeros_like(message)
+        dist.recv(arrived, 0, tag=5)
+        yield arrived
+    dist.barrier()  # the message arrives although nobody waits for its end
+    if leaving is not None:
+        leaving.wait()
     ends = dist.new_group([0, size - 1])
     if rank in (0, size - 1):
         vector = torch.full((5,), rank + 1.0)

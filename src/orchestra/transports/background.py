@@ -1,9 +1,4 @@
-"""`Transport.collective`: collectives in this flow, behind it, or by torch.distributed.
-
-A flow that begins collectives has two queues (`CollectiveMixin`). Those of the foreground are
-executed by the flow itself, when it waits for one of them; those of the background by one more
-flow, which is made for the first of them.
-"""
+"""What the flows of a rank execute for each other, and how they tell each other of it."""
 
 from __future__ import annotations
 
@@ -13,24 +8,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import Tensor
-
-from orchestra.errors import InputError
-from orchestra.transports.collective import execute
-from orchestra.transports.protocol import (
-    CollectiveCall,
-    Group,
-    HandOver,
-    SharedTensor,
-    Task,
-    Traffic,
-    Transport,
-)
+if TYPE_CHECKING:
+    from orchestra.transports.protocol import Task, Traffic, Transport
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
+
+
+class HandOver(Protocol):
+    """How two flows of a rank tell each other of what has changed; the engine's."""
+
+    def look(self) -> None:
+        """Return when all that has been told until now can be seen."""
+        ...
+
+    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
+        """Block until `condition`, which counts as waiting in `traffic`."""
+        ...
+
+    def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
+        """Make `change`, and let whoever waits look again."""
+        ...
 
 
 class ThreadHandOver:
@@ -151,59 +150,3 @@ class Background:
             self._owner.traffic.seconds_in_background += traffic.seconds_communicating - before
             self._waiting.popleft()
             self._hand_over.tell(functools.partial(setattr, begun, "finished", True), traffic)
-
-
-class CollectiveMixin:
-    """`Transport.collective` for every transport.
-
-    An interceptor's transport has queues of its own, so that the flow behind them is intercepted.
-    """
-
-    _foreground: deque[Begun] | None = None
-    _background: dict[int, Background] | None = None  # by lane
-
-    def collective(self, call: CollectiveCall) -> Task[int]:
-        this: Transport = self  # type: ignore[assignment]
-        if call.schedule is None:
-            return this.native_all_reduce(call.vector)
-        if call.background:
-            return self.in_background(lambda transport: transport.execute(call))
-        self._foreground = deque() if self._foreground is None else self._foreground
-        begun = Begun(lambda transport: transport.execute(call), self._execute_up_to)
-        self._foreground.append(begun)
-        return begun
-
-    def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
-        lanes = self._background = {} if self._background is None else self._background
-        if lane not in lanes:
-            lanes[lane] = Background(self)  # type: ignore[arg-type]
-        return lanes[lane].begin(function)
-
-    def _execute_up_to(self, last: Begun) -> None:
-        assert self._foreground is not None
-        while not last.finished:
-            begun = self._foreground.popleft()
-            begun.execute(self)  # type: ignore[arg-type]
-            begun.finished = True
-            if begun.error is not None:
-                raise begun.error
-
-    def end_background(self) -> None:
-        lanes, self._background = self._background or {}, None
-        for background in lanes.values():
-            background.end()
-
-    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        return execute(over or self, call)  # type: ignore[arg-type]
-
-    def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
-        """Do nothing: nobody looks; see `Transport.executed`."""
-
-    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
-        raise InputError("this engine has no memory that ranks share")
-
-    def native_all_reduce(self, vector: Tensor) -> Task[int]:
-        raise InputError("this engine has no native collectives: name a schedule instead")
-
-    def new_hand_over(self) -> HandOver:
-        return ThreadHandOver()

@@ -8,13 +8,17 @@ started with `spawn`. Tags are integers agreed between the two ends; messages wi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from orchestra.errors import InputError
 from orchestra.schedules import Schedule
+from orchestra.transports.background import Background, Begun, HandOver, ThreadHandOver
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -125,48 +129,37 @@ class SharedTensor(Protocol):
         ...
 
 
-class HandOver(Protocol):
-    """How two flows of a rank tell each other of what has changed; the engine's."""
+class Transport(ABC):
+    """Point-to-point messages of tensors between `size` ranks, and collectives over them.
 
-    def look(self) -> None:
-        """Return when all that has been told until now can be seen."""
-        ...
+    A flow that begins collectives has two queues. Those of the foreground are executed by the flow
+    itself, when it waits for one of them; those of the background by one more flow, which is made
+    for the first of them. An interceptor's transport has queues of its own, so that the flow behind
+    them is intercepted.
 
-    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
-        """Block until `condition`, which counts as waiting in `traffic`."""
-        ...
+    Attributes:
+        traffic: counters of this flow alone.
+    """
 
-    def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        """Make `change`, and let whoever waits look again."""
-        ...
-
-
-class Transport(Protocol):
-    """Point-to-point messages of tensors between `size` ranks."""
-
-    @property
-    def rank(self) -> int: ...
+    rank: int
+    size: int
+    traffic: Traffic
+    _foreground: deque[Begun] | None = None
+    _background: dict[int, Background] | None = None  # by lane
 
     @property
-    def size(self) -> int: ...
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counters of this flow alone."""
-        ...
-
-    @property
+    @abstractmethod
     def bytes_sent(self) -> int:
         """Payload and headers sent by all flows of this rank."""
-        ...
 
+    @abstractmethod
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         """Start sending a contiguous `tensor`; it may be changed after `wait` returned.
 
         Sending to oneself is allowed (a server beside a worker): the tensor is copied at once.
         """
-        ...
 
+    @abstractmethod
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         """Start receiving from `source`, or from any rank where it is None.
 
@@ -175,7 +168,37 @@ class Transport(Protocol):
         any source raises `PeerLost` once for each rank that is lost, after the complete messages
         of that rank have been delivered.
         """
-        ...
+
+    @abstractmethod
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        """Add all that has arrived to what is there; where time is virtual, it takes time."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds: monotonic on real engines, virtual under simulation."""
+
+    @abstractmethod
+    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
+        """Run `function(transport of the new flow)` in the background."""
+
+    @abstractmethod
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        """For each rank that sent messages large enough to take time: their bytes, and the seconds
+        for which one was on its way while this rank was ready to read it.
+
+        Of all flows. What ranks of one host read from each other's memory is not counted.
+        """
+
+    @abstractmethod
+    def lost(self) -> frozenset[int]:
+        """The ranks known to be gone."""
+
+    @abstractmethod
+    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
+        """Carry out `call` now: the bytes of buffer used.
+
+        `over`: an interceptor of this transport, which takes its messages. None: this transport.
+        """
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         """Begin this rank's part in a collective; `wait` ends it.
@@ -187,37 +210,52 @@ class Transport(Protocol):
 
         Raises `InputError` where the engine has no backend, and `call` asks for its all-reduce.
         """
-        ...
+        if call.schedule is None:
+            return self.native_all_reduce(call.vector)
+        if call.background:
+            return self.in_background(lambda transport: transport.execute(call))
+        self._foreground = deque() if self._foreground is None else self._foreground
+        begun = Begun(lambda transport: transport.execute(call), self._execute_up_to)
+        self._foreground.append(begun)
+        return begun
 
     def in_background(self, function: Callable[[Transport], T], lane: int = 0) -> Task[T]:
         """Run `function(transport of the background flow)` behind what was begun before on `lane`.
 
         There is one flow a lane, unlike with `spawn`; that of 0 executes collectives, too.
         """
-        ...
+        lanes = self._background = {} if self._background is None else self._background
+        if lane not in lanes:
+            lanes[lane] = Background(self)
+        return lanes[lane].begin(function)
+
+    def _execute_up_to(self, last: Begun) -> None:
+        assert self._foreground is not None
+        while not last.finished:
+            begun = self._foreground.popleft()
+            begun.execute(self)
+            begun.finished = True
+            if begun.error is not None:
+                raise begun.error
 
     def end_background(self) -> None:
         """End the background flows, if there are any, once all that was begun is done."""
-        ...
+        lanes, self._background = self._background or {}, None
+        for background in lanes.values():
+            background.end()
 
-    def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        """Carry out `call` now: the bytes of buffer used. For those that implement `collective`.
-
-        `over`: an interceptor of this transport, which takes its messages. None: this transport.
-        """
-        ...
-
-    def executed(self, call: CollectiveCall, start: float, moving: float, sent: int) -> None:
+    def executed(  # noqa: B027  (only interceptors look)
+        self, call: CollectiveCall, start: float, moving: float, sent: int
+    ) -> None:
         """For interceptors: a part of `call` was carried out without messages, until now.
 
         It began at `start`, waited for other ranks until `moving`, and stands for messages of
         `sent` bytes from this rank.
         """
-        ...
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
-        """Begin the all-reduce of the backend. For those that implement `collective`."""
-        ...
+        """Begin the all-reduce of the backend. Only some transports have one."""
+        raise InputError("this engine has no native collectives: name a schedule instead")
 
     def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
         """Collective over `group`: memory as large as the flat tensor `like`, for all of them.
@@ -225,32 +263,8 @@ class Transport(Protocol):
         It holds the values that `like` has on the first rank of the group. Raises `InputError`
         where the ranks are not on one host, or the tensor is on a GPU.
         """
-        ...
+        raise InputError("this engine has no memory that ranks share")
 
     def new_hand_over(self) -> HandOver:
-        """Make what a flow and one behind it wait on. For those that implement `collective`."""
-        ...
-
-    def add(self, own: Tensor, *arrived: Tensor) -> None:
-        """Add all that has arrived to what is there; where time is virtual, it takes time."""
-        ...
-
-    def now(self) -> float:
-        """Seconds: monotonic on real engines, virtual under simulation."""
-        ...
-
-    def spawn(self, function: Callable[[Transport], T]) -> Task[T]:
-        """Run `function(transport of the new flow)` in the background."""
-        ...
-
-    def arrived(self) -> dict[int, tuple[float, float]]:
-        """For each rank that sent messages large enough to take time: their bytes, and the seconds
-        for which one was on its way while this rank was ready to read it.
-
-        Of all flows. What ranks of one host read from each other's memory is not counted.
-        """
-        ...
-
-    def lost(self) -> frozenset[int]:
-        """The ranks known to be gone."""
-        ...
+        """Make what a flow and one behind it wait on."""
+        return ThreadHandOver()

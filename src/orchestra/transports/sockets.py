@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.transports.background import CollectiveMixin
+from orchestra.transports.collective import execute
 from orchestra.transports.framing import (
     OFFERED_BYTES,
     byte_view,
@@ -39,7 +39,7 @@ STRANGERS = 64
 """Connections that have not said hello, beside those of the ranks; more push out the oldest."""
 
 
-class SocketTransport(Flow, CollectiveMixin):
+class SocketTransport(Flow, Transport):
     """Messages of tensors over TCP, for one flow of one rank.
 
     Args:
@@ -50,8 +50,7 @@ class SocketTransport(Flow, CollectiveMixin):
         native: begins the all-reduce of torch.distributed, where there is one.
         host: the memory that ranks of this host share, where they do.
         traffic: of this flow alone; hello, farewell and what TLS adds are not counted.
-        lost, disconnect, abort, arrived, hold, acknowledged_bytes: see `ProgressEngine`; from any
-            thread.
+        disconnect, abort, hold, acknowledged_bytes: see `ProgressEngine`; from any thread.
     """
 
     def __init__(
@@ -61,8 +60,7 @@ class SocketTransport(Flow, CollectiveMixin):
         self.size = engine.size
         self.native: Callable[[Tensor], Task[int]] | None = None
         self.host: Host | None = None
-        self.lost, self.disconnect, self.abort = engine.lost, engine.disconnect, engine.abort
-        self.arrived, self.hold = engine.arrived, engine.hold
+        self.disconnect, self.abort, self.hold = engine.disconnect, engine.abort, engine.hold
         self.acknowledged_bytes = engine.acknowledged_bytes
         self._engine = engine
         self._on_flow_start = on_flow_start
@@ -110,7 +108,7 @@ class SocketTransport(Flow, CollectiveMixin):
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
         """Carry out `call` now, in shared memory as far as it can be."""
         if self.host is None:
-            return super().execute(call, over)
+            return execute(over or self, call)
         return self.host.execute(self, over or self, call)
 
     def share(self, like: Tensor, group: Group, tag: int) -> HostTensor:
@@ -129,6 +127,12 @@ class SocketTransport(Flow, CollectiveMixin):
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def arrived(self) -> dict[int, tuple[float, float]]:
+        return self._engine.arrived()
+
+    def lost(self) -> frozenset[int]:
+        return self._engine.lost()
 
     def native_all_reduce(self, vector: Tensor) -> Task[int]:
         return super().native_all_reduce(vector) if self.native is None else self.native(vector)

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from orchestra.transports.background import Begun, CollectiveMixin
+from orchestra.transports.background import Begun, HandOver
 from orchestra.transports.protocol import (
     CollectiveCall,
     Group,
     Handle,
-    HandOver,
     SharedTensor,
     Task,
     Transport,
@@ -157,7 +156,7 @@ class Chain:
         self._of_thread.flow = flow
 
 
-class InterceptedTransport(CollectiveMixin):
+class InterceptedTransport(Transport):
     """The transport `inner` of `flow`, behind the interceptors of `chain`."""
 
     def __init__(self, inner: Transport, chain: Chain, flow: Flow) -> None:
@@ -165,7 +164,6 @@ class InterceptedTransport(CollectiveMixin):
         self.chain = chain
         self.flow = flow
         self.rank, self.size, self.traffic = inner.rank, inner.size, inner.traffic
-        self.add = inner.add
         flow.transport = inner
 
     @property
@@ -257,6 +255,9 @@ class InterceptedTransport(CollectiveMixin):
         flow = self.flow
         operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
         return InterceptedHandle(self.chain, flow, operation)
+
+    def add(self, own: Tensor, *arrived: Tensor) -> None:
+        self.inner.add(own, *arrived)
 
     def now(self) -> float:
         return self.chain.call("ask", self.flow, "now", proceed=self.inner.now)

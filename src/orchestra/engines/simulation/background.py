@@ -7,20 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from orchestra.engines.simulation.kernel import Flow, Wait
 from orchestra.engines.simulation.network import Port
 from orchestra.engines.simulation.rendezvous import Contribution, Member, Rendezvous
-from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
+from orchestra.transports.protocol import Traffic
 
-
-class Exchanging(Transport, Protocol):
-    """A transport whose flow can take part in a collective by itself."""
-
-    def exchange(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        """Carry out `call` now, with messages where ranks do not share memory."""
-        ...
+if TYPE_CHECKING:
+    from orchestra.engines.simulation.transport import SimulatedTransport
 
 
 class Queued:
@@ -78,7 +73,7 @@ class BackgroundQueue:
         rendezvous: Rendezvous,
         port: Port,
         caches: Port,
-        new_transport: Callable[[], Exchanging],
+        new_transport: Callable[[], SimulatedTransport],
         traffic: Traffic,
         signal_seconds: float = 0.0,
     ) -> None:

@@ -22,13 +22,12 @@ from orchestra.errors import InputError, PeerLost
 from orchestra.schedules import ALL_REDUCE
 from orchestra.schedules.sums import Stage
 from orchestra.transports import matching
-from orchestra.transports.background import CollectiveMixin
+from orchestra.transports.background import HandOver
 from orchestra.transports.collective import execute_in_stages, stage_traffic
 from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (
     CollectiveCall,
-    HandOver,
     Task,
     Traffic,
     Transport,
@@ -50,7 +49,7 @@ class VirtualTensor:
         self.kernel.catch_up()
 
 
-class SimulatedTransport(CollectiveMixin):
+class SimulatedTransport(Transport):
     """The transport of one flow."""
 
     def __init__(self, port: Port, rendezvous: Rendezvous) -> None:
@@ -58,21 +57,10 @@ class SimulatedTransport(CollectiveMixin):
         self._rendezvous = rendezvous
         self._kernel = port.net.kernel
         self._flow = matching.Flow(port.rank, self)
+        self.rank, self.size = port.rank, len(port.net.ports)
+        self.traffic = self._flow.traffic
         self._queue: BackgroundQueue | None = None
         self._sent: tuple[PlacedPlan, Counter[int]] | None = None  # of a collective, by rank
-
-    @property
-    def rank(self) -> int:
-        return self._port.rank
-
-    @property
-    def size(self) -> int:
-        return len(self._port.net.ports)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counters of this flow alone."""
-        return self._flow.traffic
 
     @property
     def bytes_sent(self) -> int:
