@@ -22,6 +22,7 @@ from orchestra.parameter_server.wire import (
     encode_request,
 )
 from orchestra.strategies.parameter_server import ParameterServer, ParameterServerState
+from orchestra.transports.collective import execute
 from orchestra.transports.protocol import CollectiveCall, Transport
 from orchestra.transports.tags import Tag
 from orchestra.worker.runtime import Runtime
@@ -113,7 +114,7 @@ class Arrivals(Transport):
         raise NotImplementedError
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        raise NotImplementedError
+        return execute(over or self, call)
 
     def spawn(self, function: Callable[[Transport], Any]) -> Any:
         raise NotImplementedError

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
+from orchestra.transports.collective import execute
 from orchestra.transports.framing import Header, byte_view
 from orchestra.transports.matching import Flow, Incoming, Mailbox, Operation, Receive, Send
 from orchestra.transports.protocol import CollectiveCall, Traffic, Transport
@@ -254,7 +255,7 @@ class Port(Transport):
         raise NotImplementedError
 
     def execute(self, call: CollectiveCall, over: Transport | None = None) -> int:
-        raise NotImplementedError
+        return execute(over or self, call)
 
 
 @dataclass

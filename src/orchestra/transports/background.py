@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from orchestra.transports.protocol import Task, Traffic, Transport
@@ -16,38 +16,24 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class HandOver(Protocol):
-    """How two flows of a rank tell each other of what has changed; the engine's."""
-
-    def look(self) -> None:
-        """Return when all that has been told until now can be seen."""
-        ...
-
-    def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
-        """Block until `condition`, which counts as waiting in `traffic`."""
-        ...
-
-    def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
-        """Make `change`, and let whoever waits look again."""
-        ...
-
-
-class ThreadHandOver:
-    """Between two threads."""
+class HandOver:
+    """How two flows of a rank, here threads, tell each other of what has changed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
 
     def look(self) -> None:
-        """What was told is seen at once."""
+        """Return when all that has been told until now can be seen."""
 
     def wait_until(self, condition: Callable[[], bool], traffic: Traffic) -> None:
+        """Block until `condition`, which counts as waiting in `traffic`."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(condition)
         traffic.seconds_waiting += time.perf_counter() - started
 
     def tell(self, change: Callable[[], None], traffic: Traffic) -> None:
+        """Make `change`, and let whoever waits look again."""
         with self._changed:
             change()
             self._changed.notify_all()

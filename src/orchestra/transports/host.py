@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from orchestra.transports.collective import execute_in_stages, stage_traffic
 from orchestra.transports.framing import byte_view, pack_header
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import CollectiveCall, Transport
+from orchestra.transports.protocol import CollectiveCall, SharedTensor, Transport
 from orchestra.transports.shared_memory import (
     CHUNK_BYTES,
     SMALL_BYTES,
@@ -118,7 +117,7 @@ class Host:
                 self._engine.memories.append(memory)
         return self._memories[key]
 
-    def share(self, like: Tensor, ranks: tuple[int, ...], tag: int) -> HostTensor:
+    def share(self, like: Tensor, ranks: tuple[int, ...], tag: int) -> SharedTensor:
         """Collective over `ranks`: see `Transport.share`."""
         far = sorted(set(ranks) - self._neighbours)
         if far:
@@ -134,17 +133,7 @@ class Host:
         peers, memory = found
         for connection in peers.values():
             connection.close()
-        return HostTensor(mapped(memory, like.nbytes, like.dtype))
-
-
-@dataclass(frozen=True)
-class HostTensor:
-    """Memory that ranks of this host share: see `SharedTensor`."""
-
-    values: Tensor
-
-    def catch_up(self) -> None:
-        """Do nothing: what another rank writes is there."""
+        return SharedTensor(mapped(memory, like.nbytes, like.dtype))
 
 
 class _Finding:

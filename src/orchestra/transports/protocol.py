@@ -18,7 +18,7 @@ from torch import Tensor
 
 from orchestra.errors import InputError
 from orchestra.schedules import Schedule
-from orchestra.transports.background import Background, Begun, HandOver, ThreadHandOver
+from orchestra.transports.background import Background, Begun, HandOver
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -116,17 +116,17 @@ class CollectiveCall:
     message_by_message: bool = False
 
 
-class SharedTensor(Protocol):
-    """Memory that several ranks read and write, in no order that anybody keeps."""
+@dataclass(frozen=True)
+class SharedTensor:
+    """Memory that several ranks read and write, in no order that anybody keeps.
 
-    @property
-    def values(self) -> Tensor:
-        """The flat tensor that all of them see."""
-        ...
+    Attributes:
+        values: the flat tensor that all of them see.
+        catch_up: where time is virtual, returns when others have done what they do before now.
+    """
 
-    def catch_up(self) -> None:
-        """Where time is virtual: return when others have done what they do before now."""
-        ...
+    values: Tensor
+    catch_up: Callable[[], object] = lambda: None
 
 
 class Transport(ABC):
@@ -267,4 +267,4 @@ class Transport(ABC):
 
     def new_hand_over(self) -> HandOver:
         """Make what a flow and one behind it wait on."""
-        return ThreadHandOver()
+        return HandOver()

@@ -35,9 +35,6 @@ from orchestra.transports.sockets import SocketTransport
 Operation = Callable[..., object]
 """operation(one, other, out=out): combines two tensors into `out`, which may be one of them."""
 
-Window = Callable[..., Tensor]
-"""Of a rank, the number of a row and its elements: the piece that is shown now."""
-
 _ALIGNMENT = 64
 _NEVER = -1
 """A tag that no message has."""
@@ -255,9 +252,9 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter(self, rows: Sequence[Tensor], into: Tensor, operation: Any) -> None:
         """Combine row `rank` of all ranks into `into`, in their order."""
         combine, flat = _combination(operation), into.view(-1)
-        for offset, window in self._exchange([row.reshape(-1) for row in rows], len(flat)):
-            pieces = [window(source, self.rank(), len(flat)) for source in range(self.size())]
-            _combine(combine, pieces, flat[offset : offset + len(pieces[0])])
+        for offset, shown in self._exchange([row.reshape(-1) for row in rows], len(flat)):
+            piece = flat[offset : offset + shown.shape[2]]
+            _combine(combine, shown[:, self.rank(), : len(piece)], piece)
         if operation == dist.ReduceOp.AVG:
             into.div_(self.size())
 
@@ -272,12 +269,12 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
             length: the most bytes of any row of any rank.
         """
         targets = [(source, number, _bytes(target)) for source, number, target in wanted]
-        for offset, window in self._exchange([_bytes(row) for row in rows], length):
+        for offset, shown in self._exchange([_bytes(row) for row in rows], length):
             for source, number, target in targets:
-                piece = window(source, number, len(target))
-                target[offset : offset + len(piece)].copy_(piece)
+                piece = target[offset : offset + shown.shape[2]]
+                piece.copy_(shown[source, number, : len(piece)])
 
-    def _exchange(self, rows: Sequence[Tensor], length: int) -> Iterator[tuple[int, Window]]:
+    def _exchange(self, rows: Sequence[Tensor], length: int) -> Iterator[tuple[int, Tensor]]:
         """Show `rows` to all, a piece of each at a time.
 
         Args:
@@ -286,29 +283,23 @@ class ProcessGroupSHM(_ProcessGroup):  # type: ignore[misc]
             length: of the longest vector of any rank.
 
         Yields:
-            The offset of the piece, and a function that gives the piece (elements from that offset
-            on) of a row of any rank. It is valid until the next one is asked for.
+            The offset of the piece, and what all show of it, shape [ranks, rows, elements], until
+            the next one is asked for.
         """
         room = CHUNK_BYTES // rows[0].element_size()
         width = room // len(rows) // _ALIGNMENT * _ALIGNMENT
         for offset in range(0, length, width):
             parts, _ = self._memory.places(rows[0].dtype)
+            shown = parts[:, : len(rows) * width].unflatten(1, (len(rows), width))
             for number, row in enumerate(rows):
                 piece = row[offset : offset + width]
-                parts[self.rank(), number * width : number * width + len(piece)].copy_(piece)
+                shown[self.rank(), number, : len(piece)].copy_(piece)
             self._memory.barrier()
-
-            def window(
-                source: int, number: int, elements: int, at: int = offset, parts: Tensor = parts
-            ) -> Tensor:
-                begin = number * width
-                return parts[source, begin : begin + max(0, min(width, elements - at))]
-
-            yield offset, window
+            yield offset, shown
 
 
-def _combine(combine: Operation, vectors: Sequence[Tensor] | Tensor, out: Tensor) -> None:
-    """Combine the vectors in their order."""
+def _combine(combine: Operation, vectors: Tensor, out: Tensor) -> None:
+    """Combine the rows in their order."""
     if len(vectors) == 1:
         out.copy_(vectors[0])
         return

@@ -28,10 +28,17 @@ from orchestra.transports.framing import (
     pack_offer,
 )
 from orchestra.transports.handshake import TLS, Reception, connect, remaining
-from orchestra.transports.host import Host, HostTensor
+from orchestra.transports.host import Host
 from orchestra.transports.matching import Flow, Receive, Send
 from orchestra.transports.progress import ProgressEngine
-from orchestra.transports.protocol import CollectiveCall, Group, Task, Traffic, Transport
+from orchestra.transports.protocol import (
+    CollectiveCall,
+    Group,
+    SharedTensor,
+    Task,
+    Traffic,
+    Transport,
+)
 
 T = TypeVar("T")
 
@@ -111,7 +118,7 @@ class SocketTransport(Flow, Transport):
             return execute(over or self, call)
         return self.host.execute(self, over or self, call)
 
-    def share(self, like: Tensor, group: Group, tag: int) -> HostTensor:
+    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
         host = self.host or Host(self._engine, frozenset())
         return host.share(like, group.ranks, tag)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +27,7 @@ from orchestra.transports.framing import MESSAGE, Header, header_bytes
 from orchestra.transports.matching import Operation
 from orchestra.transports.protocol import (
     CollectiveCall,
+    SharedTensor,
     Task,
     Traffic,
     Transport,
@@ -35,18 +35,6 @@ from orchestra.transports.protocol import (
 from orchestra.transports.tags import Tag
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class VirtualTensor:
-    """Memory that ranks of one node share: see `SharedTensor`."""
-
-    values: Tensor
-    kernel: Kernel
-
-    def catch_up(self) -> None:
-        """Return when all that others do before now is done."""
-        self.kernel.catch_up()
 
 
 class SimulatedTransport(Transport):
@@ -216,7 +204,7 @@ class SimulatedTransport(Transport):
         """Begin what stands for the all-reduce of torch.distributed."""
         return self._port.native()(vector)
 
-    def share(self, like: Tensor, group: Group, tag: int) -> VirtualTensor:
+    def share(self, like: Tensor, group: Group, tag: int) -> SharedTensor:
         """Memory for all ranks of `group`, on one node; see `Transport.share`."""
         net, ranks = self._port.net, group.ranks
         far = [rank for rank in ranks if net.nodes[rank] != net.nodes[self.rank]]
@@ -231,7 +219,7 @@ class SimulatedTransport(Transport):
         if self.rank == ranks[0]:
             values.copy_(like)
         all_reduce(self, torch.zeros(1), "ring", group, tag)  # nobody reads before
-        return VirtualTensor(values, self._kernel)
+        return SharedTensor(values, self._kernel.catch_up)
 
     def new_hand_over(self) -> HandOver:
         """Make what two flows of this rank wait on."""
@@ -368,7 +356,7 @@ def native_all_reduce(
     return begin
 
 
-class FlowHandOver:
+class FlowHandOver(HandOver):
     """Between two flows of the rank of `port`: telling takes as long as a message to itself."""
 
     def __init__(self, port: Port) -> None:
