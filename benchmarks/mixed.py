@@ -36,7 +36,6 @@ from orchestra.cli.bench import (
 )
 from orchestra.cli.main import guarded
 from orchestra.cluster.file import read_cluster
-from orchestra.data.balancing import LBBSP
 from orchestra.data.feed import open_samples
 from orchestra.engines.emulation.network import NODE_END
 from orchestra.engines.emulation.nodes import EmulatedCluster
@@ -47,6 +46,7 @@ from orchestra.optimizers.settings import Optimizer
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.task import evaluate, load_task
+from orchestra.trainer.balancing import LBBSP
 from orchestra.trainer.settings import Run, Target, Training
 from orchestra.worker.runtime import Runtime
 

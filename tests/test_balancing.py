@@ -16,7 +16,6 @@ from tests.simulated import simulated
 from tests.training import Trained, distance, equal, settings, train_threads
 
 import orchestra
-from orchestra.data.balancing import BALANCINGS, LBBSP, Balancing, Proportional
 from orchestra.data.plan import Plan
 from orchestra.errors import InputError
 from orchestra.experiments.file import load
@@ -27,7 +26,7 @@ from orchestra.report.rows import collect
 from orchestra.report.study import Study
 from orchestra.settings import parse
 from orchestra.strategies.registry import STRATEGIES
-from orchestra.trainer.balancing import Balancer
+from orchestra.trainer.balancing import BALANCINGS, LBBSP, Balancer, Balancing, Proportional
 from orchestra.trainer.checkpoints import complete, read_rank
 from orchestra.trainer.settings import Run, Training
 

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from orchestra.errors import InputError
 from orchestra.optimizers import TRANSIENT, capture, restore
 from orchestra.optimizers.settings import Group, Optimizer
-from orchestra.optimizers.spec import ELEMENTWISE, REFUSED, OptimizerSpec, get_rates, set_rates
-from orchestra.optimizers.state import export_moments, install_moments
+from orchestra.optimizers.spec import (
+    ELEMENTWISE,
+    REFUSED,
+    OptimizerSpec,
+    export_moments,
+    get_rates,
+    install_moments,
+    set_rates,
+)
 from orchestra.parameter_server.placement import place
 
 TORCH_CLASSES = {

@@ -16,7 +16,6 @@ from orchestra.cluster import CLUSTERS, Jitter, load_cluster
 from orchestra.cluster.file import cluster_text, is_file
 from orchestra.cluster.nodes import ASSUMED
 from orchestra.compression.base import Compressor
-from orchestra.data.balancing import BALANCINGS
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
 from orchestra.experiments.experiment import Experiment
@@ -29,6 +28,7 @@ from orchestra.strategies.registry import STRATEGIES, Standing
 from orchestra.strategies.switch_rules import Rule
 from orchestra.tasks.settings import TASKS
 from orchestra.topologies import Topology
+from orchestra.trainer.balancing import BALANCINGS
 from orchestra.trainer.settings import Target, Training
 
 DESCRIPTION = """\

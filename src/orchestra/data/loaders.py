@@ -22,8 +22,8 @@ from torch.utils.data import (
 
 from orchestra.data.feed import GlobalOrder
 from orchestra.data.plan import Plan
-from orchestra.data.random_state import AlikeStreams
 from orchestra.errors import InputError
+from orchestra.optimizers.state import AlikeStreams
 from orchestra.schedules.work_queue import WorkItem, WorkQueue
 from orchestra.worker.batches import batch_samples, digest
 

@@ -17,7 +17,7 @@ from orchestra.collectives import (
     send_object,
 )
 from orchestra.exchange.average import note_buffer
-from orchestra.optimizers.state import Moments, export_moments
+from orchestra.optimizers.spec import Moments, export_moments
 from orchestra.topologies import Topology, doubly_stochastic
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag

@@ -17,7 +17,8 @@ from orchestra.errors import PeerLost
 from orchestra.exchange.agreement import agree_within
 from orchestra.exchange.compression import CompressionState
 from orchestra.exchange.parts import PartsClient
-from orchestra.optimizers.state import capture, install_moments, restore
+from orchestra.optimizers.spec import install_moments
+from orchestra.optimizers.state import capture, restore
 from orchestra.parameter_server.client import Client
 from orchestra.parameter_server.held_slice import DelayCompensation, HeldSlice
 from orchestra.parameter_server.placement import Part, Slice

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.exchange.average import Bucket, GradientAverage, ScheduledGroup
-from orchestra.optimizers.spec import set_rates
-from orchestra.optimizers.state import OptimizerPart, install_moments
+from orchestra.optimizers.spec import OptimizerPart, install_moments, set_rates
 from orchestra.schedules import ALL_REDUCE, ring_all_gather, ring_reduce_scatter
 from orchestra.transports.protocol import CollectiveCall, Task
 from orchestra.transports.tags import Tag

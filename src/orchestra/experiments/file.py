@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.cluster.file import is_file, load_cluster
-from orchestra.data.balancing import BALANCINGS
 from orchestra.data.plan import shares_of
 from orchestra.data.sharding import SHARDINGS
 from orchestra.errors import InputError, nearest
@@ -33,6 +32,7 @@ from orchestra.settings.reading import (
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.registry import STRATEGIES
 from orchestra.tasks.settings import replace_task_setting, task_name, task_text
+from orchestra.trainer.balancing import BALANCINGS
 from orchestra.trainer.settings import MEASURED, Training
 
 _HEAD = ("name", "task", "strategies", "ranks", "seeds", "devices", "tune")

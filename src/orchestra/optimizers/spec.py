@@ -1,10 +1,13 @@
-"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where the update is."""
+"""A torch.optim optimizer as a value: class, arguments and groups, rebuilt where the update is.
+
+And its moments by parameter name, whole or in parts.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +25,13 @@ ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 """Each element's update depends on that element alone: a tensor may be cut between servers."""
+
+Moments = dict[str, dict[str, Any]]
+"""Parameter name -> state key ("momentum_buffer", "exp_avg", "step" ...) -> value.
+
+Where the optimizer works element by element, a tensor with as many elements as the parameter
+belongs to its elements one by one.
+"""
 
 REFUSED: Mapping[type[torch.optim.Optimizer], str] = {
     _OPTIM.LBFGS: "it evaluates the loss several times a step, through a closure",
@@ -181,3 +191,73 @@ def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
         and issubclass(value, torch.optim.Optimizer)
         and value is not torch.optim.Optimizer
     }
+
+
+# Moments
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """An optimizer of parts of the parameters: by name the tensor, and the element it begins at."""
+
+    optimizer: torch.optim.Optimizer
+    tensors: Mapping[str, tuple[Tensor, int]]
+
+    def moments(self) -> list[dict[str, Any]]:
+        """Of each tensor that was updated its name, first element and state."""
+        return [
+            {"name": name, "first": first, "state": dict(self.optimizer.state[tensor])}
+            for name, (tensor, first) in self.tensors.items()
+            if tensor in self.optimizer.state
+        ]
+
+
+def join_moments(
+    parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
+) -> Moments:
+    """The moments of whole `parameters`, from what `OptimizerPart.moments` gave on all ranks."""
+    joined: Moments = {}
+    for part in parts:
+        whole, first = joined.setdefault(part["name"], {}), part["first"]
+        shape = parameters[part["name"]].shape
+        for key, value in part["state"].items():
+            if isinstance(value, Tensor) and elementwise and value.dim():
+                flat = whole.setdefault(key, value.new_zeros(shape)).view(-1)
+                flat[first : first + value.numel()] = value.reshape(-1)
+            else:
+                whole[key] = value
+    return joined
+
+
+def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Moments:
+    """The moments of `parameters` in `optimizer`; parameters never updated have none."""
+    return {
+        name: dict(optimizer.state[parameter])
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+    }
+
+
+def install_moments(
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, tuple[Tensor, int]],
+    moments: Moments,
+) -> None:
+    """Give `optimizer` copies of the `moments` of its tensors.
+
+    `parts` maps a name to the optimizer's tensor, which is the parameter or, for an optimizer
+    that works element by element, the flat part of it that begins at the given element.
+    """
+    elementwise = type(optimizer) in ELEMENTWISE
+    for name, (tensor, first) in parts.items():
+        if name not in moments:
+            continue
+        state = optimizer.state[tensor]
+        for key, value in moments[name].items():
+            if isinstance(value, Tensor) and elementwise and value.dim():
+                part = value.reshape(-1)[first : first + tensor.numel()]
+                state[key] = part.to(tensor.device, copy=True).view(tensor.shape)
+            elif isinstance(value, Tensor):  # numbers, such as counts of steps, stay where they are
+                state[key] = value.to(tensor.device if value.dim() else value.device, copy=True)
+            else:
+                state[key] = value

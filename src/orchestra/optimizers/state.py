@@ -1,22 +1,19 @@
-"""Whatever a run keeps as plain data (`capture`, `restore`), and moments by parameter name."""
+"""What a run keeps as plain data: `capture`, `restore`, and the global random streams.
+
+The streams are saved and restored here, and never seeded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from orchestra.optimizers.spec import ELEMENTWISE
-
-Moments = dict[str, dict[str, Any]]
-"""Parameter name -> state key ("momentum_buffer", "exp_avg", "step" ...) -> value.
-
-Where the optimizer works element by element, a tensor with as many elements as the parameter
-belongs to its elements one by one.
-"""
 
 
 def capture(value: Any) -> Any:
@@ -72,68 +69,64 @@ def restore(target: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(target, tuple) else saved
 
 
-@dataclass(frozen=True)
-class OptimizerPart:
-    """An optimizer of parts of the parameters: by name the tensor, and the element it begins at."""
-
-    optimizer: torch.optim.Optimizer
-    tensors: Mapping[str, tuple[Tensor, int]]
-
-    def moments(self) -> list[dict[str, Any]]:
-        """Of each tensor that was updated its name, first element and state."""
-        return [
-            {"name": name, "first": first, "state": dict(self.optimizer.state[tensor])}
-            for name, (tensor, first) in self.tensors.items()
-            if tensor in self.optimizer.state
-        ]
+# The global random streams of a rank
 
 
-def join_moments(
-    parts: Iterable[Mapping[str, Any]], parameters: Mapping[str, Tensor], *, elementwise: bool
-) -> Moments:
-    """The moments of whole `parameters`, from what `OptimizerPart.moments` gave on all ranks."""
-    joined: Moments = {}
-    for part in parts:
-        whole, first = joined.setdefault(part["name"], {}), part["first"]
-        shape = parameters[part["name"]].shape
-        for key, value in part["state"].items():
-            if isinstance(value, Tensor) and elementwise and value.dim():
-                flat = whole.setdefault(key, value.new_zeros(shape)).view(-1)
-                flat[first : first + value.numel()] = value.reshape(-1)
-            else:
-                whole[key] = value
-    return joined
+def random_state() -> dict[str, Any]:
+    """The state of torch's, Python's and NumPy's global generators."""
+    state = _plain(torch.get_rng_state(), random, np.random)
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
-def export_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> Moments:
-    """The moments of `parameters` in `optimizer`; parameters never updated have none."""
+def _plain(torch_state: Tensor, python: Any, numbers: Any) -> dict[str, Any]:
+    version, internal, gauss = python.getstate()
+    legacy = numbers.get_state(legacy=False)
     return {
-        name: dict(optimizer.state[parameter])
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
+        "torch": torch_state,
+        "python": [version, list(internal), gauss],
+        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
     }
 
 
-def install_moments(
-    optimizer: torch.optim.Optimizer,
-    parts: Mapping[str, tuple[Tensor, int]],
-    moments: Moments,
-) -> None:
-    """Give `optimizer` copies of the `moments` of its tensors.
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Continue the global generators from `state`."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy_state = state["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
-    `parts` maps a name to the optimizer's tensor, which is the parameter or, for an optimizer
-    that works element by element, the flat part of it that begins at the given element.
-    """
-    elementwise = type(optimizer) in ELEMENTWISE
-    for name, (tensor, first) in parts.items():
-        if name not in moments:
-            continue
-        state = optimizer.state[tensor]
-        for key, value in moments[name].items():
-            if isinstance(value, Tensor) and elementwise and value.dim():
-                part = value.reshape(-1)[first : first + tensor.numel()]
-                state[key] = part.to(tensor.device, copy=True).view(tensor.shape)
-            elif isinstance(value, Tensor):  # numbers, such as counts of steps, stay where they are
-                state[key] = value.to(tensor.device if value.dim() else value.device, copy=True)
-            else:
-                state[key] = value
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Whatever is drawn inside, the streams go on afterwards as if it had not been."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(before)
+
+
+class AlikeStreams:
+    """Streams of random numbers that are equal where `seed` is."""
+
+    def __init__(self, seed: str) -> None:
+        python = random.Random(seed)
+        numbers = np.random.RandomState(python.getrandbits(32))
+        torchs = torch.Generator().manual_seed(python.getrandbits(63))
+        self._state = _plain(torchs.get_state(), python, numbers)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, torch's, Python's and NumPy's global generators draw from these streams."""
+        with undisturbed():
+            restore_random_state(self._state)
+            try:
+                yield
+            finally:
+                self._state = random_state()

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra.errors import PeerLost
-from orchestra.optimizers.state import OptimizerPart
+from orchestra.optimizers.spec import OptimizerPart
 from orchestra.parameter_server.held_slice import HeldSlice
 from orchestra.parameter_server.state import Pause
 from orchestra.parameter_server.wire import Kind, Request, decode_request, encode_request

@@ -195,7 +195,7 @@ def length_of(experiment: Experiment) -> Length:
     """
     from torch.utils.data import IterableDataset
 
-    from orchestra.data.random_state import undisturbed
+    from orchestra.optimizers.state import undisturbed
     from orchestra.tasks.task import evaluate, load_task
     from orchestra.trainer.curve import EVALUATION_BATCH, evaluation_data
     from orchestra.trainer.setup import budget_of

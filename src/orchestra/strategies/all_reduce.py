@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         PartialAverage,
         Shards,
     )
-    from orchestra.optimizers.state import OptimizerPart
+    from orchestra.optimizers.spec import OptimizerPart
     from orchestra.transports.protocol import Group
     from orchestra.worker.batches import Batch
     from orchestra.worker.layout import Share

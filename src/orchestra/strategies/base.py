@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from orchestra.exchange import SharedWork
-    from orchestra.optimizers.state import OptimizerPart
+    from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server.state import Pause
     from orchestra.schedules.work_queue import WorkItem
     from orchestra.worker.batches import Batch

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orchestra.exchange import CompressedPushes, CompressionState
     from orchestra.exchange.parts import PartsClient
     from orchestra.exchange.servers import Compensate
-    from orchestra.optimizers.state import OptimizerPart
+    from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server import Client, Consistency, Pause, Server
     from orchestra.parameter_server.placement import Part, Slice
     from orchestra.transports.protocol import Task

@@ -18,7 +18,7 @@ from orchestra.strategies.switch_rules import LossStable, Rule, SwitchState
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from orchestra.optimizers.state import OptimizerPart
+    from orchestra.optimizers.spec import OptimizerPart
     from orchestra.parameter_server.state import Pause
     from orchestra.worker.batches import Batch
     from orchestra.worker.worker import Worker

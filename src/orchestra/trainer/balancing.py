@@ -1,19 +1,164 @@
-"""Batches that follow the speeds of workers which step together, as a rule says."""
+"""Batches that follow the speeds of workers which step together: the rules, and who applies them.
+
+A rule is pure: from how fast every worker has been it makes new batches of the same sum. Gradients
+are weighted by the batches behind them everywhere, so that their mean stays the global batch's.
+A rule is a setting, so that this file loads without torch.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from math import fsum, inf
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from orchestra.collectives import all_reduce
-from orchestra.data.balancing import Balancing, Batches
-from orchestra.data.plan import Plan, plan_of
-from orchestra.exchange import agree_on_data
-from orchestra.optimizers.state import capture, restore
+from orchestra import exchange, optimizers
+from orchestra.data.plan import Plan, apportion, plan_of
+from orchestra.errors import InputError
+from orchestra.settings import MAX_STEPS, Registry, Settings, setting
 from orchestra.transports.tags import Tag
-from orchestra.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from orchestra.worker.worker import Worker
+
+Batches = tuple[int, ...]
+Speeds = tuple[float, ...]
+"""Samples a second of each worker."""
+
+
+@dataclass(frozen=True, repr=False)
+class Balancing(Settings, ABC):
+    """A rule that moves samples from slow workers to fast ones at the barrier between two steps."""
+
+    _: KW_ONLY
+    every: int = setting(
+        5, "steps between two decisions; the first comes after two", low=1, high=MAX_STEPS
+    )
+    dead_band: float = setting(
+        0.05, "no batch changes unless one is to change by more than this part", low=0, high=1e6
+    )
+    low: int = setting(1, "samples that a worker has at least in a step", low=1, high=2**24)
+    high: int | None = setting(None, "samples that it has at most; none: any", low=1, high=2**24)
+    start: Literal["equal", "measured"] = setting(
+        "equal", "the first batches; measured: by a short profile before the first step"
+    )
+
+    def check(self) -> None:
+        if self.high is not None and self.high < self.low:
+            raise InputError(
+                f"{type(self).__name__}: high={self.high} is below low={self.low}: raise it, or "
+                "lower low"
+            )
+
+    @abstractmethod
+    def predicted(self, before: Speeds, measured: Speeds) -> Speeds:
+        """The speeds to expect, from those expected `before` and those just `measured`."""
+
+    @abstractmethod
+    def wanted(self, batches: Batches, speeds: Speeds) -> Sequence[float]:
+        """What takes the place of `batches`, in proportion: bounds and their sum come after it."""
+
+    def decide(self, batches: Batches, speeds: Speeds) -> Batches:
+        """The next batches at the predicted `speeds`: of the same sum, within the bounds."""
+        new = self.fitted(self.wanted(batches, speeds), sum(batches))
+        pairs = zip(batches, new, strict=True)
+        if all(abs(after - before) <= self.dead_band * before for before, after in pairs):
+            return batches
+        return new
+
+    def fitted(self, wanted: Sequence[float], total: int) -> Batches:
+        """Whole numbers of the sum `total`, within the bounds, as nearly in proportion as can be.
+
+        Raises:
+            InputError: the bounds leave no such numbers.
+        """
+        workers, high = len(wanted), inf if self.high is None else self.high
+        if not self.low * workers <= total <= high * workers:
+            raise InputError(
+                f"shares: {workers} workers cannot share the {total} samples of a step within the "
+                f"bounds of {self!r}: lower low, raise high, or change batch_size"
+            )
+        fixed: dict[int, int] = {}
+        while True:  # Bitran and Hax (1981): each round fixes those whose bound is sure to hold
+            free = [worker for worker in range(workers) if worker not in fixed]
+            left = total - sum(fixed.values())
+            scale = left / fsum(wanted[worker] for worker in free) if free else 0.0
+            parts = {worker: scale * wanted[worker] for worker in free}
+            lacking = {worker: self.low - part for worker, part in parts.items() if part < self.low}
+            beyond = {worker: part - high for worker, part in parts.items() if part > high}
+            if not lacking and not beyond:
+                break
+            if fsum(lacking.values()) >= fsum(beyond.values()):
+                fixed |= dict.fromkeys(lacking, self.low)
+            else:
+                assert self.high is not None
+                fixed |= dict.fromkeys(beyond, self.high)
+        counts = apportion(left, tuple(wanted[worker] for worker in free)) if free else ()
+        chosen = fixed | dict(zip(free, counts, strict=True))
+        return tuple(chosen[worker] for worker in range(workers))
+
+
+@dataclass(frozen=True, repr=False)
+class LBBSP(Balancing):
+    """Batches in proportion to the speeds expected of the workers.
+
+    LB-BSP (Chen et al., SoCC 2020), as on its CPU clusters: at a barrier batches are resized so
+    that all workers are expected to compute equally long, b_i = B v_i / sum_j v_j. The paper
+    predicts the speeds v by a recurrent network (NARX) that also sees the use of processor and
+    memory. Here 1/v, seconds for a sample, is an exponential moving average of what was measured.
+    Bounds, dead band, and the steps between decisions are of this implementation.
+    """
+
+    _: KW_ONLY
+    newest: float = setting(0.5, "weight of the last measurement in the average", above=0, high=1)
+
+    def predicted(self, before: Speeds, measured: Speeds) -> Speeds:
+        """1/v <- (1 - newest) 1/v + newest 1/measured; what is measured first is taken as it is."""
+        pairs = zip(before, measured, strict=True)
+        old, new = 1 - self.newest, self.newest
+        return tuple(v * now / (old * now + new * v) if v else now for v, now in pairs)
+
+    def wanted(self, batches: Batches, speeds: Speeds) -> Sequence[float]:
+        return speeds
+
+
+@dataclass(frozen=True, repr=False)
+class Proportional(Balancing):
+    """Batches by proportional control of the workers' iteration times.
+
+    Dynamic batching (Tyagi and Sharma, ACSOS 2020): the error of worker k is tau_k - mean tau, its
+    iteration time less the mean of all, and X_k = b_k / tau_k its throughput:
+
+        b_k <- b_k - gain X_k (tau_k - mean tau)
+
+    Batches are then scaled to the same sum. With gain=1 that is b_k in proportion to X_k; less
+    damps what chance does to the times.
+    """
+
+    _: KW_ONLY
+    gain: float = setting(1.0, "part of the error that one decision corrects", above=0, high=1)
+
+    def predicted(self, before: Speeds, measured: Speeds) -> Speeds:
+        return measured
+
+    def wanted(self, batches: Batches, speeds: Speeds) -> Sequence[float]:
+        times = [batch / speed for batch, speed in zip(batches, speeds, strict=True)]
+        mean = fsum(times) / len(times)
+        return [
+            batch - self.gain * speed * (time - mean)
+            for batch, speed, time in zip(batches, speeds, times, strict=True)
+        ]
+
+
+BALANCINGS = Registry(
+    "rule of balancing",
+    {rule.__name__: f"{__name__}:{rule.__name__}" for rule in (LBBSP, Proportional)},
+    group="orchestra.balancings",
+)
+
+
+# Carrying out a rule
 
 FIRST = 2
 """Steps of a phase before its first decision: who is far slower than others shows at once."""
@@ -46,7 +191,8 @@ class Balancer:
 
     def agree(self, first: int) -> None:
         """Collective over all ranks, between two phases: all know what the rank `first` does."""
-        restore(self.state, agree_on_data(self._worker, capture(self.state), first))
+        data = exchange.agree_on_data(self._worker, optimizers.capture(self.state), first)
+        optimizers.restore(self.state, data)
 
     def begin(self, plan: Plan, steps: int) -> Plan:
         """The `plan` of a phase with batches by what is known of the speeds, after `steps`.
@@ -92,6 +238,10 @@ class Balancer:
 
     def _measured(self) -> list[float]:
         """Collective over the workers: samples a second of each since the last time, or 0."""
+        import torch
+
+        from orchestra.collectives import all_reduce
+
         worker, ranks = self._worker, self._worker.runtime.ranks
         seconds = worker.compute.seconds
         counts = torch.zeros(2, ranks, dtype=torch.float64)

@@ -23,9 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from orchestra.collectives import broadcast, receive_object, send_object
-from orchestra.data.random_state import random_state, restore_random_state
 from orchestra.errors import PeerLost, RunFailed
-from orchestra.optimizers.state import capture, restore
+from orchestra.optimizers.state import capture, random_state, restore, restore_random_state
 from orchestra.strategies.base import Strategy
 from orchestra.transports.protocol import Transport
 from orchestra.transports.tags import Tag

@@ -14,10 +14,9 @@ from torch import nn
 
 from orchestra.data.feed import Samples, open_samples, open_shard
 from orchestra.data.plan import shares_of
-from orchestra.data.random_state import undisturbed
 from orchestra.errors import InputError, RunFailed, nearest
 from orchestra.exchange import start_together
-from orchestra.optimizers.state import restore
+from orchestra.optimizers.state import restore, undisturbed
 from orchestra.records.report import LeaderReport, Point, RankReport
 from orchestra.records.trackers import Scalars, write_curve_events
 from orchestra.strategies.base import ModelPart, Roles, Strategy

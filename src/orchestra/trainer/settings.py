@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from orchestra.data.balancing import Balancing
 from orchestra.data.sharding import Sharding
 from orchestra.errors import InputError
 from orchestra.optimizers.settings import Constant, Optimizer, Schedule
@@ -15,6 +14,7 @@ from orchestra.records.trackers import TRACKERS, require_tracker
 from orchestra.settings import MAX_RANKS, MAX_SEED, MAX_STEPS, REQUIRED, Settings, setting
 from orchestra.settings.base import require_setting
 from orchestra.strategies.base import Strategy
+from orchestra.trainer.balancing import Balancing
 
 DEFAULT_EPOCHS = 10
 SNAPSHOTS, TO_TARGET = 10, 50

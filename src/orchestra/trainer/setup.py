@@ -15,9 +15,9 @@ from torch import nn
 
 from orchestra.collectives import Group, all_reduce
 from orchestra.data.feed import epoch_samples
-from orchestra.data.random_state import undisturbed
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.optimizers.state import undisturbed
 from orchestra.strategies.base import ModelPart, roles_of
 from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.memory import Sizes, sizes_of

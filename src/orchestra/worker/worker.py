@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra.collectives import Group
-from orchestra.optimizers.spec import OptimizerSpec, set_rates
-from orchestra.optimizers.state import Moments, install_moments
+from orchestra.optimizers.spec import Moments, OptimizerSpec, install_moments, set_rates
 from orchestra.schedules.work_queue import WorkQueue
 from orchestra.worker.batches import Batch, split_batch, tensors_of
 from orchestra.worker.gradients import Gradients, ShardedGradients

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from orchestra.cluster.calibration import Calibration, Parameter, TaskCosts
 from orchestra.cluster.costs import Line, Overhead
 from orchestra.data.feed import open_samples
-from orchestra.data.random_state import undisturbed
 from orchestra.engines.simulation.cost_source import FLOPS, SERIAL
 from orchestra.engines.simulation.kernel import Flow, Kernel
 from orchestra.errors import InputError
+from orchestra.optimizers.state import undisturbed
 from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.settings import Run
 from orchestra.trainer.setup import meta_model

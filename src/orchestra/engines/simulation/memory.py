@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.units import BYTES
 from orchestra.data.feed import open_samples
-from orchestra.data.random_state import undisturbed
 from orchestra.engines.simulation.costs import Costs
 from orchestra.errors import InputError
 from orchestra.optimizers.spec import OptimizerSpec
+from orchestra.optimizers.state import undisturbed
 from orchestra.strategies.base import Strategy
 from orchestra.tasks.task import Task, load_task
 from orchestra.trainer.memory import Sizes, kept_bytes, sizes_of

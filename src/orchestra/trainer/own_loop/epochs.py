@@ -11,8 +11,8 @@ from torch import nn
 
 from orchestra import exchange
 from orchestra.data import loaders
-from orchestra.data.random_state import random_state, restore_random_state, undisturbed
 from orchestra.errors import InputError
+from orchestra.optimizers.state import random_state, restore_random_state, undisturbed
 from orchestra.schedules.work_queue import Kind, WorkItem
 from orchestra.strategies.base import Strategy, WorkSource
 from orchestra.trainer.own_loop.model import BackwardPasses

@@ -14,8 +14,15 @@ from torch.utils.dlpack import from_dlpack
 from orchestra import exchange
 from orchestra.collectives import all_reduce
 from orchestra.errors import InputError, PeerLost
-from orchestra.optimizers.spec import OptimizerSpec, get_options, set_options
-from orchestra.optimizers.state import Moments, capture, export_moments, join_moments, restore
+from orchestra.optimizers.spec import (
+    Moments,
+    OptimizerSpec,
+    export_moments,
+    get_options,
+    join_moments,
+    set_options,
+)
+from orchestra.optimizers.state import capture, restore
 from orchestra.strategies.base import Roles, Strategy, WorkSource
 from orchestra.trainer import checkpoints
 from orchestra.trainer.own_loop.model import Hook
