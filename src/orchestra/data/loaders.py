@@ -6,6 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard
 
@@ -325,14 +326,14 @@ class QueuedLoader:
             yield self._order.indices(first, first + item.samples).tolist()
 
 
+@dataclass
 class _Sampler:
     """Lists of indices, anew in each epoch, as a DataLoader takes them."""
 
-    def __init__(self, lists: Callable[[], Iterator[list[int]]]) -> None:
-        self._lists = lists
+    lists: Callable[[], Iterator[list[int]]]
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._lists()
+        return self.lists()
 
 
 def _with_batches(

@@ -108,19 +108,19 @@ class Recording(Interceptor):
         return answer
 
 
+@dataclass(eq=False)
 class Repeating(Interceptor):
     """Gives `rank` the answers of `order` again."""
 
-    def __init__(self, rank: int, order: Order) -> None:
-        self._rank = rank
-        self._order = order
-        self._given: dict[tuple[str, str], Iterator[Any]] = {}
+    rank: int
+    order: Order
+    _given: dict[tuple[str, str], Iterator[Any]] = field(default_factory=dict, init=False)
 
     def begin(self, flow: Flow, operation: Operation, proceed: Callable[[], T]) -> T:
         """A receive from any source takes what it took then, if it ever was completed."""
         if operation.kind == "receive" and operation.peer is None:
             taken = self._next(flow, "sources")
-            operation.peer = taken if taken >= 0 else self._rank
+            operation.peer = taken if taken >= 0 else self.rank
             operation.tag = operation.tag if taken >= 0 else NOBODY
         return proceed()
 
@@ -136,12 +136,12 @@ class Repeating(Interceptor):
     def _next(self, flow: Flow, what: str) -> Any:
         key = ("" if what in RANKS else flow.name), what
         if key not in self._given:
-            self._given[key] = iter(self._order.answers(flow.name, what))
+            self._given[key] = iter(self.order.answers(flow.name, what))
         try:
             return next(self._given[key])
         except StopIteration:
             raise Ended(
-                f"the record of the order ends: rank {self._rank}, flow {flow.name}, asked for "
+                f"the record of the order ends: rank {self.rank}, flow {flow.name}, asked for "
                 f"{what!r} once more than in the run; was it made with another version of the "
                 "program, or was the run cut short?"
             ) from None

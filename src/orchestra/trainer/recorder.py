@@ -172,16 +172,21 @@ class Recorder:
             line["position"] = step.position
         self._lines.append(json.dumps(line) + "\n")
         if self._scalars is not None:
-            seconds, self._seconds_last = line["seconds"] - self._seconds_last, line["seconds"]
-            figures = {"loss": step.loss}
-            figures |= {f"learning rate/{group}": rate for group, rate in enumerate(step.rates)}
-            if seconds > 0:
-                figures["samples per second"] = step.samples / seconds
-            if step.staleness:
-                figures["staleness"] = max(step.staleness)
-            self._scalars.add(number, figures)
+            self._scalars.add(number, self._figures(line["seconds"]))
         if self._worker.transport.now() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
+
+    def _figures(self, seconds: float) -> dict[str, float]:
+        """The figures of the step that was finished after so many `seconds`."""
+        step = self._worker.step
+        passed, self._seconds_last = seconds - self._seconds_last, seconds
+        figures = {"loss": step.loss}
+        figures |= {f"learning rate/{group}": rate for group, rate in enumerate(step.rates)}
+        if passed > 0:
+            figures["samples per second"] = step.samples / passed
+        if step.staleness:
+            figures["staleness"] = max(step.staleness)
+        return figures
 
     def flush(self) -> None:
         """Bring what was written down to disk."""

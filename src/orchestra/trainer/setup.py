@@ -69,10 +69,9 @@ def make_worker(
     runtime: Runtime, run: Run, task: Task, module: nn.Module, part: ModelPart | None, budget: int
 ) -> Worker:
     """The worker of this rank, which trains `module`, or `part` or a shard of it."""
-    training = run.training
     make: Callable[..., Worker] = Worker
     spec = _optimizer(run, module)
-    options = _worker_options(runtime, training, budget, Layout.of_module(module))
+    options = _worker_options(runtime, run.training, task, budget, Layout.of_module(module))
     if part is not None:
         options["snapshots"].places = _places_of(part, module)
         kept = {id(parameter) for parameter in part.module.parameters()}
@@ -83,15 +82,7 @@ def make_worker(
     share = run.strategy.share_of(runtime.rank, runtime.ranks)
     if share is not None:
         make = functools.partial(ShardedWorker, share=share)
-    return make(
-        runtime,
-        module,
-        spec,
-        loss=task.loss,
-        precision=training.precision,
-        clip_norm=training.clip_norm,
-        **options,
-    )
+    return make(runtime, module, spec, **options)
 
 
 def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:
@@ -102,11 +93,13 @@ def _optimizer(run: Run, module: nn.Module) -> OptimizerSpec:
 
 
 def _worker_options(
-    runtime: Runtime, training: Training, budget: int, layout: Layout
+    runtime: Runtime, training: Training, task: Task, budget: int, layout: Layout
 ) -> dict[str, Any]:
-    """Return the options that workers with values and without have in common."""
     due = training.snapshots_due(budget, layout.bytes)
     return {
+        "loss": task.loss,
+        "precision": training.precision,
+        "clip_norm": training.clip_norm,
         "accumulation": training.accumulation,
         "budget_ranks": training.ranks,
         "bucket_bytes": int(training.bucket_megabytes * 1e6),
@@ -143,7 +136,7 @@ class ShapesRun:
 
     def worker(self, runtime: Runtime, budget: int) -> Worker:
         """That of one rank."""
-        options = _worker_options(runtime, self.run.training, budget, self.shapes.layout)
+        options = _worker_options(runtime, self.run.training, self.task, budget, self.shapes.layout)
         return ShapeWorker(runtime, self.shapes, **options)
 
 

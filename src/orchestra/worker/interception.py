@@ -28,6 +28,7 @@ from orchestra.transports.protocol import (
 from orchestra.worker.runtime import Compute, PassingReporter, Runtime, Work
 
 T = TypeVar("T")
+Begins = TypeVar("Begins", bound=Handle | Task[Any])
 
 
 @dataclass(eq=False)
@@ -172,15 +173,13 @@ class InterceptedTransport(Transport):
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Handle:
         operation = Operation("send", to, tag, tensor.nbytes)
-        handle: Handle = self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag))
-        return handle
+        return self._begun(operation, lambda: self.inner.send(tensor, to, operation.tag))
 
     def receive(self, source: int | None, tag: int, into: Tensor | None = None) -> Handle:
         operation = Operation("receive", source, tag)
-        handle: Handle = self._begun(
+        return self._begun(
             operation, lambda: self.inner.receive(operation.peer, operation.tag, into)
         )
-        return handle
 
     def collective(self, call: CollectiveCall) -> Task[int]:
         if not (self.chain.interceptors or self._foreground or self._background):
@@ -205,7 +204,7 @@ class InterceptedTransport(Transport):
         return self._begun_behind(Operation("collective"), lambda: begin(function, lane))
 
     def _begun_behind(self, operation: Operation, proceed: Callable[[], Task[T]]) -> Task[T]:
-        begun: Task[T] = self._begun(operation, proceed)
+        begun = self._begun(operation, proceed)
         if isinstance(operation.begun, Begun):
             executing = operation.begun.flow
             if isinstance(executing, InterceptedHandle):
@@ -246,15 +245,14 @@ class InterceptedTransport(Transport):
             return function(InterceptedTransport(transport, self.chain, flow))
 
         operation = Operation("flow", flow=flow)
-        task: Task[T] = self._begun(operation, lambda: self.inner.spawn(intercepted))
-        return task
+        return self._begun(operation, lambda: self.inner.spawn(intercepted))
 
-    def _begun(self, operation: Operation, proceed: Callable[[], Any]) -> Any:
+    def _begun(self, operation: Operation, proceed: Callable[[], Begins]) -> Begins:
         if not self.chain.interceptors:
             return proceed()
         flow = self.flow
         operation.begun = self.chain.call("begin", flow, operation, proceed=proceed)
-        return InterceptedHandle(self.chain, flow, operation)
+        return InterceptedHandle(self.chain, flow, operation)  # type: ignore[return-value]
 
     def add(self, own: Tensor, *arrived: Tensor) -> None:
         self.inner.add(own, *arrived)
@@ -286,11 +284,9 @@ class InterceptedHandle:
         return self.chain.call("wait", self.flow, self.operation, proceed=begun.wait)
 
     def done(self) -> bool:
-        begun: Any = self.operation.begun
-        done: bool = self.chain.call(
-            "ask", self.flow, "done", proceed=begun.done, operation=self.operation
-        )
-        return done
+        operation, begun = self.operation, self.operation.begun
+        assert begun is not None
+        return self.chain.call("ask", self.flow, "done", proceed=begun.done, operation=operation)
 
 
 @dataclass
@@ -302,9 +298,9 @@ class InterceptedCompute:
 
     @property
     def seconds(self) -> float:
-        ask = functools.partial(getattr, self.inner, "seconds")
-        seconds: float = self.chain.call("ask", self.chain.flow, "seconds", proceed=ask)
-        return seconds
+        return self.chain.call(
+            "ask", self.chain.flow, "seconds", proceed=lambda: self.inner.seconds
+        )
 
     @property
     def main_seconds(self) -> float:

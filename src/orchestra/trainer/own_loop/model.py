@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, workers: int
                 )
 
 
+@dataclass(eq=False)
 class Hook:
     """A hook of a module that calls `function`, and may be copied and pickled with the module.
 
@@ -57,15 +59,14 @@ class Hook:
     its methods, which as a hook has no effect. So the file loads without Orchestra, too.
     """
 
-    def __init__(self, function: Callable[..., None], harmless: tuple[object, str]) -> None:
-        self._function = function
-        self._harmless = harmless
+    function: Callable[..., None]
+    harmless: tuple[object, str]
 
     def __call__(self, *arguments: Any) -> None:
-        self._function(*arguments)
+        self.function(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, self._harmless
+        return getattr, self.harmless
 
 
 FORWARD: tuple[object, str] = ({}, "get")  # {}.get(module, inputs): the inputs, as they are
