@@ -31,6 +31,7 @@ commands:
   compare  train a task under every strategy of a file, and report on them side by side
   simulate the same in virtual time, on a cluster that you describe
   plan     which strategy for your model on your machines, and what it gains
+  map      which strategy is first where, as bandwidth, nodes or speeds vary: a figure
   train    train a task under one strategy, and write the record of the run
   watch    show a run or a comparison in the terminal, while it goes on or afterwards
   report   make a report of any past runs
@@ -69,6 +70,7 @@ COMMANDS = {
     "emulation": "orchestra.cli.clusters:emulation",
     "import": "orchestra.cli.clusters:import_cluster",
     "list": "orchestra.cli.list:main",
+    "map": "orchestra.cli.map:main",
     "plan": "orchestra.cli.plan:main",
     "replay": "orchestra.cli.train:replay",
     "report": "orchestra.cli.compare:report",

@@ -1,0 +1,381 @@
+"""Which strategy reaches the target first on a plane of clusters, in which two quantities vary.
+
+How many samples a strategy takes to the target is found once, from simulations with real gradients
+on the cluster as described. Its samples/s are found at every point of the plane, from shapes. Its
+time there is the one over the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from orchestra.cluster import Cluster
+from orchestra.engines.processes.system import now
+from orchestra.engines.run import train_run
+from orchestra.errors import InputError, RunFailed
+from orchestra.experiments.experiment import Experiment
+from orchestra.experiments.run import PARENT, fresh_folder
+from orchestra.planning.api import calibrated, length_of, new_folder
+from orchestra.planning.axes import NAMED, Plane, loaded
+from orchestra.planning.candidates import Candidate, Places, candidates
+from orchestra.planning.judging import chosen, reached
+from orchestra.planning.search import PARTS, Budget, Search
+from orchestra.planning.standing import Entry
+from orchestra.records.record import write_atomically
+from orchestra.report.collect import RunData
+from orchestra.report.numbers import count, some
+from orchestra.trainer.settings import MEASURED, Target
+
+RECORD = "map.json"
+ONE_PROCESS = "one process"
+LEARN_PART = 0.5
+"""Of the budget, when the samples to the target have to be known."""
+LAST_PART = 0.03
+"""Of the budget, kept for the figure."""
+CHUNK = 96
+"""Simulations between two looks at the clock."""
+ALIKE = 0.05
+"""Measured times that differ by less are a tie, in which a prediction cannot be wrong."""
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cluster of the plane: by strategy, the predicted seconds to the target."""
+
+    x: float
+    y: float
+    seconds: Mapping[str, float]
+
+    @property
+    def winner(self) -> str:
+        """Who is first; of those within 2 %, one process rather than several."""
+        return chosen(self.seconds, {name: name != ONE_PROCESS for name in self.seconds})
+
+
+@dataclass(frozen=True)
+class Check:
+    """The first two strategies of a point, trained on emulated nodes.
+
+    Attributes:
+        measured: seconds to the target; None for one that did not reach it.
+        failure: why the point could not be emulated; None where it was.
+    """
+
+    x: float
+    y: float
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float | None] = field(default_factory=dict)
+    failure: str | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the predicted first one was first, or as good as; None where nobody can tell."""
+        times = {name: value for name, value in self.measured.items() if value is not None}
+        if self.failure is not None or not times:
+            return None
+        first = min(self.predicted, key=lambda name: self.predicted[name])
+        return first in times and times[first] <= (1 + ALIKE) * min(times.values())
+
+
+@dataclass(frozen=True)
+class Map:
+    """What a map has found.
+
+    Attributes:
+        samples: by strategy, those that it takes to the target; where that depends on the number of
+            nodes, with the most of them.
+        strategies: the notation of each.
+        points: those whose times are known.
+        checks: points that were emulated.
+        left_out: what there was no time for, or what the target is out of reach of.
+        costs: where the durations of the simulation come from.
+        stopped: the user ended it.
+    """
+
+    experiment: str
+    plane: Plane
+    target: Target | None
+    samples: Mapping[str, float]
+    strategies: Mapping[str, str]
+    points: Sequence[Point]
+    left_out: Sequence[str]
+    costs: str
+    folder: Path
+    stopped: bool = False
+    checks: Sequence[Check] = ()
+
+    @property
+    def winners(self) -> list[str]:
+        """Who is first somewhere, in the order of how often."""
+        first = [point.winner for point in self.points]
+        return sorted(set(first), key=lambda name: (-first.count(name), name))
+
+
+class Survey(Search):
+    """Finds the samples to the target, and the samples/s, of all candidates of a map."""
+
+    def learn(self, until: float) -> None:
+        """Train each candidate, or who learns the same, until it reaches the target."""
+        self._reference()
+        if self.target is None:
+            return
+        for part in PARTS:
+            wanted = {}
+            for entry in self.alive:
+                source = self.source(entry)
+                if source.done < part and self.samples_of(entry) is None:
+                    wanted[source.name] = (source, self.seeds[0], part)
+            self._what = f"{count('run', len(wanted))} with gradients, {part:.0%} of the samples"
+            if wanted and not self.stopped and now() < until:
+                self._learn(list(wanted.values()), until)
+
+    def samples_of(self, entry: Entry) -> float | None:
+        """Until `entry` reached the target; None if it did not."""
+        assert self.target is not None
+        at = reached(self.source(entry).curves.get(self.seeds[0], ()), self.target)
+        return None if at is None else at.samples
+
+    def survey(self, wanted: Sequence[Candidate], until: float) -> dict[str, float]:
+        """The samples/s of `wanted` by name, as far as there is time."""
+        entries = [Entry(each) for each in wanted]
+        for first in range(0, len(entries), CHUNK):
+            if self.stopped or now() > until:
+                break
+            self._find_speeds(entries[first : first + CHUNK], until)
+        return {entry.name: entry.speed for entry in entries if entry.speed}
+
+
+def name_of(candidate: Candidate) -> str:
+    """Of a strategy, without its nodes."""
+    by_speed = candidate.run.training.shares == MEASURED
+    return candidate.label + ", shares by speed" * by_speed
+
+
+def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
+    """One process, and each strategy on all nodes of `cluster`, with the experiment's batch."""
+    places = Places(cluster, folder)
+    ranks = len(places.on(len(cluster.nodes))[0])
+    return [
+        each
+        for each in candidates(experiment, places)
+        if (each.batch, each.rate) == (1, 1)
+        and each.run.training.ranks == (1 if each.label == ONE_PROCESS else ranks)
+    ]
+
+
+def draw_map(
+    experiment: Experiment,
+    plane: Plane,
+    out: Path | None,
+    minutes: float,
+    tell: Tell,
+    *,
+    checks: int = 0,
+) -> Map:
+    """Find the times of all strategies on `plane` within `minutes`, and write them and the figure.
+
+    With `checks` so many points are emulated afterwards, however long that takes.
+
+    Raises:
+        InputError: bad input, found before anything is simulated.
+    """
+    began = now()
+    if not 0 < minutes <= 100_000:
+        raise InputError(f"minutes: {minutes:g} is not above 0; give 15, or 0.5")
+    clusters = {
+        (x, y): plane.cluster(x, y) for x, y in product(plane.x.values, plane.y.values)
+    }  # all of them are looked at first
+    tell("loading the task", 0.0)
+    length = length_of(experiment)
+    folder = fresh_folder(PARENT, f"map-{experiment.name}") if out is None else new_folder(out)
+    budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
+    experiment, costs, notes = calibrated(experiment, folder, budget, tell)
+    learners = _learners(experiment, plane, folder)
+    survey = Survey(
+        learners, experiment.training.target, length, folder / "runs", budget, tell,
+        seeds=experiment.seeds[:1],
+    )  # fmt: skip
+    try:
+        survey.learn(budget.part(LEARN_PART))
+        points = list(_points(survey, experiment, clusters, folder, budget))
+    except KeyboardInterrupt:
+        survey.stopped, points = True, []
+    drawn = _map_of(survey, experiment, plane, points, folder)
+    drawn = replace(drawn, costs=costs, left_out=[*notes, *drawn.left_out])
+    if checks and not drawn.stopped:
+        drawn = replace(drawn, checks=list(_checked(drawn, experiment, clusters, checks, tell)))
+    write_atomically(folder / RECORD, to_json(drawn))
+    if drawn.points:
+        from orchestra.planning.map_figure import write_figure
+
+        write_figure(drawn)
+    return drawn
+
+
+def _learners(experiment: Experiment, plane: Plane, folder: Path) -> list[Candidate]:
+    """Whoever's learning has to be known: all on the described cluster; where the number of nodes
+    varies, on each number."""
+    described = loaded(plane.text)
+    counts = [axis.values for axis in (plane.x, plane.y) if axis.key == "nodes"]
+    clusters = [NAMED["nodes"](described, n) for n in counts[0]] if counts else [described]
+    found: dict[str, Candidate] = {}
+    for cluster in reversed(clusters):  # the largest first: its strategies have to be known
+        for each in mapped(experiment, cluster, folder / f"clusters/{len(cluster.nodes)}"):
+            found.setdefault(each.name, each)
+    return list(found.values())
+
+
+def _points(
+    survey: Survey,
+    experiment: Experiment,
+    clusters: Mapping[tuple[float, float], Cluster],
+    folder: Path,
+    budget: Budget,
+) -> Iterable[Point]:
+    """Every point that there is time for, those first that are furthest from one another."""
+    if survey.target is None:
+        return
+    order = _coarse_first(list(clusters))
+    wanted: dict[str, tuple[tuple[float, float], str, float]] = {}
+    jobs = []
+    for number, place in enumerate(order):
+        for each in mapped(experiment, clusters[place], folder / f"clusters/point-{number}"):
+            known = survey.entries.get(each.name)
+            samples = None if known is None else survey.samples_of(known)
+            if samples is not None:
+                job = replace(each, name=f"{each.name} at {number}")
+                wanted[job.name] = (place, name_of(each), samples)
+                jobs.append(job)
+    survey._what = f"speeds at {count('point', len(order))}"
+    seconds: dict[tuple[float, float], dict[str, float]] = {}
+    for name, speed in survey.survey(jobs, budget.until).items():
+        place, strategy, samples = wanted[name]
+        seconds.setdefault(place, {})[strategy] = samples / speed
+    whole = max(map(len, seconds.values()), default=0)
+    for (x, y), times in seconds.items():
+        if len(times) == whole:
+            yield Point(x, y, times)
+
+
+def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of the plane first, then the points between, ever closer to one another."""
+    sides = [sorted({place[side] for place in places}) for side in (0, 1)]
+
+    def level(position: int, size: int) -> int:
+        steps = [s for s in (32, 16, 8, 4, 2, 1) if s < size]
+        return next((n for n, s in enumerate(steps) if position % s == 0), len(steps))
+
+    levels = [{v: level(i, len(side)) for i, v in enumerate(side)} for side in sides]
+    return sorted(places, key=lambda p: max(levels[0][p[0]], levels[1][p[1]]))
+
+
+def _map_of(
+    survey: Survey, experiment: Experiment, plane: Plane, points: Sequence[Point], folder: Path
+) -> Map:
+    samples, missed = {}, []
+    for entry in survey.entries.values():
+        name = name_of(entry.candidate)
+        found = None if survey.target is None else survey.samples_of(entry)
+        if found is None and name not in samples:
+            missed.append(name)
+        elif found is not None:
+            samples.setdefault(name, found)
+    left_out = list(survey.left_out)
+    if missed := sorted(set(missed) - set(samples)):
+        left_out.append(f"{some(missed)}: did not reach the target")
+    wanted = len(plane.x.values) * len(plane.y.values)
+    if len(points) < wanted:
+        left_out.append(f"{wanted - len(points)} of {wanted} points: there was no time")
+    notations = {
+        name_of(e.candidate): repr(e.candidate.run.strategy) for e in survey.entries.values()
+    }
+    return Map(
+        experiment.name, plane, survey.target, samples, notations, points, left_out, "", folder,
+        survey.stopped,
+    )  # fmt: skip
+
+
+def _checked(
+    drawn: Map,
+    experiment: Experiment,
+    clusters: Mapping[tuple[float, float], Cluster],
+    number: int,
+    tell: Tell,
+) -> Iterable[Check]:
+    """Train the first two strategies of `number` points, far from one another, on emulated nodes."""
+    for place, point in enumerate(spread(drawn, number)):
+        first = sorted(point.seconds, key=lambda name: point.seconds[name])[:2]
+        predicted = {name: point.seconds[name] for name in first}
+        tell(f"emulating point {place + 1} of {number}", place / number)
+        folder = drawn.folder / f"checks/{place + 1}"
+        own = {
+            name_of(each): each
+            for each in mapped(experiment, clusters[point.x, point.y], folder / "clusters")
+        }
+        measured: dict[str, float | None] = {}
+        failure = None
+        for name in first:
+            run = own[name].run
+            training = replace(run.training, engine="emulation", snapshots=40)
+            try:
+                record = train_run(replace(run, training=training), folder / name, quiet=True)
+            except (InputError, RunFailed) as error:
+                failure = str(error).splitlines()[0]
+                break
+            if record.status == "stopped":
+                return
+            assert drawn.target is not None
+            at = reached(RunData(record).curve, drawn.target)
+            measured[name] = None if at is None else at.seconds
+        yield Check(point.x, point.y, predicted, measured, failure)
+
+
+def spread(drawn: Map, number: int) -> list[Point]:
+    """`number` points far from one another, each beside the others' regions as they are."""
+    xs, ys = drawn.plane.x.values, drawn.plane.y.values
+
+    def at(point: Point) -> tuple[float, float]:
+        return xs.index(point.x) / (len(xs) - 1), ys.index(point.y) / (len(ys) - 1)
+
+    left = sorted(drawn.points, key=lambda p: sum((c - 0.5) ** 2 for c in at(p)))
+    found = left[:1]
+    while len(found) < min(number, len(left)):
+
+        def gap(point: Point) -> float:
+            (x, y) = at(point)
+            return min((x - u) ** 2 + (y - v) ** 2 for u, v in map(at, found))
+
+        found.append(max((p for p in left if p not in found), key=gap))
+    return found
+
+
+def to_json(drawn: Map) -> str:
+    """The record of a map."""
+    axes = {
+        side: {"key": axis.key, "title": axis.title, "texts": [axis.text(v) for v in axis.values],
+               "values": axis.values}
+        for side, axis in (("x", drawn.plane.x), ("y", drawn.plane.y))
+    }  # fmt: skip
+    return json.dumps(
+        {
+            "schema": 1,
+            "experiment": drawn.experiment,
+            "cluster": drawn.plane.text,
+            **axes,
+            "target": None if drawn.target is None else asdict(drawn.target),
+            "strategies": drawn.strategies,
+            "samples_to_target": drawn.samples,
+            "points": [{**asdict(point), "winner": point.winner} for point in drawn.points],
+            "checks": [{**asdict(check), "agrees": check.agrees} for check in drawn.checks],
+            "left_out": drawn.left_out,
+            "costs": drawn.costs,
+            "stopped": drawn.stopped,
+        },
+        indent=1,
+    )
