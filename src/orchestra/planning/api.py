@@ -25,7 +25,7 @@ from orchestra.report.rows import RunData
 from orchestra.settings import Settings
 from orchestra.settings.reading import Entry, read_document
 from orchestra.strategies.single import Single
-from orchestra.trainer.settings import AUTO, Engine, Run
+from orchestra.trainer.settings import AUTO, Engine, Run, Target
 
 if TYPE_CHECKING:
     from orchestra.tasks.task import Task
@@ -164,27 +164,38 @@ def verify(plan: Plan, search: Search, cluster: Cluster, tell: Tell) -> Plan:
     found: list[Verified] = []
     for number, row in enumerate(rows):
         tell(f"verifying {row.name}", number / len(rows))
-        run = search.entries[row.name].candidate.run
-        training = replace(run.training, engine=engine, snapshots=search.length.snapshots)
-        if engine == "processes":
-            training = replace(training, cluster="one_host", calibration="auto")
         folder = plan.folder / "verified" / str(number + 1)
         measured, failure = None, None
         assert plan.target is not None
         assert row.seconds is not None
+        run = search.entries[row.name].candidate.run
         try:
-            record = train_run(replace(run, training=training), folder, quiet=True)
-            if record.status == "stopped":
-                raise KeyboardInterrupt
+            measured = measured_seconds(run, engine, search.length.snapshots, folder, plan.target)
         except KeyboardInterrupt:
             return replace(plan, verified=found, stopped=True)
         except (InputError, RunFailed) as error:
             failure = str(error).splitlines()[0]
-        else:
-            at = reached(RunData(record).curve, plan.target)
-            measured = None if at is None else at.seconds
         found.append(Verified(row.name, row.seconds, measured, engine, failure))
     return replace(plan, verified=found)
+
+
+def measured_seconds(
+    run: Run, engine: Engine, snapshots: int, folder: Path, target: Target
+) -> float | None:
+    """Train a simulated `run` for real; the seconds to the target, None if it was not reached.
+
+    Raises:
+        InputError, RunFailed: it could not be carried out.
+        KeyboardInterrupt: the user stopped it.
+    """
+    training = replace(run.training, engine=engine, snapshots=snapshots)
+    if engine == "processes":
+        training = replace(training, cluster="one_host", calibration="auto")
+    record = train_run(replace(run, training=training), folder, quiet=True)
+    if record.status == "stopped":
+        raise KeyboardInterrupt
+    at = reached(RunData(record).curve, target)
+    return None if at is None else at.seconds
 
 
 def length_of(experiment: Experiment) -> Length:

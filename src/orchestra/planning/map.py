@@ -15,23 +15,19 @@ from pathlib import Path
 
 from orchestra.cluster import Cluster
 from orchestra.engines.processes.system import now
-from orchestra.engines.run import train_run
 from orchestra.errors import InputError, RunFailed
-from orchestra.experiments.experiment import Experiment
-from orchestra.experiments.run import PARENT, fresh_folder
-from orchestra.planning.api import calibrated, length_of, new_folder
+from orchestra.experiments.experiment import ONE_PROCESS, Experiment
+from orchestra.experiments.run import folder_for
+from orchestra.planning.api import calibrated, length_of, measured_seconds
 from orchestra.planning.axes import NAMED, Plane, loaded
 from orchestra.planning.candidates import Candidate, Places, candidates
-from orchestra.planning.judging import chosen, reached
 from orchestra.planning.search import PARTS, Budget, Search
-from orchestra.planning.standing import Entry
+from orchestra.planning.standing import Entry, Length, chosen, reached
 from orchestra.records.record import write_atomically
-from orchestra.report.collect import RunData
 from orchestra.report.numbers import count, some
 from orchestra.trainer.settings import MEASURED, Target
 
 RECORD = "map.json"
-ONE_PROCESS = "one process"
 LEARN_PART = 0.5
 """Of the budget, when the samples to the target have to be known."""
 LAST_PART = 0.03
@@ -193,7 +189,7 @@ def draw_map(
     }  # all of them are looked at first
     tell("loading the task", 0.0)
     length = length_of(experiment)
-    folder = fresh_folder(PARENT, f"map-{experiment.name}") if out is None else new_folder(out)
+    folder = folder_for(out, f"map-{experiment.name}", empty=True)
     budget = Budget(began, began + 60 * minutes * (1 - LAST_PART))
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
     learners = _learners(experiment, plane, folder)
@@ -209,7 +205,8 @@ def draw_map(
     drawn = _map_of(survey, experiment, plane, points, folder)
     drawn = replace(drawn, costs=costs, left_out=[*notes, *drawn.left_out])
     if checks and not drawn.stopped:
-        drawn = replace(drawn, checks=list(_checked(drawn, experiment, clusters, checks, tell)))
+        own = _checked(drawn, experiment, clusters, length, checks, tell)
+        drawn = replace(drawn, checks=list(own))
     write_atomically(folder / RECORD, to_json(drawn))
     if drawn.points:
         from orchestra.planning.map_figure import write_figure
@@ -286,7 +283,7 @@ def _map_of(
             missed.append(name)
         elif found is not None:
             samples.setdefault(name, found)
-    left_out = list(survey.left_out)
+    left_out = list(survey.notes)
     if missed := sorted(set(missed) - set(samples)):
         left_out.append(f"{some(missed)}: did not reach the target")
     wanted = len(plane.x.values) * len(plane.y.values)
@@ -305,10 +302,11 @@ def _checked(
     drawn: Map,
     experiment: Experiment,
     clusters: Mapping[tuple[float, float], Cluster],
+    length: Length,
     number: int,
     tell: Tell,
 ) -> Iterable[Check]:
-    """Train the first two strategies of `number` points, far from one another, on emulated nodes."""
+    """Emulate `number` points that are far from one another: train the first two strategies."""
     for place, point in enumerate(spread(drawn, number)):
         first = sorted(point.seconds, key=lambda name: point.seconds[name])[:2]
         predicted = {name: point.seconds[name] for name in first}
@@ -320,19 +318,16 @@ def _checked(
         }
         measured: dict[str, float | None] = {}
         failure = None
-        for name in first:
-            run = own[name].run
-            training = replace(run.training, engine="emulation", snapshots=40)
-            try:
-                record = train_run(replace(run, training=training), folder / name, quiet=True)
-            except (InputError, RunFailed) as error:
-                failure = str(error).splitlines()[0]
-                break
-            if record.status == "stopped":
-                return
-            assert drawn.target is not None
-            at = reached(RunData(record).curve, drawn.target)
-            measured[name] = None if at is None else at.seconds
+        assert drawn.target is not None
+        try:
+            for turn, name in enumerate(first):
+                measured[name] = measured_seconds(
+                    own[name].run, "emulation", length.snapshots, folder / str(turn), drawn.target
+                )
+        except KeyboardInterrupt:
+            return
+        except (InputError, RunFailed) as error:
+            failure = str(error).splitlines()[0]
         yield Check(point.x, point.y, predicted, measured, failure)
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestra.cluster.units import BANDWIDTH
+from orchestra.experiments.experiment import ONE_PROCESS
 from orchestra.planning.answer import target_text
 from orchestra.planning.axes import Axis
-from orchestra.planning.map import ONE_PROCESS, Map
+from orchestra.planning.map import Map
 from orchestra.report.figures import frame
 from orchestra.report.figures.frame import Figure, Look, Values, figure, haloed, layer, tips
 from orchestra.report.numbers import significant
@@ -25,7 +26,17 @@ FINE = 96
 """Cells along each side: times between the points are interpolated, so that borders are smooth."""
 NAMED_FROM = 0.04
 """Regions of at least this part of the plane have their name on them."""
-GREY = "#b8b8b8"
+ROUND: dict[str, Any] = {"strokeJoin": "round"}
+GREY = "#dadada"
+PALE = {
+    "#0072B2": "#8fbfdd",
+    "#D55E00": "#eeb48c",
+    "#009E73": "#8fd3bf",
+    "#CC79A7": "#e8c3d8",
+    "#E69F00": "#f5d490",
+    "#56B4E9": "#b9def6",
+}
+"""The colours of reports, so light that words stand on them."""
 
 
 def write_figure(drawn: Map) -> None:
@@ -50,16 +61,17 @@ def map_figure(drawn: Map) -> Figure:
     best = fine.min(axis=0)
     layers = [
         layer(regions, "rect", across, alt.X2("x2:Q"), up, alt.Y2("y2:Q"), look.colour,
-              tips("strategy:N"), opacity=0.55, strokeWidth=0),
+              tips("strategy:N"), opacity=1, strokeWidth=0),
         layer(list(_contours(best, centres)), "rule", across, alt.X2("x2:Q"), up, alt.Y2("y2:Q"),
               color=frame.INK_NOW, strokeWidth=0.8, opacity=0.75),
-        *haloed(_levels(best, centres), 3, across, up, alt.Text("text:N"), fontSize=10),
+        *haloed(_levels(best, centres), 3, across, up, alt.Text("text:N"), fontSize=10, **ROUND),
         *haloed(_names(first, names, centres), 4, across, up, alt.Text("text:N"), fontSize=12.5,
-                fontWeight="bold"),
+                fontWeight="bold", **ROUND),
         *_checks(drawn, across, up),
     ]  # fmt: skip
     target = "the target" if drawn.target is None else target_text(drawn.target)
     checked = [check for check in drawn.checks if check.agrees is not None]
+    title = f"Who reaches {target} first: {drawn.experiment}, {drawn.plane.text}"
     caption = (
         f"Which strategy reaches {target} first; lines are the seconds that it takes, as simulated."
     )
@@ -69,7 +81,7 @@ def map_figure(drawn: Map) -> Figure:
             f" Dots were emulated: the predicted first of two was first at {agreed} of "
             f"{len(checked)} (filled)."
         )
-    return figure("map", "Which strategy is first", caption, "target", layers, height=460)
+    return figure("map", title, caption, "target", layers, height=460)
 
 
 def _grid(drawn: Map) -> tuple[list[str], Floats]:
@@ -117,12 +129,15 @@ def _channel(kind: Any, axis: Axis, field: str) -> Any:
 
 def _styles(names: Sequence[str]) -> dict[str, Style]:
     others = [name for name in names if name != ONE_PROCESS]
-    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(others)}
+    colours = {name: PALE[COLOURS[place % len(COLOURS)]] for place, name in enumerate(others)}
     return {name: Style(colours.get(name, GREY), DASHES[0], "square") for name in names}
 
 
 def _regions(first: NDArray[np.int64], names: Sequence[str], sides: Sequence[Floats]) -> Values:
-    """Rectangles, each a run of cells of a row in which the same strategy is first."""
+    """Rectangles, each a run of cells of a row in which the same strategy is first.
+
+    They reach below the next row, so that no seam shows between the two.
+    """
     across, up = sides
     found: Values = []
     for row, line in enumerate(first):
@@ -131,7 +146,7 @@ def _regions(first: NDArray[np.int64], names: Sequence[str], sides: Sequence[Flo
             found.append({
                 "strategy": names[int(line[begin])],
                 "x": float(across[begin]), "x2": float(across[end]),
-                "y": float(up[row]), "y2": float(up[row + 1]),
+                "y": float(up[row]), "y2": float(up[min(row + 2, len(up) - 1)]),
             })  # fmt: skip
     return found
 
@@ -140,7 +155,8 @@ def _nice(best: Floats) -> list[float]:
     """Round seconds between the least and the most: 1, 2, 5, 10, ..."""
     low, high = float(np.exp(best.min())), float(np.exp(best.max()))
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
+    digits = (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 6, 7, 8)
+    found = [digit * 10.0**power for power in decades for digit in digits]
     return [level for level in found if low < level < high]
 
 
@@ -183,7 +199,7 @@ def _levels(best: Floats, centres: Sequence[Floats]) -> Values:
         row, column = np.unravel_index(np.where(inside, distance, np.inf).argmin(), best.shape)
         if abs(best[row, column] - math.log(level)) < 0.1:
             found.append({"x": float(centres[0][column]), "y": float(centres[1][row]),
-                          "text": f"{significant(level)} s"})  # fmt: skip
+                          "text": f"{level:.4g} s"})  # fmt: skip
     return found
 
 
