@@ -136,7 +136,8 @@ def test_regions_meet_where_times_are_equal() -> None:
     rectangles = next(v for v in spec["datasets"].values() if "strategy" in v[0])
     rings = [each for each in rectangles if each["strategy"] == "ring"]
     assert min(each["x"] for each in rings) == pytest.approx(1)
-    assert {each["x2"] for each in rings} == {pytest.approx(10, rel=0.05)}
+    for each in rings:
+        assert each["x2"] == pytest.approx(10, rel=0.06)
     whole = {round(each["y"], 6) for each in rings}
     assert len(whole) == len(rings)  # each row once
 
@@ -180,8 +181,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     status = main([
         "map", "--task", "digits", "--cluster", "lan_1gbit(nodes=2)", "--x",
         "bandwidth=1 Mbit/s..10 Gbit/s", "--y", "slowest_node=0.1..1", "--points", "2",
-        "--minutes", "2", "--target", "loss<=2.0", "--out", str(folder), "--set", "epochs=2",
-        "--set", "batch_size=64", "--set", "optimizer=SGD(lr=0.05)", "--set", "calibration=none",
+        "--minutes", "2", "--target", "loss<=1.5", "--out", str(folder), "--set", "epochs=6",
+        "--set", "batch_size=64", "--set", "optimizer=SGD(lr=0.05, momentum=0.9)", "--set", "calibration=none",
         "--set", "seeds=[0]",
     ])  # fmt: skip
     assert status == 0

@@ -20,7 +20,7 @@ from orchestra.experiments.experiment import ONE_PROCESS, Experiment
 from orchestra.experiments.run import folder_for
 from orchestra.planning.api import calibrated, length_of, measured_seconds
 from orchestra.planning.axes import NAMED, Plane, loaded
-from orchestra.planning.candidates import Candidate, Places, candidates
+from orchestra.planning.candidates import Candidate, Space
 from orchestra.planning.search import PARTS, Budget, Search
 from orchestra.planning.standing import Entry, Length, chosen, reached
 from orchestra.records.record import write_atomically
@@ -155,11 +155,10 @@ def name_of(candidate: Candidate) -> str:
 
 def mapped(experiment: Experiment, cluster: Cluster, folder: Path) -> list[Candidate]:
     """One process, and each strategy on all nodes of `cluster`, with the experiment's batch."""
-    places = Places(cluster, folder)
-    ranks = len(places.on(len(cluster.nodes))[0])
+    ranks = sum(max(node.devices, 1) for node in cluster.nodes)
     return [
         each
-        for each in candidates(experiment, places)
+        for each in Space(experiment, cluster, folder).candidates()
         if (each.batch, each.rate) == (1, 1)
         and each.run.training.ranks == (1 if each.label == ONE_PROCESS else ranks)
     ]
