@@ -55,7 +55,6 @@ class Terms:
 
     @property
     def ring(self) -> float:
-        """A ring all-reduce."""
         return 2 * (self.ranks - 1) * self.alpha + self.spread
 
     @property
@@ -70,7 +69,6 @@ class Terms:
 
     @property
     def served(self) -> float:
-        """A push and a pull."""
         return 2 * self.message + self.update
 
     @property
@@ -150,34 +148,32 @@ BUCKET_MEGABYTES = {"server in parts": 0.1, "asynchronous in parts": 0.1}
 
 @dataclass(frozen=True)
 class Subtask:
-    """A task, the `model` that it trains in words, the steps of its runs, and numbers of ranks;
-    `messages` is a model of the same size without computation."""
+    """A task, the `model` that it trains in words, its parameters, about, the steps of its runs,
+    and numbers of ranks."""
 
     model: str
     subject: Workload
-    messages: Workload
+    parameters: int
     steps: int
     ranks: tuple[int, ...]
+
+    @property
+    def messages(self) -> Workload:
+        """A model of the same size that takes next to no computation."""
+        return _workload(f"synthetic({self.parameters})", "SGD(lr=0.01)", 1)
 
 
 def _workload(task: str, optimizer: str, batch: int) -> Workload:
     return Workload(task, Optimizer.parse(optimizer, where=task), batch_sizes=(batch,))
 
 
-def _subtask(
-    model: str, subject: Workload, parameters: int, steps: int, ranks: tuple[int, ...]
-) -> Subtask:
-    messages = _workload(f"synthetic({parameters})", "SGD(lr=0.01)", 1)
-    return Subtask(model, subject, messages, steps, ranks)
-
-
 CNN = _workload("digits()", "SGD(lr=0.05)", 16)
 LENET = _workload("digits28()", "Adam(lr=0.001)", 32)
 MLP = _workload("regression(hidden=1024)", "SGD(lr=0.01, momentum=0.9)", 64)
 TASKS = {
-    "cnn": _subtask("CNN, 72k", CNN, 72_000, 80, (2, 3, 4)),
-    "lenet": _subtask("LeNet-5, 62k, Adam", LENET, 62_000, 60, (4,)),
-    "mlp": _subtask("MLP, 1.1M", MLP, 1_100_000, 60, (3,)),
+    "cnn": Subtask("CNN, 72k", CNN, 72_000, 80, (2, 3, 4)),
+    "lenet": Subtask("LeNet-5, 62k, Adam", LENET, 62_000, 60, (4,)),
+    "mlp": Subtask("MLP, 1.1M", MLP, 1_100_000, 60, (3,)),
 }
 """The models that are trained: convolutions, another optimizer, and large messages."""
 
@@ -241,22 +237,18 @@ class Case:
 
     @property
     def subject(self) -> Workload:
-        """What its ranks train."""
         return self.task.messages if self.label == MESSAGES else self.task.subject
 
     @property
     def processes(self) -> int:
-        """Ranks that it runs on."""
         return 1 if self.label == ONE else self.ranks
 
     @property
     def formula(self) -> Callable[[Terms], float]:
-        """The seconds of a step in closed form."""
         return (STRATEGIES | CONTROLS)[self.label][1]
 
     @property
     def run(self) -> Run:
-        """For real."""
         subject = self.subject
         emulated = {"engine": "emulation", "cluster": str(self.file)} if self.file else {}
         return Run(

@@ -259,7 +259,6 @@ def row_of(
     constant: float,
     parameters_differ: float | None,
 ) -> FidelityRow:
-    """What became of `case`."""
     seconds = tuple(observation.step_seconds for observation in real)
     differences = [virtual.bytes_sent - observation.bytes_sent for observation in real]
     together: dict[int, float] = defaultdict(float)

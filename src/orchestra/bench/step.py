@@ -52,7 +52,6 @@ def images(shape: Sequence[int], samples: int) -> tuple[Tensor, Tensor]:
 
 
 def perceptron() -> nn.Module:
-    """A perceptron of 25.1 million parameters."""
     width = 1_960
     return nn.Sequential(
         nn.Linear(1024, width), nn.ReLU(),

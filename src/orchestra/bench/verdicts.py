@@ -35,7 +35,6 @@ class Block:
 
     @property
     def medians(self) -> dict[str, float]:
-        """Of the real seconds, by strategy."""
         return {label: statistics.median(runs) for label, runs in self.real.items()}
 
     def errors(self) -> list[float]:

@@ -208,7 +208,6 @@ def progress_line() -> Iterator[Progress]:
 
 
 def _print_steps(rows: Iterable[StepRow]) -> None:
-    """Print a table for each model and number of ranks."""
     for (model, ranks), group in groupby(rows, lambda row: (row.model, row.ranks)):
         lines = [
             (

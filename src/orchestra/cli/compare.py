@@ -79,7 +79,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def simulate(arguments: Sequence[str]) -> int:
-    """The same in virtual time."""
     options = _parser("simulate", SIMULATE, SIMULATE_EPILOG).read(arguments)
     if options.engine not in (None, "simulation"):
         raise InputError(
@@ -255,7 +254,6 @@ examples:
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Report as the command line says."""
     parser = Parser("report", REPORT, REPORT_EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder")
     out_folder = "where to (default: the folder itself if there is one, else report)"

@@ -249,7 +249,6 @@ def _describe_experiment() -> None:
 
 
 def _print_settings(rows: Sequence[Described]) -> None:
-    """Print each setting's values, default and meaning."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("setting", "values", "default", "meaning"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "setting")

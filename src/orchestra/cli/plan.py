@@ -49,7 +49,6 @@ SHOWN = 12
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan as the command line says; 0 if there is an answer."""
     options = _parser().read(arguments)
     given = entries(options, "task", "seeds")
     if options.target is not None:

@@ -34,7 +34,6 @@ ADDRESS = "127.0.0.1"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve the page until Ctrl-C."""
     parser = Parser("studio", DESCRIPTION, EPILOG)
     parser.option("--port", "N", "port of the address (default: a free one)", type=int, default=0)
     parser.flag("--open", "open the page in the browser of this machine")

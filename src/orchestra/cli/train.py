@@ -45,7 +45,6 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train as the command line says; 0 if the run was completed."""
     options = _parser().read(arguments)
     launched = detect(os.environ)
     if launched is None:
@@ -145,7 +144,6 @@ def _follow(run: Run, folder: Path, launched: Launched, experiment: str) -> int:
 
 
 def print_record(record: RunRecord, run: Run) -> None:
-    """Print the figures of a run, and where its record lies."""
     table = Table(title=record.strategy, title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column()
@@ -230,7 +228,6 @@ examples:
 
 
 def replay(arguments: Sequence[str]) -> int:
-    """Replay as the command line says."""
     parser = Parser("replay", REPLAY, REPLAY_EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a recorded run")
     parser.option("--until", "STEP", "stop each worker there", type=int)

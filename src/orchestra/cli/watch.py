@@ -58,7 +58,6 @@ PLAIN_COLUMNS = 140
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Watch as the command line says."""
     parser = Parser("watch", DESCRIPTION, EPILOG)
     parser.add_argument(
         "folder",
@@ -80,8 +79,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class RunPage:
-    """What is shown of a run."""
-
     def __init__(self, folder: Path) -> None:
         self._watch = RunWatch(folder)
         self.view: RunView | None = None
@@ -95,7 +92,6 @@ class RunPage:
         return self.view is None or self.view.status not in ("failed", "cut off")
 
     def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
-        """The page at the time `now`."""
         self.view = self._watch.look(now)
         return run_page(self.view, console, height)
 
@@ -125,7 +121,6 @@ class ComparisonPage:
         return all(each.status == "completed" for each in self._made.values())
 
     def draw(self, now: float, console: Console, height: int | None) -> RenderableType:
-        """The page at the time `now`."""
         at_work = under_way(self._folder, None, now)
         current = None
         for folder, what in self._places:

@@ -141,12 +141,10 @@ class TaskCosts:
 
     @property
     def one(self) -> Timing:
-        """With one thread."""
         return self.timings[0]
 
     @property
     def all(self) -> Timing:
-        """With as many as were measured at most."""
         return self.timings[-1]
 
     def seconds(
@@ -158,7 +156,6 @@ class TaskCosts:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is the calibration of."""
         return self.task, self.optimizer, self.precision
 
     @property

@@ -32,8 +32,6 @@ Part = tuple[str, str | int]
 
 
 class Unfit(InputError):
-    """A part of a cluster does not fit the rest."""
-
     def __init__(self, part: Part, reason: str) -> None:
         super().__init__(reason)
         self.part = part
@@ -192,7 +190,6 @@ class Cluster(Settings):
         yield f"{target.name} down"
 
     def _switches_above(self, node: Node) -> list[str]:
-        """Return the switches from that of `node` to the root."""
         found, name = [], node.switch
         while name is not None:
             found.append(name)

@@ -33,7 +33,13 @@ from orchestra.settings.reading import Entry, yaml_value
 
 HERE = "here"
 KEYS = ("name", "speed", "flops", "memory", "price", "watts", "jitter")
-LINKS = ("bandwidth", "latency", "gpu_link", "gpu_latency")
+LINKS = {
+    "bandwidth": "1 Gbit/s",
+    "latency": "50 us",
+    "gpu_link": "31.5 GB/s",
+    "gpu_latency": "2.85 us",
+}
+"""Quantities of a machine's network, and of each GPU's link inside, with examples."""
 PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 MAX_OUTPUT = 4_000_000
 MIB = 2**20
@@ -62,14 +68,14 @@ def cluster_of(sources: Sequence[str], name: str) -> Cluster:
     for machine in machines:
         for label in machine.labels():
             one = replace(machine.node, name=label)
-            link = machine.network() if total > 1 else None
+            link = machine.link("bandwidth", "latency") if total > 1 else None
+            to = "network" if link else None
             if machine.gpus > 1:
-                cards, switch = gpu_machine(label, machine.gpus, one, machine.gpu_link())
+                inside = machine.link("gpu_link", "gpu_latency")
+                cards, switch = gpu_machine(label, machine.gpus, one, inside)
                 nodes += cards
-                to = "network" if link else None
                 switches.append(replace(switch, to=to, up=link, down=link))
             else:
-                to = "network" if link else None
                 nodes.append(replace(one, switch=to, up=link, down=link))
     if total == 1:
         switches = switches[1:]
@@ -92,23 +98,16 @@ class Machine:
     links: Mapping[str, float]
 
     def labels(self) -> list[str]:
-        """The names of the machines."""
         if self.count == 1:
             return [self.node.name]
         return [f"{self.node.name}-{index}" for index in range(self.count)]
 
-    def network(self) -> Link:
-        """Its link to the others."""
-        return Link(self._link("bandwidth", "1 Gbit/s"), self._link("latency", "50 us"))
-
-    def gpu_link(self) -> Link:
-        """That of each GPU inside."""
-        return Link(self._link("gpu_link", "31.5 GB/s"), self._link("gpu_latency", "2.85 us"))
-
-    def _link(self, key: str, example: str) -> float:
-        if key not in self.links:
-            raise InputError(f"{self.source}: its {key} is not known; add ,{key}={example}")
-        return self.links[key]
+    def link(self, bandwidth: str, latency: str) -> Link:
+        """The link of these two quantities."""
+        for key in (bandwidth, latency):
+            if key not in self.links:
+                raise InputError(f"{self.source}: its {key} is not known; add ,{key}={LINKS[key]}")
+        return Link(self.links[bandwidth], self.links[latency])
 
 
 def _machine(source: str) -> Machine:
@@ -137,8 +136,9 @@ def _machine(source: str) -> Machine:
         if what == HERE and not gpus:
             known["speed"] = 1.0
     for key, value in given.items():
-        settings, field = (Node, key) if key in KEYS else (Link, _FIELDS[key])
         entry = Entry(value if key in ("name", "price") else yaml_value(value), source)
+        of_link = "latency" if key.endswith("latency") else "bandwidth"
+        settings, field = (Node, key) if key in KEYS else (Link, of_link)
         read = READER.read_setting(settings, field, entry, key)
         (known if key in KEYS else links)[key] = read
         if key in ("speed", "flops"):
@@ -152,10 +152,6 @@ def _machine(source: str) -> Machine:
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     return Machine(source, node, count, gpus, links)
-
-
-_FIELDS = {"bandwidth": "bandwidth", "latency": "latency"}
-_FIELDS |= {"gpu_link": "bandwidth", "gpu_latency": "latency"}
 
 
 def _instance(row: Mapping[str, str], known: dict[str, Any], links: dict[str, float]) -> int:

@@ -36,7 +36,6 @@ class Jitter(Settings, ABC):
 
     @property
     def expectation(self) -> float:
-        """The mean of the factors."""
         return 1.0
 
     def draw(self, generator: Generator) -> float:
@@ -80,7 +79,6 @@ class ExponentialTail(Jitter):
 
     @property
     def expectation(self) -> float:
-        """1 + `mean`."""
         return 1 + self.mean
 
     def factor(self, uniform: float) -> float:
@@ -222,7 +220,6 @@ class Node(Settings):
 
     @property
     def currency(self) -> str | None:
-        """That of the price, if there is one."""
         return None if self.price is None else read_price(self.price, where="price")[1]
 
     def speed_beside(self, flops: float) -> float:

@@ -79,12 +79,10 @@ class Preset(Settings, ABC):
         """The cluster that the settings describe."""
 
     def _read(self, unit: Unit, name: str) -> float:
-        """Read the quantity that the setting `name` gives as text."""
         where = f"{CLUSTERS.name_of(type(self))}.{name}"
         return unit.read(getattr(self, name), where=where)
 
     def _link(self, bandwidth: str, latency: str) -> Link:
-        """Return the link whose quantities are the settings of these names."""
         return Link(self._read(BANDWIDTH, bandwidth), self._read(SECONDS, latency))
 
 
@@ -107,7 +105,6 @@ class OneHost(Preset):
     shared_memory: bool = setting(True, "whether ranks carry out collectives in shared memory")
 
     def cluster(self) -> Cluster:
-        """One node, without a network."""
         node = Node(
             "host", self.cores, speed=self.speed, jitter=self.jitter,
             loopback=self._link("bandwidth", "latency"), shared_memory=self.shared_memory,
@@ -130,7 +127,6 @@ class Lan(Preset):
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
 
     def cluster(self) -> Cluster:
-        """The nodes, in a star."""
         return self._star()
 
     def _star(
@@ -191,7 +187,6 @@ class Infiniband(Lan):
     latency: str = setting("600 ns", LATENCY_MEANS)
 
     def cluster(self) -> Cluster:
-        """A star without TCP."""
         return replace(self._star(), tcp=False)
 
 
@@ -209,7 +204,6 @@ class Wifi(Lan):
     latency: str = setting("1 ms", LATENCY_MEANS)
 
     def cluster(self) -> Cluster:
-        """A star whose middle carries half of what a link does."""
         return self._star(shared=self._read(BANDWIDTH, "bandwidth") / 2)
 
 
@@ -231,7 +225,6 @@ class Containers10Mbit(Lan):
     latency: str = setting("15 us", LATENCY_MEANS)
 
     def cluster(self) -> Cluster:
-        """A star whose links differ by direction."""
         return self._star(down=self._link("down", "latency"))
 
 
@@ -251,12 +244,10 @@ class Stragglers(Lan1Gbit):
     jitter: JitterSetting = setting(LogNormal(0.2), JITTER_MEANS)
 
     def check(self) -> None:
-        """No more slow nodes than nodes."""
         if self.slow is not None and self.slow > self.nodes:
             raise InputError(f"stragglers.slow: {self.slow} of {self.nodes} nodes; give fewer")
 
     def cluster(self) -> Cluster:
-        """A star whose last nodes are slow."""
         slow = max(1, self.nodes // 4) if self.slow is None else self.slow
         speeds = [self.speed] * (self.nodes - slow) + [self.speed / self.factor] * slow
         return self._star(speeds)
@@ -275,7 +266,6 @@ class TwoSites(Lan1Gbit):
     wan_latency: str = setting("10 ms", "of the line between the sites, one way")
 
     def cluster(self) -> Cluster:
-        """Two switches, one below the other; the first ranks are at the first site."""
         star = self._star()
         line = self._link("wan_bandwidth", "wan_latency")
         here = (self.nodes + 1) // 2
@@ -323,7 +313,6 @@ class GpuMachines(Preset):
     jitter: JitterSetting = setting(DEFAULT, JITTER_MEANS)
 
     def cluster(self) -> Cluster:
-        """A switch in each machine, and one above them."""
         machine = Node(
             "machine", self.cores, flops=self._read(FLOPS, "flops"), devices=1,
             memory=self._read(BYTES, "memory"), jitter=self.jitter, loopback=LOOPBACK,

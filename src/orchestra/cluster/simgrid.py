@@ -54,7 +54,6 @@ class Wire:
     element: Element
 
     def later(self, seconds: float) -> Wire:
-        """The same with so much more latency in each direction."""
         up, down = (Link(each.bandwidth, each.latency + seconds) for each in (self.up, self.down))
         return replace(self, up=up, down=down)
 
@@ -346,7 +345,6 @@ class _Platform:
         policy: str = "sharing_policy",
         default: Policy = "SHARED",
     ) -> Wire:
-        """Return the link that an element describes by attributes of these names."""
         _refuse_changes(element)
         link = Link(element.bandwidth(bandwidth), element.latency(latency))
         given = element.attributes.get(policy, default).upper()
@@ -360,7 +358,6 @@ class _Platform:
 
 
 def _radical(element: Element) -> Iterator[int]:
-    """Yield the numbers of a cluster's hosts."""
     for part in element.attributes.get("radical", "").split(","):
         ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
         if ends is None:

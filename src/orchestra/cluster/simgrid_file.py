@@ -45,18 +45,15 @@ class Element:
     inside: list[Element] = field(default_factory=list)
 
     def of(self, *tags: str) -> list[Element]:
-        """Those inside with one of these tags."""
         return [each for each in self.inside if each.tag in tags]
 
     def walk(self) -> Iterator[Element]:
-        """Itself, and all that is inside, however deep."""
         yield self
         for each in self.inside:
             yield from each.walk()
 
     @property
     def id(self) -> str:
-        """Its name."""
         return self.attributes.get("id", "")
 
     def bandwidth(self, key: str) -> float:
@@ -78,7 +75,6 @@ class Element:
             self.refuse(f"has a {key} {text!r}, which is beyond any machine")
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise the error that this element does not fit."""
         name = f" {self.id}" if self.id else ""
         raise InputError(f"{self.where}: <{self.tag}>{name} {reason}") from None
 

@@ -6,11 +6,15 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from orchestra.records.report import Counters
+from orchestra.settings.registry import LazyModule
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = LazyModule("numpy")  # the command line answers without it
 
 Cause = Literal["compute", "link", "input"]
 

@@ -309,8 +309,6 @@ class Settings:
 
 
 class Described(NamedTuple):
-    """One setting, in words."""
-
     name: str
     type: str
     default: str

@@ -86,7 +86,6 @@ class Call:
     keywords: Mapping[str, object] = field(default_factory=dict)
 
     def with_setting(self, name: str, value: object) -> Call:
-        """A copy with the keyword argument `name` set."""
         return Call(self.name, self.positional, {**self.keywords, name: value})
 
     def __str__(self) -> str:
@@ -318,7 +317,6 @@ def replace_setting(value: Any, path: str, text: str, registry: Registry, *, whe
 
 
 def _held(value: Any, name: str) -> Any:
-    """Return what `value` holds under `name`."""
     if isinstance(value, Settings):
         require_setting(type(value), name)
         return getattr(value, name)

@@ -171,10 +171,6 @@ class Entry:
         """Where this entry stands, with its dotted key, unless an option's name says that."""
         return self.where if self.where.startswith("--") else f"{self.where} {key}".rstrip()
 
-    def place_of(self, key: object) -> str:
-        """Where `key` stands inside; where this entry does, if that is not known."""
-        return self.inside[key].where if key in self.inside else self.where
-
 
 def read_document(path: Path, *, needs: str, example: str) -> dict[str, Entry]:
     """The keys of the YAML mapping in `path`, in order.

@@ -216,30 +216,30 @@ def measure_all(
     tell = on_progress or (lambda what, part: None)
 
     def attempt(
-        measurement: Measurement, until: float, done: float, part: float, again: str = ""
+        what: str, measurement: Measurement, until: float, done: float = 0.0, part: float = 1.0
     ) -> Attempt | None:
         """`done` of everything is done, and `part` of it will be this."""
-        what, started = measurement.name + again, clock()
+        started = clock()
         tell(what, done)
         found = measurement.measure(until, end, lambda own: tell(what, done + own * part))
-        return None if found is None else replace(found, seconds=clock() - started)
+        return found and replace(found, seconds=clock() - started)
 
     kept: list[Attempt] = []
     whole = sum(measurement.weight for measurement in measurements)
     done = 0.0
     for measurement in measurements:
-        share = measurement.weight / (whole - done)
-        until = clock() + (began + FIRST * limit - clock()) * share
-        first = attempt(measurement, until, done / whole, measurement.weight / whole)
+        name, weight = measurement.name, measurement.weight
+        until = clock() + (began + FIRST * limit - clock()) * weight / (whole - done)
+        first = attempt(name, measurement, until, done / whole, weight / whole)
         if first is None:
             raise RunFailed(
-                f"the calibration was not done within {limit:.0f} s: {measurement.name} took "
-                "longer; give it more with --limit, a smaller batch, or a quiet machine"
+                f"the calibration was not done within {limit:.0f} s: {name} took longer; give it "
+                "more with --limit, a smaller batch, or a quiet machine"
             )
         kept.append(first)
-        done += measurement.weight
+        done += weight
     while (place := _most_in_need(kept, end - clock())) is not None:
-        again = attempt(measurements[place], end, 0.0, 1.0, " again")
+        again = attempt(f"{measurements[place].name} again", measurements[place], end)
         kept[place] = _better(kept[place], again)
     return kept
 

@@ -93,8 +93,6 @@ def _all_reduces(
 
 
 def memory_costs(measured: Sequence[Times]) -> MemoryCosts:
-    """The costs, from what every rank measured."""
-
     def mean(ranks: int, size: int, which: int) -> float:
         return statistics.mean(times[ranks, size][which] for times in measured[:ranks])
 

@@ -70,12 +70,10 @@ class Workload:
         return key_of(self.task, self.optimizer, self.precision)
 
     def due(self, until: float) -> Workload:
-        """The same, to be done by then."""
         return replace(self, until=until)
 
     @property
     def batch_size(self) -> int:
-        """The batch that was asked for."""
         return self.batch_sizes[0]
 
     @property
