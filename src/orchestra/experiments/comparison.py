@@ -136,14 +136,13 @@ class _Execution:
         search_seconds: float,
         quiet: bool,
     ) -> None:
-        first = runs(replace(experiment, seeds=experiment.seeds[:1]))
-        lacking = [(run, training.lacking(run)) for run in first]
+        lacking = [(run, training.lacking(run)) for run in runs(experiment)]
+        self.runs = [run for run, reason in lacking if reason is None]
         self.not_run = not_run(experiment) + [
             {"name": run.name, "ranks": run.training.ranks, "reason": reason}
             for run, reason in lacking
-            if reason is not None
+            if reason is not None and run.seed == experiment.seeds[0]
         ]
-        self.runs = [run for run in runs(experiment) if training.lacking(run) is None]
         self._experiment, self._folder, self._retry = experiment, folder, retry
         self._trials = [it for it in trials(experiment) if training.lacking(it.run) is None]
         self._choices: Mapping[tuple[str, int], Choice] = {}

@@ -202,7 +202,7 @@ class Tracking:
 
     def __init__(self, run: Run, experiment: Experiment, folder: Path) -> None:
         self.record: RunRecord | None = None
-        self._run, self._folder = run, folder
+        self._folder = folder
         about = About(run, experiment, folder)
         known = _known(folder)
         self._step = int(known.get("step", 0))
@@ -213,7 +213,7 @@ class Tracking:
                 if getattr(run.training, name):
                     self._trackers[name] = kind(about, known.get(name))
         except InputError:
-            self._end("failed", {})
+            self._with_each(lambda tracker: tracker.finish("failed", {}))
             raise
         self._tracks: dict[int, RankTrack] = {}
         self._consumed: list[tuple[int, int]] = []  # by the cluster, and steps of the first worker
@@ -255,12 +255,8 @@ class Tracking:
                 metrics = {f"eval/{name}": value for name, value in line["metrics"].items()}
                 rows.append((self._step_at(line["samples"]), metrics))
         self._log(rows)
-        self._end(status, {} if self.record is None else _of_record(self.record))
-
-    def _end(self, status: str, final: Figures) -> None:
-        for name in list(self._trackers):
-            with self._telling(name):
-                self._trackers[name].finish(status, final)
+        final = {} if self.record is None else _of_record(self.record)
+        self._with_each(lambda tracker: tracker.finish(status, _finite(final)))
 
     def _read(self) -> dict[int, Sequence[Line]]:
         """The new lines of each rank; without figures of a rank that has none, such as a server."""
@@ -296,10 +292,18 @@ class Tracking:
 
     def _log(self, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         finite = [(step, _finite(figures)) for step, figures in rows]
-        for name in list(self._trackers):
-            with self._telling(name):
-                self._trackers[name].log(finite)
+        self._with_each(lambda tracker: tracker.log(finite))
         self._keep()
+
+    def _with_each(self, call: Callable[[Tracker], None]) -> None:
+        """Go on without a tracker that fails, and say so: the run is worth more."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                reason = " ".join(str(error).split()) or type(error).__name__
+                _tell(f"{TRACKERS[name]} failed, the run goes on without it: {reason}")
 
     def _keep(self) -> None:
         """Write down as which run it is to go on, if it is resumed."""
@@ -307,16 +311,6 @@ class Tracking:
         state = {**_known(self._folder), **ids, "step": self._step, "samples": self._samples}
         with suppress(OSError):
             write_atomically(self._folder / TRACKING, json.dumps(state) + "\n")
-
-    @contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
-        """Go on without a tracker that fails, and say so: the run is worth more."""
-        try:
-            yield
-        except Exception as error:
-            self._trackers.pop(name, None)
-            reason = " ".join(str(error).split()) or type(error).__name__
-            _tell(f"{TRACKERS[name]} failed, the run goes on without it: {reason}")
 
 
 @contextmanager
@@ -363,9 +357,9 @@ def _of_step(line: Line) -> dict[str, Any]:
     return figures
 
 
-def _of_record(record: RunRecord) -> Figures:
+def _of_record(record: RunRecord) -> dict[str, Any]:
     """The figures of a whole run, by the split that the final ones are of."""
-    figures = {
+    return {
         f"{record.judged_on}/loss": record.final_loss,
         **{f"{record.judged_on}/{name}": value for name, value in record.metrics.items()},
         "train_seconds": record.train_seconds,
@@ -375,7 +369,6 @@ def _of_record(record: RunRecord) -> Figures:
         "time_to_target_seconds": record.time_to_target_seconds,
         "switched_at_step": record.switched_at_step,
     }
-    return _finite(figures)
 
 
 def _finite(figures: Mapping[str, Any]) -> Figures:

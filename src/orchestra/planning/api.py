@@ -133,11 +133,11 @@ def carry_out(
     experiment, costs, notes = calibrated(experiment, folder, budget, tell)
     space = Space(experiment, cluster, folder / "clusters")
     search = Search(
-        space.candidates(), experiment.training.target, length, folder / "runs",
-        budget, tell, seeds=experiment.seeds,
+        space.candidates(), experiment.training.target, length, folder / "runs", budget, tell,
+        seeds=experiment.seeds,
     )  # fmt: skip
+    search.notes += notes
     search.run()
-    search.notes[:0] = notes
     if (scaled := to_scale(rows_of(search))) is not None:
         others = space.on_other_counts(search.entries[scaled.name].candidate)
         search.add_speeds(others, budget.until + 60 * minutes * LAST_PART / 2)
