@@ -197,8 +197,8 @@ def row_of(search: Standing, entry: Entry) -> Row:
         after=search.elapsed(entry) or None if time is None else None,
         best=best_value(search.curve(entry), target) if target and entry.speed else None,
         cost=None if time is None or entry.cost_rate is None else time * entry.cost_rate,
-        currency=entry.currency,
-        bottleneck=bottleneck(entry.seconds),
+        currency=None if entry.record is None else entry.record.currency,
+        bottleneck=bottleneck({} if entry.record is None else entry.record.seconds),
         dropped=entry.dropped or reason,
         rungs=list(entry.rungs),
     )

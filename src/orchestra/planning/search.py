@@ -31,7 +31,6 @@ from orchestra.planning.standing import (
     reached,
     value_at,
 )
-from orchestra.records.record import RunRecord
 from orchestra.report.numbers import count
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.trainer.settings import Run, Target
@@ -161,17 +160,12 @@ class Search(Standing):
             ]
             found = self._try(jobs, until)
         for entry, tried in found:
-            self._take_speed(entry, tried)
-
-    def _take_speed(self, entry: Entry, tried: Tried) -> None:
-        if tried.failure is not None:
-            entry.dropped = tried.failure
-        elif tried.record is None or not tried.record.samples_per_second:
-            entry.dropped = NO_TIME if entry.speed is None else entry.dropped
-        else:
-            record = tried.record
-            entry.speed, entry.seconds = record.samples_per_second, dict(record.seconds)
-            entry.cost_rate, entry.currency = _cost_rate(record), record.currency
+            if tried.failure is not None:
+                entry.dropped = tried.failure
+            elif tried.record is not None and tried.record.samples_per_second:
+                entry.record = tried.record
+            elif entry.record is None:
+                entry.dropped = NO_TIME
 
     def _add_rates(self) -> None:
         """The fastest exact candidate with the experiment's batch gets others' learning rates."""
@@ -333,12 +327,6 @@ class Search(Standing):
     def _tell_part(self) -> None:
         used = (now() - self._budget.began) / (self._budget.until - self._budget.began)
         self._tell(self._what, min(used, 1.0))
-
-
-def _cost_rate(record: RunRecord) -> float | None:
-    if record.cost is None or not record.train_seconds:
-        return None
-    return record.cost / record.train_seconds
 
 
 def _folder_name(name: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import fmean, stdev
 
+import numpy
+
 from orchestra.planning.candidates import Candidate
+from orchestra.records.record import RunRecord
 from orchestra.records.report import Point
 from orchestra.report.numbers import significant
 from orchestra.strategies.single import Single
@@ -75,15 +77,11 @@ def penalty(target: Target, value: float) -> float:
 def value_at(points: Sequence[Point], metric: str, samples: float) -> float | None:
     """The metric after so many samples, on a straight line between the snapshots around; the last
     one's beyond them, the first one's before them. None without any."""
-    known = [(point.samples, point.metrics[metric]) for point in points if metric in point.metrics]
+    known = [point for point in points if metric in point.metrics]
     if not known:
         return None
-    if samples <= known[0][0]:
-        return known[0][1]
-    for (first, low), (second, high) in pairwise(known):
-        if samples <= second:
-            return low + (high - low) * (samples - first) / (second - first)
-    return known[-1][1]
+    values = [point.metrics[metric] for point in known]
+    return float(numpy.interp(samples, [point.samples for point in known], values))
 
 
 def best_value(points: Sequence[Point], target: Target) -> float | None:
@@ -144,9 +142,7 @@ class Entry:
     """What is known of a candidate.
 
     Attributes:
-        speed: samples/s, from shapes; None where it is not known.
-        seconds: of a step, by what a worker does in them: compute, communicate, wait.
-        cost_rate: cost of a second, in the cluster's currency; None without prices.
+        record: of some steps, from shapes: its speed and what workers did; None while unknown.
         curves: by seed, its snapshots, with the seconds of its own run.
         done: the part of its samples that was simulated, with the first seed.
         dropped: why it is out; None while it is not.
@@ -154,10 +150,7 @@ class Entry:
     """
 
     candidate: Candidate
-    speed: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    cost_rate: float | None = None
-    currency: str | None = None
+    record: RunRecord | None = None
     curves: dict[int, Sequence[Point]] = field(default_factory=dict)
     done: float = 0.0
     wall: float = 0.0
@@ -167,6 +160,19 @@ class Entry:
     @property
     def name(self) -> str:
         return self.candidate.name
+
+    @property
+    def speed(self) -> float | None:
+        """Samples/s."""
+        return None if self.record is None else self.record.samples_per_second
+
+    @property
+    def cost_rate(self) -> float | None:
+        """Cost of a second, in the cluster's currency; None without prices."""
+        record = self.record
+        if record is None or record.cost is None or not record.train_seconds:
+            return None
+        return record.cost / record.train_seconds
 
 
 @dataclass(frozen=True)
