@@ -8,12 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchestra.transports.protocol import Task, Traffic, Transport
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class HandOver:
@@ -77,16 +75,6 @@ class Begun:
             self.error = error
 
 
-def labelled(label: str) -> Callable[[F], F]:
-    """What a flow that runs the function is called in a timeline, in place of its name."""
-
-    def label_it(function: F) -> F:
-        vars(function)["flow_label"] = label
-        return function
-
-    return label_it
-
-
 class Background:
     """What a flow behind `owner` executes, one function after the other."""
 
@@ -102,7 +90,7 @@ class Background:
         """One more, behind the others; the first of them makes the flow."""
         if self._flow is None:
             self._ended = False
-            self._flow = self._owner.spawn(self.execute_in_background)
+            self._flow = self._owner.spawn(self._background)
         begun = Begun(function, self._finish, self._flow, self._hand_over.look)
         self._hand_over.tell(lambda: self._waiting.append(begun), self._owner.traffic)
         return begun
@@ -122,8 +110,8 @@ class Background:
         if not begun.finished:
             begun.error = self._error
 
-    @labelled("background")
-    def execute_in_background(self, transport: Transport) -> None:
+    def _background(self, transport: Transport) -> None:
+        """The flow, which is called in a timeline as this function is."""
         traffic = transport.traffic
         while self._error is None:
             self._hand_over.wait_until(lambda: bool(self._waiting) or self._ended, traffic)

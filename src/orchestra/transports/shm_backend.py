@@ -338,8 +338,4 @@ class _Message(Work):
         return self._handle.source
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroupSHM:
-    return ProcessGroupSHM(store, rank, size, timeout)
-
-
-dist.Backend.register_backend("shm", _create, devices=["cpu"])
+dist.Backend.register_backend("shm", ProcessGroupSHM, devices=["cpu"])

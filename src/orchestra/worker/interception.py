@@ -50,8 +50,7 @@ class Flow:
 
     def begin(self, function: Callable[..., Any]) -> Flow:
         name = getattr(function, "__name__", "background").strip("_").replace("_", " ")
-        label = getattr(function, "flow_label", name)
-        return Flow(f"{self.name}.{next(self.numbers)}", label)
+        return Flow(f"{self.name}.{next(self.numbers)}", name)
 
 
 @dataclass(eq=False)
