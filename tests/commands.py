@@ -25,7 +25,7 @@ from orchestra.records.record import RunRecord
 
 ROOT = Path(__file__).parent.parent
 MARK = "ORCHESTRA_TEST_MARK"
-DEADLINE_SECONDS = 90.0
+DEADLINE_SECONDS = 150.0
 
 
 @dataclass(frozen=True)

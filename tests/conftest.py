@@ -1,7 +1,60 @@
-"""All tests compute with one intra-op thread a rank: bits are equal where thread counts are."""
+"""What all tests have in common: threads, hypothesis, the warm server, and the order of files."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: bits depend on it
+
+# No outcome depends on how busy the machine is, nor on chance; `--hypothesis-profile random`
+# looks for examples that no run has seen yet.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeated", _PATIENT, derandomize=True, database=None)
+settings.register_profile("random", _PATIENT)
+settings.load_profile("repeated")
+
+LONGEST = (
+    "test_contract",
+    "test_resume",
+    "test_own_loop",
+    "test_compare_resume",
+    "test_processes",
+    "test_own_loop_processes",
+    "test_compare_tuning",
+    "test_pipeline_memory",
+    "test_data_memory",
+    "test_paced_phases",
+    "test_report_page",
+    "test_replay",
+    "test_compare",
+    "test_server_deaths",
+    "test_fidelity",
+    "test_shared_work",
+    "test_techniques",
+    "test_socket_loss",
+    "test_failures",
+    "test_compressed_training",
+    "test_own_loop_state",
+    "test_host_memory",
+    "test_lightning",
+    "test_transformers",
+)
+"""Files that begin first, lest one worker still has a long one when the others are done."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server of warm processes while workers collect; they find it by a variable."""
+    if getattr(config.option, "numprocesses", None):
+        from tests import warm
+
+        os.environ[warm.SERVER] = warm.server()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each worker take the files in the order of `LONGEST`, the others after them."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))

@@ -22,7 +22,7 @@ from orchestra.trainer.settings import Run, Training
 WORKERS = 4
 STEPS = 125  # of each worker
 BATCH = 2
-ROUNDS = 3
+ROUNDS = 2
 MORE = 20
 
 DEDICATED = ParameterServer(consistency="asynchronous")

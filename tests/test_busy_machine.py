@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.drawn import drawn, keep, record
+from tests.drawn import drawn_alone, keep, record
 from tests.pages import Page
 from tests.training import settings
 
@@ -23,7 +23,8 @@ from orchestra.engines.processes.training import program
 from orchestra.experiments.comparison import Comparison
 from orchestra.records.record import CLUSTER, RunRecord, combine, run_folder
 from orchestra.records.report import Usage, busy_with_others
-from orchestra.report.page import write_report
+from orchestra.report import page as report_page
+from orchestra.report.figures.cluster import clusters
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.trainer.settings import Run
 
@@ -88,7 +89,8 @@ def printed(
     console = Console(record=True, width=1000, highlight=False)
     monkeypatch.setattr(compare, "Console", lambda **_: console)
     compare.print_comparison(Comparison(records, folder, None, len(records), (), False))
-    return console.export_text(), Page(write_report([folder], out=folder))
+    monkeypatch.setattr(report_page, "figures", lambda _: [])
+    return console.export_text(), Page(report_page.write_report([folder], out=folder))
 
 
 def test_a_busy_machine_is_told_on_the_terminal_and_in_the_report(
@@ -127,9 +129,10 @@ def test_a_simulated_report_begins_with_its_cluster_and_cost_model(
     keep(tmp_path, [ring], trace=False)
     cluster = load_cluster("two_sites(4)", where="test", folder=Path())
     (inner / CLUSTER).write_text(cluster_text(cluster))
-    found = drawn(tmp_path).figures
-    (name,) = (name for name in found if found[name].section == "cluster")
-    page = Page(write_report([tmp_path], out=tmp_path))
+    found = drawn_alone(tmp_path, clusters).figures
+    (name,) = found
+    monkeypatch.setattr(report_page, "figures", lambda _: [*found.values()])
+    page = Page(report_page.write_report([tmp_path], out=tmp_path))
     head, _, rest = page.source.partition("</header>")
     assert f'data-figure="{name}"' in head
     assert f'data-figure="{name}"' not in rest

@@ -13,6 +13,7 @@ import pytest
 from tests.simulated import run_ranks, simulated
 from tests.training import settings
 
+from orchestra.bench import calibrate as bench
 from orchestra.bench.calibrate import Workload, calibrate, contention, thread_counts
 from orchestra.bench.calibrate.messages import calibrate_links
 from orchestra.bench.calibrate.training import Profile
@@ -432,10 +433,12 @@ def test_a_profile_takes_steps_apart() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> Calibration:
+    """Of real measurements, each of which the orchestration takes for disturbed by a fifth."""
     told: list[str] = []
     subject = Workload(TASK, SGD, batch_sizes=(4,))
     with pytest.MonkeyPatch.context() as patch:  # a busy machine would be measured for two minutes
         patch.setattr("orchestra.bench.calibrate._most_in_need", lambda *_: None)
+        patch.setattr(bench, "waited", lambda ranks: 0.2)
         calibration = calibrate([subject], 0.01, lambda what, _: told.append(what))
     assert set(told) <= {"messages", "shared memory", "cores at once", "one thread more", TASK}
     return calibration
@@ -461,6 +464,16 @@ def test_everything_is_measured(measured: Calibration, tmp_path: Path) -> None:
     assert task.refill >= 0
     assert measured.sharing(task) == Sharing(task.shared_speed, measured.time_slice, task.refill)
     assert "command" not in measured.machine
+
+
+def test_a_calibration_knows_its_quality(measured: Calibration) -> None:
+    (costs,) = measured.tasks
+    assert measured.quality is not None
+    assert costs.quality is not None
+    assert (measured.quality.waited, costs.quality.waited) == (0.2, 0.2)
+    assert measured.busy_with_others == 0.2
+    assert costs.quality.spread > 0
+    assert measured.quality_of(costs).doubts
 
 
 def test_gradients_become_ready_from_the_last_layer_to_the_first(measured: Calibration) -> None:

@@ -261,19 +261,6 @@ def test_figures_that_are_used_together_are_as_good_as_the_worst() -> None:
     assert together([older, kept]) == worst
 
 
-def test_a_calibration_knows_its_quality(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of real measurements, each of which the orchestration takes for disturbed by a fifth."""
-    monkeypatch.setattr(bench, "waited", lambda ranks: 0.2)
-    monkeypatch.setattr("orchestra.bench.calibrate._most_in_need", lambda *_: None)
-    (costs,) = (measured := bench.calibrate([Workload(TASK, SGD, batch_sizes=(4,))], 0.001)).tasks
-    assert measured.quality is not None
-    assert costs.quality is not None
-    assert (measured.quality.waited, costs.quality.waited) == (0.2, 0.2)
-    assert measured.busy_with_others == 0.2
-    assert costs.quality.spread > 0
-    assert measured.quality_of(costs).doubts
-
-
 # The file, and the command
 
 

@@ -76,7 +76,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases)
 def test_all_leave_after_the_same_step(case: Case) -> None:
     left = case.run()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import (
@@ -70,9 +70,6 @@ class Stream(IterableDataset[Tensor]):
             torch.rand(())
             yield torch.tensor(1000 * self.epoch + number)
 
-
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 # The global order
 

@@ -157,7 +157,9 @@ def test_switches_form_a_tree_and_share(tmp_path: Path) -> None:
             one, two = connected(there.network, racks[source], racks[target], closing)
             one.sendall(bytes(size))
             assert len(two.recv(size, socket.MSG_WAITALL)) == size
-        carried = {name: round(c.payload / size) for name, c in there.network.counters().items()}
+        carried = {
+            name: round(c.payload / size) for name, c in there.network.meters().read().items()
+        }
     assert carried == {
         "a up": 1, "a down": 0, "b up": 1, "b down": 1, "c up": 0, "c down": 2, "d up": 1,
         "d down": 0, "far up": 0, "far down": 1, "near shared": 2,

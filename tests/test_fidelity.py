@@ -328,6 +328,7 @@ def test_predictions_beside_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return calibration()
 
     monkeypatch.setattr("orchestra.bench.fidelity.calibrate", calibrate)
+    monkeypatch.setattr("orchestra.bench.fidelity.ATTEMPTS", 1)  # whatever else is running
     rows, measured = bench_fidelity(chosen, rounds=1, seconds=0.001)
     assert asked == [([small.subject, small.messages], 0.001, None)]
     assert measured == calibration()

@@ -98,7 +98,7 @@ def assert_fair(lived: Lived) -> None:
             )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(numbers, min_size=RESOURCES, max_size=RESOURCES),
     st.lists(jobs(), min_size=1, max_size=9),
@@ -128,7 +128,7 @@ def test_random_activities_end_when_they_should(
             assert job.amount - left == pytest.approx(amount, rel=CLOSE, abs=CLOSE)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(numbers, min_size=RESOURCES, max_size=RESOURCES),
     st.lists(jobs(), min_size=1, max_size=14),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -141,9 +143,21 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
+def ports() -> Iterator[int]:
+    """Ports below those that the system gives to connections, other ones in each worker."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return itertools.cycle(range(20_000 + 500 * worker, 20_500 + 500 * worker))
+
+
+PORTS = ports()
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port on which nobody listens."""
+    for port in PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError
 
 
 @pytest.fixture

@@ -145,8 +145,18 @@ def test_it_is_resumed_in_the_first_phase(first: str, rule: str, tmp_path: Path)
     assert again.samples == whole.samples
 
 
-@pytest.mark.parametrize("first", [ASYNCHRONOUS, "PairwiseAveraging()"])
-@pytest.mark.parametrize("rule", ["AfterFraction(0.5)", "LossStable(window=3, threshold=1.0)"])
+STABLE = "LossStable(window=3, threshold=1.0)"
+
+
+@pytest.mark.parametrize(
+    ("first", "rule"),
+    [
+        (ASYNCHRONOUS, "AfterFraction(0.5)"),
+        ("PairwiseAveraging()", STABLE),
+        pytest.param(ASYNCHRONOUS, STABLE, marks=pytest.mark.matrix),
+        pytest.param("PairwiseAveraging()", "AfterFraction(0.5)", marks=pytest.mark.matrix),
+    ],
+)
 def test_it_repeats_to_the_bit(first: str, rule: str, tmp_path: Path) -> None:
     orchestra.train(
         "tests.tasks_for_tests:digits_in_one_thread()", switch(first, RING, rule), 3,

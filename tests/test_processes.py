@@ -187,12 +187,11 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
         "def program(runtime, argument): pass\n"
         "launch(program, 1, 2)\n"
     )
-    done = subprocess.run(
-        [sys.executable, script], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.stdout == "((0, 2, 1), (1, 2, 1))\n"
-    assert "if __name__ == '__main__':" in done.stderr
-    assert done.returncode == 1
+    with Started([sys.executable, str(script)], ROOT) as process:
+        done = process.end()
+    assert done.out == "((0, 2, 1), (1, 2, 1))\n"
+    assert "if __name__ == '__main__':" in done.err
+    assert done.status == 1
 
 
 def test_a_program_of_the_main_script(tmp_path: Path) -> None:
@@ -202,8 +201,9 @@ def test_a_program_of_the_main_script(tmp_path: Path) -> None:
         "def program(runtime, argument): return argument * runtime.rank\n"
         "if __name__ == '__main__': print(launch(program, 2, 3).results)\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert done.stdout == "(0, 2, 4)\n"
+    with Started([sys.executable, str(script)], tmp_path) as process:
+        done = process.end()
+    assert (done.status, done.out) == (0, "(0, 2, 4)\n"), done.err
 
 
 def test_a_stopped_rank_ends_a_run_that_needs_it(tmp_path: Path) -> None:
@@ -357,10 +357,6 @@ def test_a_port_scan_costs_a_run_with_tls_nothing(watcher: Watcher) -> None:
     assert watcher.detector.cause is None
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src"}
-
-
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Any]:
     """Starts a launcher as a process of its own; nothing of it survives the test."""
@@ -481,12 +477,16 @@ def test_handlers_are_restored() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_many_launches_leave_nothing_behind() -> None:
+def test_many_launches_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch(programs.say_rank, None, 1)  # from here on the fork server runs
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # tests beside this one use the common folder
+    monkeypatch.setattr(tempfile, "tempdir", None)
     own = Path("/proc/self/fd")
 
     def left() -> tuple[set[int], int, set[str], set[str]]:
-        files = {entry.name for entry in Path(tempfile.gettempdir()).glob("orchestra*")}
+        files = {entry.name for entry in tmp_path.iterdir()}
         return descendants(), len(list(own.iterdir())), listening_ports(os.getpid()), files
 
     before = left()

@@ -264,7 +264,7 @@ def test_without_the_weight_the_average_is_wrong(overlap: int) -> None:
     assert sum(w for _, w, _ in result) == pytest.approx(4, abs=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(1, 5), st.integers(0, 9), st.integers(0, 3), st.integers(0, 99),
     st.sampled_from(["every_tau_steps", "one_at_a_time", "every_step"]),

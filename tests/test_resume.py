@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ SYNCHRONOUS = {
     "gossip": "Gossip(Exponential(peers=1))",  # not synchronous, but as sure to repeat
     "own": "examples.own_strategy:DynamicAveraging(0.1)",  # nor is this
 }
+IN_MATRIX = ("server", "own", "pipeline", "gossip")
 ASYNCHRONOUS = "ParameterServer(consistency='asynchronous')"
 RANKS = 3
 
@@ -98,27 +101,27 @@ Whole = tuple[Path, RunRecord]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Whole]:
-    """The uninterrupted run of each strategy."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
+    """The uninterrupted run of a strategy, which is made when it is first asked for."""
     folder = tmp_path_factory.mktemp("whole")
-    return {
-        label: (folder / label, training(strategy, folder / label).record())
-        for label, strategy in SYNCHRONOUS.items()
-    }
+
+    @functools.cache
+    def made(label: str) -> Whole:
+        out = folder / label
+        return out, training(SYNCHRONOUS[label], out).record()
+
+    return made
 
 
 @pytest.mark.parametrize(
     "label",
     [
-        pytest.param(
-            label,
-            marks=pytest.mark.matrix if label in ("server", "own", "pipeline", "gossip") else (),
-        )
+        pytest.param(label, marks=pytest.mark.matrix if label in IN_MATRIX else ())
         for label in SYNCHRONOUS
     ],
 )
 def test_killed_twice_and_resumed_bit_for_bit(
-    label: str, whole: dict[str, Whole], tmp_path: Path
+    label: str, whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     strategy = SYNCHRONOUS[label]
@@ -126,18 +129,27 @@ def test_killed_twice_and_resumed_bit_for_bit(
     failure = kill_rank(strategy, out, at=12, rank=1)
     assert failure.startswith("rank 1 on ")
     assert "was killed by SIGKILL" in failure.splitlines()[0]
-    assert_same(out, training(strategy, out).record(), *whole[label])
+    assert_same(out, training(strategy, out).record(), *whole(label))
 
 
-def test_the_uninterrupted_runs_learn_and_differ(whole: dict[str, Whole]) -> None:
+USUAL = [label for label in SYNCHRONOUS if label not in IN_MATRIX]
+
+
+@pytest.mark.parametrize(
+    "labels", [USUAL, pytest.param(list(SYNCHRONOUS), marks=pytest.mark.matrix)]
+)
+def test_the_uninterrupted_runs_learn_and_differ(
+    labels: list[str], whole: Callable[[str], Whole]
+) -> None:
     """What is compared above is worth comparing."""
-    assert whole["switch"][1].switched_at_step == 60
-    assert len({record.parameters_sha256 for _, record in whole.values()}) == len(SYNCHRONOUS)
-    assert all(record.metrics["accuracy"] > 0.5 for _, record in whole.values())
+    assert whole("switch")[1].switched_at_step == 60
+    records = [whole(label)[1] for label in labels]
+    assert len({record.parameters_sha256 for record in records}) == len(labels)
+    assert all(record.metrics["accuracy"] > 0.5 for record in records)
 
 
 def test_the_same_command_resumes_and_then_shows_its_record(
-    whole: dict[str, Whole], tmp_path: Path
+    whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     kill_launcher(SYNCHRONOUS["ring"], out, at=3)
@@ -146,15 +158,15 @@ def test_the_same_command_resumes_and_then_shows_its_record(
     assert f"{out}: going on with this run" in resumed.out
     assert resumed.err.startswith("orchestra: resumed from checkpoint ")
     (entry,) = json.loads((out / "summary.json").read_text())["runs"]
-    assert entry["parameters_sha256"] == whole["ring"][1].parameters_sha256
+    assert entry["parameters_sha256"] == whole("ring")[1].parameters_sha256
     again = run(command(SYNCHRONOUS["ring"], out), tmp_path)
     assert (again.status, again.err) == (0, "")
     assert "this run was completed before" in again.out
 
 
-def test_a_different_experiment_is_refused(whole: dict[str, Whole], tmp_path: Path) -> None:
+def test_a_different_experiment_is_refused(whole: Callable[[str], Whole], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    shutil.copytree(whole["ring"][0], out)
+    shutil.copytree(whole("ring")[0], out)
     before = (out / "summary.json").read_bytes()
     refused = run(command(SYNCHRONOUS["ring"], out, batch_size=17), tmp_path)
     assert refused.status == 2
@@ -167,7 +179,7 @@ def test_a_different_experiment_is_refused(whole: dict[str, Whole], tmp_path: Pa
 
 @pytest.mark.parametrize("damage", ["changed", "missing"])
 def test_a_damaged_checkpoint_is_refused_by_name(
-    damage: str, whole: dict[str, Whole], tmp_path: Path
+    damage: str, whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     kill_rank(SYNCHRONOUS["ring"], out, at=4, rank=0)
@@ -183,11 +195,11 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     record = training(SYNCHRONOUS["ring"], out).record()
     assert any(f"checkpoint refused: {file}" in notice for notice in record.notices)
     assert any(f"resumed from checkpoint {index - 1}," in notice for notice in record.notices)
-    assert_same(out, record, *whole["ring"])
+    assert_same(out, record, *whole("ring"))
 
 
 def test_with_every_checkpoint_damaged_it_begins_anew(
-    whole: dict[str, Whole], tmp_path: Path
+    whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     kill_rank(SYNCHRONOUS["ring"], out, at=3, rank=0)
@@ -198,22 +210,22 @@ def test_with_every_checkpoint_damaged_it_begins_anew(
     refused = [notice for notice in record.notices if "manifest.json" in notice]
     assert len(refused) == len(manifests)
     assert not any("resumed" in notice for notice in record.notices)
-    assert_same(out, record, *whole["ring"])
+    assert_same(out, record, *whole("ring"))
 
 
 def test_killed_at_any_moment_there_is_something_to_resume_from(
-    whole: dict[str, Whole], tmp_path: Path
+    whole: Callable[[str], Whole], tmp_path: Path
 ) -> None:
     """With a checkpoint after each step, many a kill hits one that is being written."""
     out = tmp_path / "out"
     draw = random.Random(5)
-    expected = training(SYNCHRONOUS["ring"], tmp_path / "whole", checkpoint_every=1).record()
+    changes: dict[str, Any] = {"checkpoint_every": 1, "epochs": 4}
+    expected = training(SYNCHRONOUS["ring"], tmp_path / "whole", **changes).record()
     at = 0
     for _ in range(4):
-        at = newest(out) + draw.randrange(2, 12)
-        kill_rank(SYNCHRONOUS["ring"], out, at=at, rank=draw.randrange(3), checkpoint_every=1)
-    resumed = training(SYNCHRONOUS["ring"], out, checkpoint_every=1)
-    record = resumed.record()
+        at = newest(out) + draw.randrange(2, 8)
+        kill_rank(SYNCHRONOUS["ring"], out, at=at, rank=draw.randrange(3), **changes)
+    record = training(SYNCHRONOUS["ring"], out, **changes).record()
     (notice,) = record.notices
     assert int(notice.split()[3].rstrip(",")) >= at
     assert_same(out, record, tmp_path / "whole", expected)
@@ -240,10 +252,10 @@ def stopped(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 
 def test_ctrl_c_stops_in_good_order_and_can_be_resumed(
-    stopped: tuple[str, Path], whole: dict[str, Whole]
+    stopped: tuple[str, Path], whole: Callable[[str], Whole]
 ) -> None:
     label, out = stopped
-    path, expected = whole[label]
+    path, expected = whole(label)
     (entry,) = json.loads((out / "summary.json").read_text())["runs"]
     assert entry["status"] == "stopped"
     assert 0 < entry["steps"] < expected.steps

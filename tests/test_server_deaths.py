@@ -145,7 +145,7 @@ def test_a_server_dies_with_the_worker_beside_it(victim: int, tmp_path: Path) ->
 
 
 def test_a_stopped_server_is_left_out_once_all_wait_for_it(tmp_path: Path) -> None:
-    with Gate(ASYNCHRONOUS, tmp_path, patience=3) as gate:
+    with Gate(ASYNCHRONOUS, tmp_path, patience=6) as gate:
         gate.signal(2, signal.SIGSTOP)
         gate.open()
         entry = gate.completed()

@@ -38,7 +38,7 @@ from orchestra.worker.runtime import Runtime
 CONSISTENCIES: list[Consistency] = [Synchronous(), Asynchronous(), Bounded(1)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_an_answered_push_is_applied_once_whoever_dies(data: st.DataObject) -> None:
     consistency = data.draw(st.sampled_from(CONSISTENCIES))

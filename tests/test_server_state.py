@@ -5,11 +5,11 @@ Each test keeps books of its own beside the server's: who has read what, and wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestra.parameter_server.state import (
@@ -23,9 +23,6 @@ from orchestra.parameter_server.state import (
     Synchronous,
 )
 from orchestra.schedules.work_queue import Applied, Kind, WorkItem, WorkQueue
-
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 WORKERS = st.integers(1, 6)
 STEP_SAMPLES = 18
@@ -43,6 +40,7 @@ class Books:
     answered: set[int] = field(default_factory=set)  # workers that may act
     paused: set[int] = field(default_factory=set)
     pushed: list[Push] = field(default_factory=list)
+    pending: list[Push] = field(default_factory=list)
     withdrawn: list[Push] = field(default_factory=list)
     dropped: list[Push] = field(default_factory=list)
     applied: list[Push] = field(default_factory=list)
@@ -59,16 +57,23 @@ class Books:
     def live(self) -> set[int]:
         return set(self.clocks)
 
-    @property
-    def pending(self) -> list[Push]:
-        done = self.applied + self.withdrawn + self.dropped
-        return [push for push in self.pushed if push not in done]
+    def settle(self, into: list[Push], pushes: Iterable[Push]) -> None:
+        """No push is settled twice, nor one that was never pushed: then it is not pending."""
+        for push in list(pushes):
+            assert push in self.pending, "settled twice, or never pushed"
+            self.pending.remove(push)
+            into.append(push)
+
+    def of(self, worker: int) -> list[Push]:
+        """What of its pushes is pending."""
+        return [push for push in self.pending if push.worker == worker]
 
     def push(self, worker: int, samples: int) -> Decision:
         self.clocks[worker] += 1
         push = Push(worker, self.clocks[worker], samples, STEP_SAMPLES, 0.5, False)
         self.answered.remove(worker)
         self.pushed.append(push)
+        self.pending.append(push)
         return self.follow(self.state.push(push))
 
     def pause(self, worker: int) -> Decision:
@@ -77,7 +82,7 @@ class Books:
         return self.follow(self.state.pause(worker))
 
     def leave(self, worker: int) -> Decision:
-        self.withdrawn += [push for push in self.pending if push.worker == worker]
+        self.settle(self.withdrawn, self.of(worker))
         del self.clocks[worker]
         self.answered.discard(worker)
         self.paused.discard(worker)
@@ -88,20 +93,17 @@ class Books:
         for update in decision.apply:
             stale = {push.worker: self.updates - self.read[push.worker] for push in update.pushes}
             assert update.staleness == max(stale.values())
-            for push in update.pushes:
-                assert push in self.pending, "applied twice, or never pushed"
-                self.applied.append(push)
-                if push.samples:
-                    self.staleness.append(stale[push.worker])
+            self.settle(self.applied, update.pushes)
+            self.staleness += [stale[push.worker] for push in update.pushes if push.samples]
             self.updates += any(push.samples for push in update.pushes)
         for answer in decision.answers:
             assert answer.worker in self.live
             assert answer.worker not in self.answered | self.paused
             if answer.dropped:
-                self.dropped += [push for push in self.pending if push.worker == answer.worker]
+                self.settle(self.dropped, self.of(answer.worker))
                 self.clocks[answer.worker] = self.newest
             assert answer.clock == self.clocks[answer.worker]
-            assert answer.worker not in {push.worker for push in self.pending}
+            assert not self.of(answer.worker)
             assert answer.version == self.updates
             assert answer.consumed == self.consumed
             self.read[answer.worker] = self.updates

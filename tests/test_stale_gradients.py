@@ -104,7 +104,7 @@ def test_delay_compensation_equals_the_paper(
 
 
 @given(ORDERS, st.floats(0, 1), st.floats(0, 0.99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_delay_compensation_in_any_order_of_arrivals(
     order: list[int], lambda0: float, m: float
 ) -> None:
@@ -170,7 +170,7 @@ def test_under_a_bound_the_backup_is_what_the_late_answer_holds(
 
 
 @given(ORDERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_learning_rate_by_staleness(order: list[int]) -> None:
     """alpha / tau, and alpha where tau is 0 (Zhang et al.)."""
     w, read = start(), [(start(), 0)] * WORKERS

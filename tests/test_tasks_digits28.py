@@ -15,6 +15,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from tests.commands import Started
+from tests.waiting import wait_until
 from torch.utils.data import DataLoader
 
 from orchestra.records.record import cache_folder
@@ -260,38 +262,34 @@ def test_while_one_makes_them_others_wait(empty: Path) -> None:
     cached("pair.safetensors", make)
 
 
+TOGETHER = """\
+import os, sys
+from pathlib import Path
+import torch
+from orchestra.tasks.classification import cached
+
+here = Path(sys.argv[1])
+
+def make():
+    with (here / "made").open("a") as file:
+        file.write("made\\n")
+    return {"numbers": torch.arange(2_000_000)}
+
+(here / f"ready-{os.getpid()}").touch()
+while not (here / "go").exists():
+    pass
+assert torch.equal(cached("n.safetensors", make)["numbers"], torch.arange(2_000_000))
+"""
+
+
 def test_processes_that_start_at_once_make_one_file(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch\n"
-        "from pathlib import Path\n"
-        "from orchestra.tasks.classification import cached\n"
-        "def make():\n"
-        "    with Path(sys.argv[1]).open('a') as file: file.write('made\\n')\n"
-        "    return {'numbers': torch.arange(2_000_000)}\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "assert torch.equal(cached('n.safetensors', make)['numbers'], torch.arange(2_000_000))\n"
-    )
-    made = tmp_path / "made"
-    environment = os.environ | {"ORCHESTRA_CACHE": str(tmp_path / "cache")}
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER)
+    command = [sys.executable, str(script), str(tmp_path)]
+    variables = {"ORCHESTRA_CACHE": str(tmp_path / "cache")}
     with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", code, str(made)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=environment,
-                )
-            )
-            for _ in range(3)
-        ]
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(b"go\n")
-            process.stdin.close()
-        assert [process.wait(60) for process in processes] == [0, 0, 0]
-    assert made.read_text() == "made\n"
+        started = [stack.enter_context(Started(command, tmp_path, variables)) for _ in range(3)]
+        wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 3, "all processes are there")
+        (tmp_path / "go").touch()
+        assert [process.end().status for process in started] == [0, 0, 0]
+    assert (tmp_path / "made").read_text() == "made\n"

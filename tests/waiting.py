@@ -25,7 +25,7 @@ def is_running(pid: int) -> bool:
     """Whether process `pid` exists and is more than a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
 

@@ -2,10 +2,10 @@
 
 `WarmProcess` is to `python -m MODULE` and `python SCRIPT` what `subprocess.Popen` is, with a
 session, an environment, standard streams and an exit status of its own. What a fresh interpreter
-spends its first seconds on is spent once, by a server that each process of pytest starts when it
-first needs one. So does multiprocessing's fork server in such a process: it is forked along with
-it. Whatever depends on the interpreter's start (its time, its imports, its variables) needs a
-fresh one.
+spends its first seconds on is spent once, by a server that pytest starts for all its workers; a
+pytest without workers starts it when it first needs it. So does multiprocessing's fork server in
+such a process: it is forked along with it. Whatever depends on the interpreter's start (its time,
+its imports, its variables) needs a fresh one.
 """
 
 from __future__ import annotations
@@ -148,13 +148,13 @@ def main(name: str) -> None:
     """Be the server; every process that it forks leaves here, and becomes a command."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{name}")
+    listener.listen(64)
+    print("ready", flush=True)  # whoever asks already waits for the answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     for module in IMPORTED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # pages that the collector does not touch are not copied
-    listener.listen(64)
-    print("ready", flush=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     connection, request, streams = _serve(listener)
     command, folder, environment, file_size = json.loads(request)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))

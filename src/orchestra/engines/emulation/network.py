@@ -16,11 +16,10 @@ that ended the processes.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,8 @@ WIRE_BYTES = 24
 """That each frame has on Ethernet beside those: preamble, check sequence and gap. Token buckets
 count them; the counters of interfaces do not."""
 
+_COUNTERS = Path("/proc/thread-self/net/dev")
+"""Of the thread's namespace: interface, 8 columns of what came in, 8 of what left."""
 _IPV6 = Path("/proc/net/if_inet6")
 _LONGEST_TIMEOUT = Path("/proc/sys/net/ipv4/tcp_rto_max_ms")
 """After a cut TCP tries again within that time, instead of after as long as the cut has lasted."""
@@ -47,6 +48,19 @@ _CUBIC = "congctl cubic"  # which most systems have; the default of a virtual ma
 _CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
 _MOST_RATE = 4e9  # bytes/s: tbf counts in 32 bits of 64 ns, and no cable here is faster
+
+
+@contextmanager
+def inside(path: str) -> Iterator[None]:
+    """Sockets and processes that this thread makes inside belong to the namespace at `path`."""
+    with ExitStack() as held:
+        before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
+        held.callback(os.close, before)
+        there = os.open(path, os.O_RDONLY)
+        held.callback(os.close, there)
+        set_namespace(there)
+        held.callback(set_namespace, before)
+        yield
 
 
 class Namespace:
@@ -68,18 +82,9 @@ class Namespace:
         """By which other processes of this machine open it."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Sockets and processes that this thread makes inside belong to the namespace."""
-        before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
-        try:
-            set_namespace(self.descriptor)
-            try:
-                yield
-            finally:
-                set_namespace(before)
-        finally:
-            os.close(before)
+    def inside(self) -> AbstractContextManager[None]:
+        """See the function."""
+        return inside(self.path)
 
     def ip(self, lines: Sequence[str]) -> None:
         """Carry out commands of ip(8), such as "link set lo up". Raises `RunFailed`."""
@@ -134,6 +139,27 @@ class LinkCounters:
         return self.bytes - HEADERS_BYTES * self.frames
 
 
+@dataclass(frozen=True)
+class Meters:
+    """Names of counters, by interface, by the path of a namespace: any process of this machine that
+    may enter the namespaces reads them, as long as their launcher lives."""
+
+    interfaces: Mapping[str, Mapping[str, str]]
+
+    def read(self) -> dict[str, LinkCounters]:
+        """What each end has sent so far."""
+        found = {}
+        for path, names in self.interfaces.items():
+            with inside(path):
+                lines = _COUNTERS.read_text().splitlines()
+            for line in lines:
+                interface, _, fields = line.partition(":")
+                if (name := names.get(interface.strip())) is not None:
+                    size, frames = map(int, fields.split()[8:10])
+                    found[name] = LinkCounters(frames, size)
+        return found
+
+
 class Network:
     """The `nodes` of `cluster` in namespaces of their own, joined by its switches; until `close`.
 
@@ -173,17 +199,12 @@ class Network:
         end = self.ends[f"{owner} down"]
         end.namespace.ip([f"link set {end.interface} {'down' if cut else 'up'}"])
 
-    def counters(self) -> dict[str, LinkCounters]:
-        """What each end has sent so far, by the name of its channel."""
-        found: dict[str, LinkCounters] = {}
-        for namespace in {id(end.namespace): end.namespace for end in self.ends.values()}.values():
-            text = namespace.output("ip", "-json", "-statistics", "link", "show")
-            sent = {link["ifname"]: link["stats64"]["tx"] for link in json.loads(text)}
-            for name, end in self.ends.items():
-                if end.namespace is namespace:
-                    tx = sent[end.interface]
-                    found[name] = LinkCounters(tx["packets"], tx["bytes"])
-        return found
+    def meters(self) -> Meters:
+        """The counters of all ends, by the name of their channel."""
+        interfaces: dict[str, dict[str, str]] = {}
+        for name, end in self.ends.items():
+            interfaces.setdefault(end.namespace.path, {})[end.interface] = name
+        return Meters(interfaces)
 
     def _namespace(self) -> Namespace:
         namespace = Namespace()

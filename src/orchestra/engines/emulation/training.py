@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from orchestra.cluster import Cluster, load_cluster
 from orchestra.cluster.file import cluster_text
-from orchestra.engines.emulation.network import LinkCounters
-from orchestra.engines.emulation.nodes import TRAINING, EmulatedCluster, Schedule, not_emulated
-from orchestra.engines.events import Event, Heartbeat, Notice
+from orchestra.engines.emulation.network import LinkCounters, Meters
+from orchestra.engines.emulation.nodes import EmulatedCluster, Schedule, not_emulated
+from orchestra.engines.events import Event, Notice
 from orchestra.engines.processes import training as processes
 from orchestra.engines.processes.display import Display, Progress
 from orchestra.engines.processes.launch import launch
@@ -57,7 +57,7 @@ def train_run(
     with EmulatedCluster(cluster, ranks, run.training.threads) as emulated:
         write_environment(folder)
         write_atomically(folder / CLUSTER, cluster_text(cluster))
-        schedule, traffic = Schedule(emulated.changes(), ranks), Traffic(emulated, ranks)
+        schedule, meters = Schedule(emulated.changes(), ranks), emulated.network.meters()
         notices = not_emulated(emulated, native=run.strategy.native)
         with Display(run, roles, quiet=quiet, progress=progress, folder=folder) as display:
             for text in notices if progress is None else ():  # else it would say so with each run
@@ -65,21 +65,20 @@ def train_run(
             try:
                 outcome = launch(
                     program,
-                    (run, folder.absolute(), cluster.bandwidths_of(ranks)),
+                    (run, folder.absolute(), cluster.bandwidths_of(ranks), meters),
                     ranks,
                     patience=run.training.patience,
-                    on_event=_all(display.on_event, schedule.on_event, traffic.on_event),
+                    on_event=_all(display.on_event, schedule.on_event),
                     places=emulated.places(),
                 )
             finally:
                 schedule.close()
-        results = cast("tuple[tuple[RankReport, int] | None, ...]", outcome.results)
-        reports = [None if result is None else result[0] for result in results]
-        write_links(folder, traffic.links(max(r.train_seconds for r in reports if r is not None)))
-        keep_counters(folder, emulated, [None if each is None else each[1] for each in results])
+        results = cast("tuple[RankResult | None, ...]", outcome.results)
+        write_links(folder, carried(emulated, [each for each in results if each is not None]))
+        keep_counters(folder, emulated, results)
     return record_of(
         run,
-        reports,
+        [None if each is None else each.report for each in results],
         folder,
         outcome.setup,
         left_out=outcome.left_out,
@@ -89,13 +88,28 @@ def train_run(
     )
 
 
+@dataclass(frozen=True)
+class RankResult:
+    """What the program of a rank returns: `sent` are its bytes from beginning to end; `before` and
+    `after` what links had carried when it began to train and when it stopped."""
+
+    report: RankReport
+    sent: int
+    before: dict[str, LinkCounters]
+    after: dict[str, LinkCounters]
+
+
 def program(
-    runtime: Runtime, assignment: tuple[Run, Path, tuple[float, ...]]
-) -> tuple[RankReport, int]:
-    """The program of each rank: its report, and the bytes that it sent from beginning to end."""
-    run, folder, bandwidths = assignment
-    report = processes.program(replace(runtime, bandwidths=bandwidths), (run, folder))
-    return report, runtime.transport.bytes_sent
+    runtime: Runtime, assignment: tuple[Run, Path, tuple[float, ...], Meters]
+) -> RankResult:
+    """The program of each rank."""
+    from orchestra.engines.emulation.traffic import MeteredReporter
+
+    run, folder, bandwidths, meters = assignment
+    reporter = MeteredReporter(runtime.reporter, meters)
+    runtime = replace(runtime, bandwidths=bandwidths, reporter=reporter)
+    report = processes.program(runtime, (run, folder))
+    return RankResult(report, runtime.transport.bytes_sent, reporter.before, reporter.after)
 
 
 def best_node(cluster: Cluster) -> str:
@@ -103,11 +117,13 @@ def best_node(cluster: Cluster) -> str:
     return min(cluster.nodes, key=lambda node: (-node.cores * (node.speed or 0.0), node.name)).name
 
 
-def keep_counters(folder: Path, emulated: EmulatedCluster, sent: list[int | None]) -> None:
+def keep_counters(
+    folder: Path, emulated: EmulatedCluster, results: Sequence[RankResult | None]
+) -> None:
     """Write what the transports counted, and what the cables and quotas did, for comparison."""
-    counters: dict[str, LinkCounters] = emulated.network.counters()
+    counters = emulated.network.meters().read()
     document = {
-        "sent_by_rank": sent,
+        "sent_by_rank": [None if each is None else each.sent for each in results],
         "cables": {
             name: {"frames": each.frames, "bytes": each.bytes, "payload": each.payload}
             for name, each in counters.items()
@@ -120,41 +136,23 @@ def keep_counters(folder: Path, emulated: EmulatedCluster, sent: list[int | None
     write_atomically(folder / EMULATION, json.dumps(document, indent=1) + "\n")
 
 
-class Traffic:
-    """What the links of an emulated cluster carry from when all ranks train until none does.
+def carried(emulated: EmulatedCluster, ran: Sequence[RankResult]) -> Links:
+    """What the links carried from when all ranks train until none does.
 
     Where they pause together, at a checkpoint, what follows counts as well.
     """
-
-    def __init__(self, emulated: EmulatedCluster, ranks: int) -> None:
-        self._network, self._ranks = emulated.network, ranks
-        self._training: set[int] = set()
-        self._began = False
-        self._before: dict[str, LinkCounters] | None = None
-        self._after: dict[str, LinkCounters] | None = None
-
-    def on_event(self, event: Event | Notice) -> None:
-        if not isinstance(event, Heartbeat) or (event.phase in TRAINING) == (
-            event.rank in self._training
-        ):
-            return
-        self._training ^= {event.rank}
-        self._began = self._began or len(self._training) == self._ranks
-        if not self._began:  # with the last one the stopwatch starts at once
-            self._before = self._network.counters()
-        elif not self._training:
-            self._after = self._network.counters()
-
-    def links(self, seconds: float) -> Links:
-        before, after = self._before, self._after or self._network.counters()
-        found = []
-        for name, end in self._network.ends.items():
-            began = before[name] if before is not None else LinkCounters(0, 0)
-            payload = after[name].payload - began.payload
-            crossed = after[name].on_the_wire - began.on_the_wire
-            share = crossed / (end.channel.bandwidth * seconds)
-            found.append(Link(name, end.channel.bandwidth, max(payload, 0), share))
-        return Links.of(seconds, found)
+    seconds = max(each.report.train_seconds for each in ran)
+    found = []
+    for name, end in emulated.network.ends.items():
+        frames, size = (
+            max(getattr(each.after[name], what) for each in ran)
+            - max(getattr(each.before[name], what) for each in ran)
+            for what in ("frames", "bytes")
+        )
+        crossed = LinkCounters(frames, size)
+        share = crossed.on_the_wire / (end.channel.bandwidth * seconds)
+        found.append(Link(name, end.channel.bandwidth, crossed.payload, share))
+    return Links.of(seconds, found)
 
 
 def _all(*listeners: Callable[[Event | Notice], None]) -> Callable[[Event | Notice], None]:
