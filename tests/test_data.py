@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -341,6 +342,7 @@ def test_drop_last_drops_the_last_global_batch() -> None:
 
 
 def test_settings_of_the_loader_are_kept() -> None:
+    before = {*multiprocessing.active_children()}
     loader = DataLoader(
         Numbers(9),
         batch_size=2,
@@ -353,6 +355,10 @@ def test_settings_of_the_loader_are_kept() -> None:
     for _ in range(2):
         read = [part.batch for shard in shards for part in shard if part.samples]
         assert torch.cat(read).sort().values.tolist() == [-8, -7, -6, -5, -4, -3, -2, -1, 0]
+    workers = {*multiprocessing.active_children()} - before
+    assert len(workers) == 2
+    del shards
+    assert not workers & {*multiprocessing.active_children()}, "they end with their loaders"
 
 
 def _negated(samples: list[Tensor]) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard
 
@@ -326,14 +326,20 @@ class QueuedLoader:
             yield self._order.indices(first, first + item.samples).tolist()
 
 
-@dataclass
 class _Sampler:
-    """Lists of indices, anew in each epoch, as a DataLoader takes them."""
+    """Lists of indices, anew in each epoch, as a DataLoader takes them.
 
-    lists: Callable[[], Iterator[list[int]]]
+    `lists` is a method of what owns the DataLoader, and is held weakly: in a cycle persistent
+    workers would end when garbage is collected, whichever thread does it, and take it five seconds.
+    """
+
+    def __init__(self, lists: Callable[[], Iterator[list[int]]]) -> None:
+        self._lists = weakref.WeakMethod(lists)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.lists()
+        lists = self._lists()
+        assert lists is not None
+        return lists()
 
 
 def _with_batches(
