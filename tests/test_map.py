@@ -182,7 +182,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "map", "--task", "digits", "--cluster", "lan_1gbit(nodes=2)", "--x",
         "bandwidth=1 Mbit/s..10 Gbit/s", "--y", "slowest_node=0.1..1", "--points", "2",
         "--minutes", "2", "--target", "loss<=1.5", "--out", str(folder), "--set", "epochs=6",
-        "--set", "batch_size=64", "--set", "optimizer=SGD(lr=0.05, momentum=0.9)", "--set", "calibration=none",
+        "--set", "batch_size=64", "--set", "optimizer=SGD(lr=0.05, momentum=0.9)",
+        "--set", "calibration=none",
         "--set", "seeds=[0]",
     ])  # fmt: skip
     assert status == 0

@@ -22,12 +22,12 @@ from orchestra.engines.processes.distribute import (
     distribute,
     end_loops,
     runtime_beside_loops,
-    strategy_of,
 )
 from orchestra.engines.processes.environment import detect, rank
 from orchestra.errors import InputError
 from orchestra.integrations.worker_group import WorkerGroup
 from orchestra.strategies.base import Strategy, roles_of
+from orchestra.strategies.registry import strategy_of
 from orchestra.trainer.own_loop.batches import Batches
 
 try:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from orchestra.cluster import Cluster, Node
 from orchestra.cluster.file import cluster_text
-from orchestra.engines.processes.distribute import strategy_of
 from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.errors import InputError
 from orchestra.experiments.experiment import ONE_PROCESS, Experiment
@@ -18,6 +17,7 @@ from orchestra.records.record import write_atomically
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.base import Strategy
 from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.registry import strategy_of
 from orchestra.strategies.single import Single
 from orchestra.trainer.settings import MEASURED, Run, Training
 

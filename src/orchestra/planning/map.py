@@ -274,7 +274,8 @@ def _coarse_first(places: Sequence[tuple[float, float]]) -> list[tuple[float, fl
 def _map_of(
     survey: Survey, experiment: Experiment, plane: Plane, points: Sequence[Point], folder: Path
 ) -> Map:
-    samples, missed = {}, []
+    samples: dict[str, float] = {}
+    missed: list[str] = []
     for entry in survey.entries.values():
         name = name_of(entry.candidate)
         found = None if survey.target is None else survey.samples_of(entry)

@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestra.errors import InputError
 from orchestra.settings import Registry, parse, write
+from orchestra.strategies.base import Strategy
 
 STRATEGIES = Registry(
     "strategy",
@@ -122,6 +123,19 @@ class Standing:
     def good_in_simulation(self, notation: str) -> list[str]:
         """The clusters on which it was that in simulated runs."""
         return _good_on(self.simulated, normal(notation))
+
+
+def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
+    """A strategy, or the one that a notation names.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if isinstance(strategy, str):
+        strategy = parse(strategy, STRATEGIES, where="strategy")
+    if not isinstance(strategy, Strategy):
+        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
+    return strategy
 
 
 def _seconds(measured: Mapping[str, Mapping[str, Any]]) -> Seconds:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from orchestra.engines.processes.distribute import strategy_of
 from orchestra.engines.simulation.cost_source import FLOPS
 from orchestra.engines.simulation.costs import OVERHEAD, assumed_costs
 from orchestra.engines.simulation.simulate import simulate
@@ -17,6 +16,7 @@ from orchestra.errors import InputError, OrchestraError, RunFailed
 from orchestra.optimizers.settings import Optimizer
 from orchestra.records.report import Message, RankReport, Slice
 from orchestra.strategies.base import roles_of
+from orchestra.strategies.registry import strategy_of
 from orchestra.studio.menu import BATCH, Entry, Situation
 from orchestra.trainer.program import train
 from orchestra.trainer.settings import Run, Training

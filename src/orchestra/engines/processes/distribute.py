@@ -26,9 +26,8 @@ from orchestra.engines.processes.rank import join
 from orchestra.engines.processes.system import TimedCompute
 from orchestra.engines.random_streams import seed as begin_streams
 from orchestra.errors import InputError, PeerLost, RunAborted, RunEnded, RunFailed
-from orchestra.settings import parse
 from orchestra.strategies.base import Strategy
-from orchestra.strategies.registry import STRATEGIES
+from orchestra.strategies.registry import strategy_of
 from orchestra.trainer.own_loop import OwnLoop, may_serve
 from orchestra.trainer.own_loop.batches import Batches
 from orchestra.transports.handshake import address_of, listen
@@ -131,14 +130,6 @@ class Channel(Interceptor):
         if operation.kind in ("send", "receive", "collective") and operation.tag < TAGS:
             operation.tag += self.number * TAGS
         return proceed()
-
-
-def strategy_of(strategy: Strategy[Any] | str) -> Strategy[Any]:
-    if isinstance(strategy, str):
-        strategy = parse(strategy, STRATEGIES, where="strategy")
-    if not isinstance(strategy, Strategy):
-        raise InputError(f"strategy: expected a strategy or its notation, got {strategy!r}")
-    return strategy
 
 
 def runtime_beside_loops(*, patience: float = 60.0, host: str | None = None) -> Runtime:
