@@ -21,7 +21,7 @@ from orchestra.errors import InputError
 from orchestra.experiments.file import load
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import answer
-from orchestra.report.figures.batches import batches as batches_figure
+from orchestra.report.figures.bars import batches as batches_figure
 from orchestra.report.rows import collect
 from orchestra.report.study import Study
 from orchestra.settings import parse

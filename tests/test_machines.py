@@ -16,7 +16,7 @@ from orchestra.engines.run import beside_single, by_node, on_machines
 from orchestra.errors import InputError
 from orchestra.records.record import RunRecord
 from orchestra.report.answer import answer
-from orchestra.report.figures.machines import combinations
+from orchestra.report.figures.results import combinations
 from orchestra.report.rows import collect
 from orchestra.report.study import Study
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +105,17 @@ def listed(names: Sequence[str]) -> str:
 def some(names: Sequence[str], most: int = 3) -> str:
     """The first of them, and how many there are beyond."""
     return listed(names if len(names) <= most else [*names[:most], f"{len(names) - most} more"])
+
+
+def ranges(ranks: Iterable[int]) -> list[str]:
+    """Ranks in few words: "0-3", "8"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
 
 
 # Differences, and what is measured

@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orchestra.report.numbers import significant
-from orchestra.report.watching import Row, RunView, bytes_text, ranks_text
+from orchestra.report.numbers import ranges, significant
+from orchestra.report.watching import Row, RunView, bytes_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDE = 100
@@ -123,7 +123,7 @@ def _below(view: RunView) -> Iterator[Text]:
         yield Text(f"straggler: {straggler.text}{since}{until}", style="yellow")
     silent = [row for row in view.rows if row.silent_seconds and row.phase in ("training", "")]
     if silent and view.status == "running":
-        who = ranks_text([row.rank for row in silent])
+        who = " or ".join(ranges(row.rank for row in silent))
         longest = max(row.silent_seconds for row in silent)
         yield Text(f"no step for up to {clock_text(longest)}: rank {who}", style="yellow")
     for switch in view.switches:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from orchestra.records.live import Line, Live, RankNow, Tail, mean_rates, read_l
 from orchestra.records.record import SUMMARY, RunRecord, read_links, read_summary
 from orchestra.records.stragglers import Straggler
 from orchestra.records.trace import longest_waits
+from orchestra.report.numbers import ranges
 from orchestra.settings.base import from_plain
 from orchestra.settings.notation import Call, read
 from orchestra.settings.reading import yaml_value
@@ -99,10 +99,6 @@ class RankTrack:
         self._tail = Tail(path)
         self._every, self._count = 1, 0
 
-    @property
-    def last(self) -> Line | None:
-        return self.window[-1] if self.window else None
-
     def look(self) -> list[Line]:
         """Take in what was added, and return it."""
         lines = [line for line in self._tail.read() if line.keys() >= NEEDED]
@@ -136,10 +132,11 @@ class RankTrack:
 
     def row(self, rank: int, now: RankNow | None, newest: float) -> Row:
         """The last steps of rank `rank`; `newest` is the latest moment that any rank told of."""
-        last = self.window[-1]
-        several = len(self.window) > 1
-        lines = list(itertools.islice(self.window, 1, None)) if several else [last]
-        seconds = last["seconds"] - (self.window[0]["seconds"] if several else 0.0)
+        first, *lines = self.window
+        began = first["seconds"] if lines else 0.0
+        lines = lines or [first]
+        last = lines[-1]
+        seconds = last["seconds"] - began
 
         def rate(name: str) -> float | None:
             return sum(line.get(name) or 0 for line in lines) / seconds if seconds > 0 else None
@@ -172,12 +169,17 @@ class RunWatch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         experiment = experiment_of(folder)
-        (self._name, strategy), *_ = dict(experiment.get("strategies") or {"": ""}).items()
-        self._strategy = str(strategy)
-        self._engine = str(experiment.get("engine", ""))
-        self._ranks = _first(experiment.get("ranks"))
-        self._seed = _first(experiment.get("seeds"))
-        self._balances = experiment.get("shares") is not None
+        (name, strategy), *_ = dict(experiment.get("strategies") or {"": ""}).items()
+        self._began = RunView(
+            folder,
+            name,
+            str(strategy),
+            str(experiment.get("engine", "")),
+            _first(experiment.get("ranks")),
+            _first(experiment.get("seeds")),
+            "running",
+            balances=experiment.get("shares") is not None,
+        )
         self._tracks: dict[int, RankTrack] = {}
         self._earlier: deque[Live] = deque(maxlen=12)
         self._waits: Mapping[int, str] | None = None
@@ -208,7 +210,8 @@ class RunWatch:
     def _now(self, status: Status, live: Live | None, now: float) -> RunView:
         tracks = {rank: track for rank, track in self._tracks.items() if track.window}
         newest = max((track.window[-1]["seconds"] for track in tracks.values()), default=0.0)
-        said = {each.rank: each for each in live.ranks} if live else {}
+        told = live or Live(now, "", 0)
+        said = {each.rank: each for each in told.ranks}
         rows = []
         for rank in sorted({*self._tracks, *said}):
             track, own = tracks.get(rank), said.get(rank)
@@ -217,22 +220,21 @@ class RunWatch:
                 rows.append(_without_steps(own, rank, "server" if serves else ""))
             else:
                 rows.append(track.row(rank, own, newest))
-        losses = [row.loss for row in rows if row.loss is not None and not row.silent_seconds]
         running = status == "running"
         rates = [row.samples_per_second for row in rows if row.samples_per_second is not None]
         return self._view(
             status,
             rows,
-            phase=_phase(live) if running else "",
-            fraction=live.fraction if live else None,
+            phase=_phase(told.ranks) if running else "",
+            fraction=told.fraction,
             seconds=newest or None,
-            seconds_left=live.seconds_left if live and running else None,
+            seconds_left=told.seconds_left if running else None,
             silent_seconds=max(0.0, now - live.written) if live else None,
             samples_per_second=sum(rates) if rates else None,
-            loss=sum(losses) / len(losses) if losses else None,
-            stragglers=live.stragglers if live else (),
+            loss=_mean(row.loss for row in rows if not row.silent_seconds),
+            stragglers=told.stragglers,
             links=self._links_now(live),
-            notices=live.notices if live else (),
+            notices=told.notices,
         )
 
     def _finished(self, record: RunRecord) -> RunView:
@@ -246,11 +248,11 @@ class RunWatch:
             rows,
             seconds=record.train_seconds,
             samples_per_second=record.samples_per_second,
-            loss=_mean([row.loss for row in rows]),
+            loss=_mean(row.loss for row in rows),
             metrics={name: value for name, value in metrics.items() if value is not None},
             staleness=record.staleness,
             stragglers=[from_plain(Straggler, dict(each)) for each in record.stragglers],
-            switches=self._switches(record.switched_at_step),
+            switched_at_step=record.switched_at_step,
             links=_links_carried(self.folder),
             notices=record.notices,
         )
@@ -258,7 +260,7 @@ class RunWatch:
     def _whole_run(self, said: Mapping[str, Any], record: RunRecord) -> Row:
         rank = int(said["rank"])
         track = self._tracks.get(rank)
-        last = track.last if track and said["role"] != "server" else None
+        last = track.window[-1] if track and track.window and said["role"] != "server" else None
         total = record.train_seconds or 0.0
         parts = {name: value / total for name, value in said["seconds"].items() if total > 0}
         works = bool(said["samples"])
@@ -274,27 +276,17 @@ class RunWatch:
             waits_for=(self._waits or {}).get(rank, ""),
         )
 
-    def _view(self, status: Status, rows: Sequence[Row], **about: Any) -> RunView:
-        first = next((t for _, t in sorted(self._tracks.items()) if t.history), None)
-        return RunView(
-            self.folder,
-            self._name,
-            self._strategy,
-            self._engine,
-            self._ranks,
-            self._seed,
-            status,
-            rows=rows,
-            history=first.history if first else (),
-            balances=self._balances,
-            **{"switches": self._switches(None), **about},
+    def _view(
+        self, status: Status, rows: Sequence[Row], switched_at_step: int | None = None, **about: Any
+    ) -> RunView:
+        tracks = [track for _, track in sorted(self._tracks.items())]
+        history = next((track.history for track in tracks if track.history), ())
+        steps = next((track.switched for track in tracks if track.switched), None)
+        steps = steps or ([] if switched_at_step is None else [switched_at_step])
+        switches = [switch_text(self._began.strategy, step, len(steps)) for step in steps]
+        return replace(
+            self._began, status=status, rows=rows, history=history, switches=switches, **about
         )
-
-    def _switches(self, last: int | None) -> list[str]:
-        """What is known of each switch: after which step, to what, and by which rule."""
-        tracks = (track.switched for _, track in sorted(self._tracks.items()) if track.switched)
-        steps = next(tracks, []) or ([] if last is None else [last])
-        return [switch_text(self._strategy, step, len(steps)) for step in steps]
 
     def _links_now(self, live: Live | None) -> list[str]:
         if live is None:
@@ -364,7 +356,7 @@ def _first(value: object) -> int:
     return first if isinstance(first, int) else 0
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -374,9 +366,9 @@ def _without_steps(said: RankNow | None, rank: int, role: str) -> Row:
     return Row(rank, role, step, waits_for=_waits_text(said), phase=phase)
 
 
-def _phase(live: Live | None) -> str:
+def _phase(ranks: Sequence[RankNow]) -> str:
     """What most of the ranks do that do not serve."""
-    phases = [each.phase for each in live.ranks if each.phase != "serving"] if live else []
+    phases = [each.phase for each in ranks if each.phase != "serving"]
     return max(phases, key=phases.count) if phases else "set-up"
 
 
@@ -384,19 +376,7 @@ def _waits_text(said: RankNow | None) -> str:
     if said is None or not said.waits_for:
         return ""
     most = said.waits_for[0]
-    who = ranks_text(most.ranks)
-    return f"{who} ({most.share:.0%})"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words, those of a row as "0-3"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return " or ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"{' or '.join(ranges(most.ranks))} ({most.share:.0%})"
 
 
 def _links_carried(folder: Path) -> list[str]:

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from orchestra.report.figures import (
     bars,
-    batches,
     cluster,
     curves,
-    machines,
     messages,
     results,
     timeline,
@@ -26,12 +24,12 @@ _FAMILIES = (
     curves.training_loss,
     results.differences,
     bars.seconds,
-    batches.batches,
+    bars.batches,
     bars.traffic,
     bars.links,
     bars.staleness,
     results.scaling,
-    machines.combinations,
+    results.combinations,
     timeline.timelines,
     messages.messages,
 )

@@ -1,27 +1,34 @@
-"""The clusters that runs were simulated on: nodes and switches as a tree, with links and faults."""
+"""The clusters that runs were simulated on: nodes and switches as a tree, with links and faults.
+
+The tree is one of switches from left to right, with a row for each node. This figure and that of
+messages (messages.py) place the parts of a cluster by a `Tree`, and draw on a `Canvas`, in pixels.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import altair as alt
 
 from orchestra.cluster.cluster import Cluster
 from orchestra.cluster.faults import Death, LinkCut, LinkSlow, rank_of
+from orchestra.cluster.file import alike
 from orchestra.cluster.nodes import Jitter, Link, Node, Switch
 from orchestra.cluster.presets import CLUSTERS
 from orchestra.cluster.units import BANDWIDTH, BYTES, FLOPS, SECONDS
-from orchestra.report.figures.frame import INK_NOW, Figure, figure
-from orchestra.report.figures.sketch import Canvas, Place, Tree
-from orchestra.report.rows import RunData, grouped
+from orchestra.report.figures.frame import FAINT, INK_NOW, Figure, figure, layer
+from orchestra.report.numbers import ranges
+from orchestra.report.rows import grouped
 from orchestra.report.study import COLOURS, Study
 from orchestra.settings import write
 
 _Value = dict[str, Any]
 
+MAX_NODES = 64
+"""With more, nodes that follow one another and are alike share a row."""
 _ROW, _NARROW_ROW, _TOP = 24.0, 18.0, 34.0  # heights in pixels: of rows, and above them
 _MANY = 24  # rows that are narrow
 _LETTER, _GAP = 5.7, 26  # widths in pixels
@@ -42,15 +49,11 @@ def clusters(study: Study) -> Iterator[Figure]:
     """One for each cluster, with the ranks of the run that has most there."""
     simulated = [run for run in study.runs if run.record.cluster]
     for runs in grouped(simulated, lambda run: run.record.cluster).values():
-        widest = max(runs, key=_processes)
-        if widest.cluster:
-            yield cluster_figure(widest.cluster, _processes(widest))
-
-
-def _processes(run: RunData) -> int:
-    """Return how many it has: `Single` is one, whatever the budget."""
-    record = run.record
-    return record.ranks if record.workers + record.servers > 1 else 1
+        ranks = [  # `Single` has one, whatever the budget
+            run.record.ranks if run.record.workers + run.record.servers > 1 else 1 for run in runs
+        ]
+        if cluster := runs[ranks.index(max(ranks))].cluster:
+            yield cluster_figure(cluster, max(ranks))
 
 
 def cluster_figure(cluster: Cluster, ranks: int | None = None) -> Figure:
@@ -109,7 +112,7 @@ class _Sketch:
             "link": lambda nodes: link_text(nodes[0]),
             "computes with": lambda nodes: _compute_text(nodes[0]),
             "memory": lambda nodes: BYTES.write(nodes[0].memory) if nodes[0].memory else "",
-            "ranks": lambda nodes: _ranges([r for node in nodes for r in on.get(node.name, ())]),
+            "ranks": lambda nodes: ", ".join(ranges(r for n in nodes for r in on.get(n.name, ()))),
             "faults": lambda nodes: ", ".join(self._faults.get(nodes[0].name, ())),
         }
         for head, text in columns.items():
@@ -234,9 +237,170 @@ def _compute_text(node: Node) -> str:
     return ", ".join(parts)
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return ranks in few words: "0-3, 8"."""
-    rising = sorted(ranks)
-    breaks = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(rising)) if b != a + 1), len(rising)]
-    spans = [(rising[a], rising[b - 1]) for a, b in pairwise(breaks) if b > a]
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+# Where the parts of a cluster stand, and how they are drawn
+
+
+class _Branch(NamedTuple):
+    """A part of the tree: the rows of what hangs on it, and how many switches are above it."""
+
+    part: Node | Switch
+    nodes: tuple[Node, ...]
+    first: float
+    last: float
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part stands: a switch, or the first of `nodes`, which share its rows.
+
+    It is at `x` and `y`, in pixels, in the middle of its `span`; `above` is the x of the switch
+    that it hangs on, if any.
+    """
+
+    part: Node | Switch
+    nodes: tuple[Node, ...]
+    x: float
+    y: float
+    above: float | None
+    span: tuple[float, float]
+
+
+class Tree:
+    """The rows of all parts of a cluster, filled from the top; `rows` is how many they take.
+
+    Args:
+        alone: nodes that share their row with no other.
+        sizes: how many rows a node takes, by its name; nodes without an entry are left out, and
+            switches with none of the others below them. One row for each node by default.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        alone: Collection[str] = (),
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        self.rows = 0.0
+        self._nodes: list[_Branch] = []
+        self._switches: list[_Branch] = []
+        self._cluster, self._sizes = cluster, sizes
+        self._groups = _groups([node for node in cluster.nodes if self._size(node)], alone)
+        if len(self._groups) > 1 or sizes is None:
+            for switch in cluster.switches:
+                if switch.to is None:
+                    self._add_switch(switch, 0)
+        placed = {branch.part.name for branch in self._nodes}
+        for group in self._groups:
+            if group[0].name not in placed:
+                self._add_nodes(group)
+
+    def _size(self, node: Node) -> int:
+        return 1 if self._sizes is None else self._sizes.get(node.name, 0)
+
+    def _add_nodes(self, group: tuple[Node, ...]) -> float:
+        """Give the next rows to `group`; return their middle."""
+        last = self.rows + self._size(group[0]) - 1
+        self._nodes.append(_Branch(group[0], group, self.rows, last))
+        middle = (self.rows + last) / 2
+        self.rows = last + 1
+        return middle
+
+    def _add_switch(self, switch: Switch, depth: int) -> list[float]:
+        """Place what is below `switch`, and itself in its middle; return its row, if any."""
+        below = [self._add_nodes(group) for group in self._groups if group[0].switch == switch.name]
+        for inner in self._cluster.switches:
+            if inner.to == switch.name:
+                if below and self._sizes is None:
+                    self.rows += 0.5  # sets switches apart
+                below += self._add_switch(inner, depth + 1)
+        if not below and self._sizes is not None:
+            return []
+        if not below:  # a row of its own
+            below = [self.rows]
+            self.rows += 1
+        self._switches.append(_Branch(switch, (), below[0], below[-1], depth))
+        return [(below[0] + below[-1]) / 2]
+
+    def placed(
+        self,
+        words: Callable[[Switch], Iterable[str]],
+        letter: float,
+        gap: float,
+        beside: float,
+        height_of: Callable[[float], float],
+    ) -> tuple[list[Place], list[Place]]:
+        """Where the nodes stand, and the switches: as far right as the words before them need.
+
+        Args:
+            words: what is written before a switch.
+            letter, gap: pixels of a letter, and between words and the next column.
+            beside: pixels between the last switches and the nodes.
+            height_of: the y of a row.
+        """
+        columns, x = [], 0.0
+        for depth in range(1 + max((branch.depth for branch in self._switches), default=-1)):
+            there = (branch.part for branch in self._switches if branch.depth == depth)
+            texts = (text for part in there if isinstance(part, Switch) for text in words(part))
+            x += letter * max(map(len, texts)) + gap
+            columns.append(x)
+        at = {branch.part.name: columns[branch.depth] for branch in self._switches}
+
+        def place(branch: _Branch) -> Place:
+            part, nodes, first, last, _ = branch
+            above = at.get((part.to if isinstance(part, Switch) else part.switch) or "")
+            span = height_of(first), height_of(last)
+            return Place(part, nodes, at.get(part.name, x + beside), sum(span) / 2, above, span)
+
+        return [*map(place, self._nodes)], [*map(place, self._switches)]
+
+
+def _groups(nodes: Sequence[Node], alone: Collection[str]) -> list[tuple[Node, ...]]:
+    if len(nodes) <= MAX_NODES:
+        return [(node,) for node in nodes]
+    groups: list[tuple[Node, ...]] = []
+    for run in alike(nodes):
+        for node in run:
+            last = groups[-1] if groups else ()
+            joins = last and last[-1] in run and not {last[-1].name, node.name} & {*alone}
+            groups[len(groups) - bool(joins) :] = [(*last, node) if joins else (node,)]
+    return groups
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """Draws layers of marks at `x` and `y`, in pixels from the upper left corner.
+
+    With a `strategy` they are hidden together with it.
+    """
+
+    width: float
+    height: float
+    strategy: str | None = None
+
+    def layer(
+        self, values: Iterable[Mapping[str, Any]], mark: str, *channels: Any, **look: Any
+    ) -> alt.Chart:
+        """The layer of `values`."""
+        about = {} if self.strategy is None else {"strategy": self.strategy}
+        across = alt.Scale(domain=[0, self.width], nice=False)
+        down = alt.Scale(domain=[0, self.height], nice=False, reverse=True)
+        x, y = alt.X("x:Q", axis=None, scale=across), alt.Y("y:Q", axis=None, scale=down)
+        return layer([{**about, **value} for value in values], mark, x, y, *channels, **look)
+
+    def lines(
+        self, places: Sequence[Place], thick: Callable[[Place], float] = lambda _: 1.0
+    ) -> list[alt.Chart]:
+        """The links of all parts, so `thick`, and what joins those of a switch or a node."""
+        across = [
+            {"x": place.above, "y": place.y, "to": place.x, "thick": thick(place)}
+            for place in places
+            if place.above is not None
+        ]
+        spans = [place for place in places if place.span[0] < place.span[1]]
+        down = [{"x": place.x, "y": place.span[0], "to": place.span[1]} for place in spans]
+        width = alt.StrokeWidth("thick:Q", scale=None)
+        return [
+            self.layer(across, "rule", alt.X2("to:Q"), width, color=FAINT),
+            self.layer(down, "rule", alt.Y2("to:Q"), color=FAINT, strokeWidth=2),
+        ]

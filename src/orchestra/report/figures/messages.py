@@ -1,6 +1,6 @@
 """The messages of one step of a simulated run, between ranks in their places in the cluster.
 
-The tree of the cluster grows from the left (sketch.py); each rank has a row beside its node. What
+The tree of the cluster grows from the left (cluster.py); each rank has a row beside its node. What
 is sent down the rows goes by the right, what is sent up by the left.
 """
 
@@ -17,8 +17,8 @@ from orchestra.cluster import Cluster
 from orchestra.records.record import RunRecord
 from orchestra.records.trace import read_trace
 from orchestra.report.figures.bars import bytes_text
+from orchestra.report.figures.cluster import Canvas, Tree
 from orchestra.report.figures.frame import FAINT, GROUND, INK_NOW, Figure, Values, figure, tips
-from orchestra.report.figures.sketch import Canvas, Tree
 from orchestra.report.figures.timeline import Arrow, Exchange, exchanges, phase_text
 from orchestra.report.numbers import count
 from orchestra.report.rows import Row, grouped
